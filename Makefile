@@ -1,0 +1,64 @@
+# `make` lists the targets. Everything runs in .venv, which `make setup` builds once.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+JOBS ?= 2
+ARGS ?=
+TORCH := torch>=2.11,<2.14
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.
+PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo "$$name"; break; }; done)
+
+# One thread a process: the tests run in $(JOBS) processes, and timings want no noise.
+test bench: export OMP_NUM_THREADS := 1
+test: export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  ARGS="…" is passed on:  make test ARGS="tests/test_source.py -x"'
+
+setup: $(STAMP) ## build .venv and install pcg with its development tools, once
+
+# torch first and by itself: the configured index decides which build, a CPU one if it offers that.
+$(STAMP): pyproject.toml setup.py
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: pcg needs Python 3.11 or newer; found none of python3.13, python3.12, python3.11,"; \
+		echo "python3 >= 3.11. Install one, or name it: make setup PYTHON=/path/to/python"; exit 1; fi
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		echo "error: $(PYTHON) cannot make a virtual environment; install its venv module"; \
+		echo "(Debian, Ubuntu: apt install $(PYTHON)-venv) and run make setup again"; \
+		rm -rf $(VENV); exit 1; }
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## run examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(STAMP) ## run the tests; neither GPU nor network is needed
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(STAMP) ## formatting, ruff, types, imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test ## all that CI runs
+
+bench: $(STAMP) ## run every benchmarks/bench_*.py
+	@set -e; for file in $(wildcard benchmarks/bench_*.py); do \
+		echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+clean: ## remove caches and build products; .venv stays
+	rm -rf build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,208 @@
+"""The functions that emitted PyTorch programs call, where one PyTorch call is not enough.
+
+They are the reference meaning of the table's model operators, on any device. Shapes: T tokens, h
+hidden, H heads, K KV heads, D head size, r rank, V vocabulary. An adapter's weight is anything with
+`weight` and `scale` (`AdapterWeight`), or a `segments` form of many adapters that multiplies each
+token by its own (pcg/codegen/kernels/segmented.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.codegen.kernels.attention import attention, attention_backward
+
+__all__ = [
+    "F",
+    "attention",
+    "attention_backward",
+    "bias_add",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "expand_add",
+    "expand_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "outer",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope_half",
+    "rope_half_backward",
+    "rope_interleaved",
+    "rope_interleaved_backward",
+    "scaled_outer",
+    "shrink",
+    "shrink_backward",
+    "slice_backward",
+    "sum_tokens",
+    "torch",
+]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in the dtype that norms compute in: fp32, or fp64 for fp64."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · (offset + weight); see the operator rms_norm."""
+    wide = _wide(x)
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps)).unsqueeze(-1)
+    y = wide * scale
+    if weight is None:
+        return y.to(x.dtype)
+    if round_first:
+        return (y.to(x.dtype).mul_(weight) if not offset else y.to(x.dtype) * (weight + offset)).to(
+            x.dtype
+        )
+    return y.mul_(_wide(weight) + offset if offset else weight).to(x.dtype)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> Tensor:
+    """dx = rstd (g - x rstd² mean(g x)) with g = dy (offset + weight)."""
+    wide = _wide(x)
+    n = x.shape[-1]
+    g = _wide(dy)
+    if weight is not None:
+        g = g * (_wide(weight) + offset if offset else _wide(weight))
+    rstd = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(n).add_(eps))
+    inner = torch.linalg.vecdot(g, wide).mul_(rstd.pow(3)).div_(-n)
+    dx = torch.addcmul(wide * inner.unsqueeze(-1), g, rstd.unsqueeze(-1))
+    return dx.to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim; a weight of more dims scales the leading ones too."""
+    if weight is None or weight.dim() == 1:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = F.layer_norm(_wide(x), x.shape[-1:], None, None, eps).mul_(weight)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """dx = rstd (g - mean(g) - xhat mean(g xhat)) with g = dy weight."""
+    wide, g = _wide(x), _wide(dy)
+    if weight is not None:
+        g = g * _wide(weight)
+    shape = x.shape[-1:]
+    _, mean, rstd = torch.native_layer_norm(wide, shape, None, None, eps)
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        g.contiguous(), wide.contiguous(), shape, mean, rstd, None, None, [True, False, False]
+    )
+    return dx.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding that pairs dim i with i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
+    n, half = cos.shape[-1], cos.shape[-1] // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if n < x.shape[-1]:
+        y[..., n:] = x[..., n:]
+    low, high = x[..., :half], x[..., half:n]
+    torch.mul(low, cos[..., :half], out=y[..., :half]).addcmul_(high, sin[..., :half], value=-1)
+    torch.mul(high, cos[..., half:], out=y[..., half:n]).addcmul_(low, sin[..., half:])
+    return y
+
+
+def rope_half_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """dx of rope_half: the rotation by the opposite angle."""
+    half = cos.shape[-1] // 2
+    return rope_half(dy, cos, torch.cat((-sin[..., half:], -sin[..., :half]), -1))
+
+
+def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding that pairs dim 2i with 2i + 1. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
+    n = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if n < x.shape[-1]:
+        y[..., n:] = x[..., n:]
+    even, odd = x[..., :n:2], x[..., 1:n:2]
+    y[..., :n:2] = even * cos[..., ::2] - odd * sin[..., ::2]
+    y[..., 1:n:2] = odd * cos[..., 1::2] + even * sin[..., 1::2]
+    return y
+
+
+def rope_interleaved_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """dx of rope_interleaved: the rotation by the opposite angle."""
+    swapped = torch.stack((-sin[..., 1::2], -sin[..., ::2]), -1).flatten(-2)
+    return rope_interleaved(dy, cos, swapped)
+
+
+def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size: int) -> Tensor:
+    """Zeros of `size` along `dim`, with dy in the slice."""
+    shape = list(dy.shape)
+    shape[dim] = size
+    return torch.slice_scatter(dy.new_zeros(shape), dy, dim, start, stop, step)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(logits)[target] of each token in fp32, 0 where the target is negative."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits.to(dtype), targets, ignore_index=-100, reduction="none")
+
+
+def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    """dloss · (softmax(logits) - onehot(target)), in the dtype of the logits."""
+    dlogits = torch.softmax(_wide(logits), -1)
+    rows = torch.arange(targets.shape[0], device=targets.device)
+    dlogits[rows, targets.clamp(min=0)] -= 1
+    return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
+
+
+# ------------------------------------------------------------------------------ bypass networks
+
+
+def shrink(x: Tensor, a: Any) -> Tensor:
+    """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter."""
+    if hasattr(a, "shrink"):
+        return a.shrink(x)  # type: ignore[no-any-return]
+    return F.linear(x.to(a.weight.dtype), a.weight)
+
+
+def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
+    """y + scale · s Bᵀ: [T, out], in y's dtype. y is not kept: it may be written over."""
+    if hasattr(b, "expand_add"):
+        return b.expand_add(y, s)  # type: ignore[no-any-return]
+    if y.dtype == s.dtype:
+        return torch.addmm(y, s, b.weight.t(), alpha=b.scale)
+    return torch.addmm(y.to(s.dtype), s, b.weight.t(), alpha=b.scale).to(y.dtype)
+
+
+def shrink_backward(ds: Tensor, a: Any) -> Tensor:
+    """dx = ds A."""
+    return ds @ a.weight
+
+
+def expand_backward(dz: Tensor, b: Any) -> Tensor:
+    """ds = scale · dz B, in B's dtype."""
+    return (dz.to(b.weight.dtype) @ b.weight).mul_(b.scale)
+
+
+def outer(ds: Tensor, x: Tensor) -> Tensor:
+    """dA = dsᵀ x."""
+    return ds.t() @ x.to(ds.dtype)
+
+
+def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
+    """dB = scale · dzᵀ s."""
+    return (dz.to(s.dtype).t() @ s).mul_(b.scale)
+
+
+def bias_add(y: Tensor, bias: Any, base: Tensor) -> Tensor:
+    """y + (bias - base), each token with its own adapter's bias."""
+    if hasattr(bias, "bias_add"):
+        return bias.bias_add(y, base)  # type: ignore[no-any-return]
+    return (y + (bias.weight - base)).to(y.dtype)
+
+
+def sum_tokens(dz: Tensor) -> Tensor:
+    """The sum over tokens, in fp32 at least."""
+    return _wide(dz).sum(0)

@@ -1,0 +1,130 @@
+"""Every error of pcg, as one tree. Catch `PcgError` for all, a branch for one part.
+
+A message says what is wrong, the numbers, and the fix:
+`tp=3 does not divide num_key_value_heads=8; use 1, 2, 4 or 8`.
+
+PcgError
+├── UnsupportedError           what was asked is well-formed, and pcg does not do it
+├── SourceError                the model's files
+│   ├── ModelNotFoundError     no such directory, file, shipped config or hub model
+│   ├── ConfigError            config.json is missing, damaged or incomplete
+│   └── WeightsError           weights cannot be used
+│       ├── MissingShardError  the index names a file that is not there
+│       └── PickleWeightsError only pickled weights, which can run code
+├── TraceError                 the model cannot be turned into a graph
+├── IrError                    the graph
+│   ├── ParseError             text that is not IR
+│   ├── VerifyError            IR that breaks a rule
+│   └── TypeCheckError         an operator applied to types it does not take
+├── PassError                  a pass failed; carries the graph it failed on
+├── ParallelError              a degree, mesh or strategy that cannot be
+│   └── CostModelError         no cost is known for an operator or a link
+├── CodegenError               the graph cannot be emitted, or the emitted file not be loaded
+├── ProgramError               a compiled folder is missing, damaged or of another version
+├── AdapterError               an adapter cannot be read, attached or found
+├── DataError                  finetuning data
+├── GenerationError            a request that cannot be served
+│   └── OutOfMemoryError       the memory pool is too small for it
+└── FinetuneError              a finetuning job that cannot go on
+"""
+
+
+class PcgError(Exception):
+    """Root of all errors that pcg raises on purpose."""
+
+
+class UnsupportedError(PcgError):
+    """The request is well-formed, but pcg does not do it."""
+
+
+class SourceError(PcgError):
+    """The model's files cannot be used."""
+
+
+class ModelNotFoundError(SourceError):
+    """No directory, file, shipped config or hub model of that name."""
+
+
+class ConfigError(SourceError):
+    """A config.json is missing, damaged or incomplete."""
+
+
+class WeightsError(SourceError):
+    """The model's weights cannot be used."""
+
+
+class MissingShardError(WeightsError):
+    """The weight index names a file that is not there."""
+
+
+class PickleWeightsError(WeightsError):
+    """The weights come as pickles only; loading a pickle can run any code."""
+
+
+class TraceError(PcgError):
+    """The model cannot be turned into a graph."""
+
+
+class IrError(PcgError):
+    """The graph is wrong."""
+
+
+class ParseError(IrError):
+    """The text is not IR."""
+
+
+class VerifyError(IrError):
+    """The graph breaks a rule of the IR."""
+
+
+class TypeCheckError(IrError):
+    """An operator is applied to types it does not take."""
+
+
+class PassError(PcgError):
+    """A pass failed.
+
+    Args:
+        message: what, the numbers, the fix.
+        graph: the graph it failed on, as text; empty when there is none.
+    """
+
+    def __init__(self, message: str, graph: str = "") -> None:
+        super().__init__(message)
+        self.graph = graph
+
+
+class ParallelError(PcgError):
+    """A parallel degree, mesh or strategy that cannot be."""
+
+
+class CostModelError(ParallelError):
+    """No cost is known for an operator or a link."""
+
+
+class CodegenError(PcgError):
+    """The graph cannot be emitted, or the emitted source not be loaded."""
+
+
+class ProgramError(PcgError):
+    """A compiled folder is missing, damaged, or of another version."""
+
+
+class AdapterError(PcgError):
+    """An adapter cannot be read, attached or found."""
+
+
+class DataError(PcgError):
+    """Finetuning data cannot be used."""
+
+
+class GenerationError(PcgError):
+    """A request cannot be served."""
+
+
+class OutOfMemoryError(GenerationError):
+    """The memory pool is too small for the request."""
+
+
+class FinetuneError(PcgError):
+    """A finetuning job cannot go on."""

@@ -1,0 +1,390 @@
+"""Elementwise operators: unary functions, casts, and binary arithmetic with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.types import TORCH_NAMES, broadcast, promote, tensor
+
+
+class Unary(Operator):
+    """y = f(x), elementwise; `template` is f in PyTorch."""
+
+    template: str = ""
+    saves: tuple[int, ...] = (0,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return self.template.format(*inputs, **attributes)
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return self.saves
+
+
+class Neg(Unary):
+    name = "neg"
+    template = "-{0}"
+    saves = ()
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("neg", context.incoming)]
+
+
+class Exp(Unary):
+    name = "exp"
+    template = "torch.exp({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("mul", context.incoming, context.output())]
+
+
+class Rsqrt(Unary):
+    name = "rsqrt"
+    template = "torch.rsqrt({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        cubed = context.add("pow", context.output(), exponent=3.0)
+        slope = context.add("mul", cubed, scalar=-0.5)
+        return [context.add("mul", context.incoming, slope)]
+
+
+class Sqrt(Unary):
+    name = "sqrt"
+    template = "torch.sqrt({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        half = context.add("mul", context.incoming, scalar=0.5)
+        return [context.add("div", half, context.output())]
+
+
+class Cos(Unary):
+    name = "cos"
+    template = "torch.cos({0})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        slope = context.add("neg", context.add("sin", context.input(0)))
+        return [context.add("mul", context.incoming, slope)]
+
+
+class Sin(Unary):
+    name = "sin"
+    template = "torch.sin({0})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("mul", context.incoming, context.add("cos", context.input(0)))]
+
+
+class Tanh(Unary):
+    name = "tanh"
+    template = "torch.tanh({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("tanh_backward", context.incoming, context.output())]
+
+
+class Sigmoid(Unary):
+    name = "sigmoid"
+    template = "torch.sigmoid({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("sigmoid_backward", context.incoming, context.output())]
+
+
+class Silu(Unary):
+    name = "silu"
+    template = "F.silu({0})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("silu_backward", context.incoming, context.input(0))]
+
+
+class Relu(Unary):
+    name = "relu"
+    template = "torch.relu({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("relu_backward", context.incoming, context.output())]
+
+
+class Gelu(Unary):
+    """The exact GELU, or its tanh form with `approximate = "tanh"`."""
+
+    name = "gelu"
+    template = "F.gelu({0}, approximate={approximate!r})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        incoming, x = context.incoming, context.input(0)
+        return [context.add("gelu_backward", incoming, x, **context.attributes)]
+
+
+class Clamp(Unary):
+    """y = min(max(x, min), max); a missing bound is no bound."""
+
+    name = "clamp"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.clamp({inputs[0]}, {attributes.get('min')}, {attributes.get('max')})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [
+            context.add("clamp_backward", context.incoming, context.input(0), **context.attributes)
+        ]
+
+
+class Pow(Unary):
+    """y = x ** exponent, with a constant exponent."""
+
+    name = "pow"
+    template = "torch.pow({0}, {exponent})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        exponent = float(context.attributes["exponent"])  # type: ignore[arg-type]
+        power = context.input(0)
+        if exponent != 2.0:
+            power = context.add("pow", power, exponent=exponent - 1.0)
+        slope = context.add("mul", power, scalar=exponent)
+        return [context.add("mul", context.incoming, slope)]
+
+
+class Cast(Unary):
+    """The same numbers in another dtype."""
+
+    name = "cast"
+    saves = ()
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_dtype(str(attributes["dtype"])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.cast(context.incoming, context.input_type(0).dtype)]
+
+
+class Binary(Operator):
+    """x ∘ y with broadcasting, or x ∘ scalar; with `reversed`, scalar ∘ x."""
+
+    inputs = (1, 2)
+    symbol: str = ""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if (len(types) == 1) != ("scalar" in attributes):
+            raise TypeCheckError(f"{self.name} takes two tensors, or one and the attribute scalar")
+        if len(types) == 1:
+            scalar = attributes["scalar"]
+            is_float = isinstance(scalar, float) or self.name == "div"
+            dtype = "f32" if is_float and not types[0].is_float else types[0].dtype
+            return (types[0].with_dtype(dtype),)
+        dtype = promote(types[0].dtype, types[1].dtype)
+        return (tensor(dtype, *broadcast(types[0].shape, types[1].shape)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        left, right = inputs[0], inputs[1] if len(inputs) == 2 else repr(attributes["scalar"])
+        if attributes.get("reversed"):
+            left, right = right, left
+        return f"{left} {self.symbol} {right}"
+
+
+class Add(Binary):
+    name = "add"
+    symbol = "+"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [
+            context.reduced(context.incoming, i) if need else None
+            for i, need in enumerate(context.needs)
+        ]
+
+
+class Sub(Binary):
+    name = "sub"
+    symbol = "-"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        gradients: list[str | None] = []
+        for i, need in enumerate(context.needs):
+            negative = (i == 1) != bool(context.attributes.get("reversed"))
+            incoming = context.incoming
+            if need and negative:
+                incoming = context.add("neg", incoming)
+            gradients.append(context.reduced(incoming, i) if need else None)
+        return gradients
+
+
+class Mul(Binary):
+    name = "mul"
+    symbol = "*"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        if "scalar" in context.attributes:
+            scaled = context.add("mul", context.incoming, scalar=context.attributes["scalar"])
+            return [context.reduced(scaled, 0)]
+        gradients: list[str | None] = [None, None]
+        for i in (0, 1):
+            if context.needs[i]:
+                scaled = context.add("mul", context.incoming, context.input(1 - i))
+                gradients[i] = context.reduced(scaled, i)
+        return gradients
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        if "scalar" in attributes:
+            return ()
+        return tuple(1 - i for i in (0, 1) if requires[i])
+
+
+class Div(Binary):
+    name = "div"
+    symbol = "/"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = context.attributes
+        if attributes.get("reversed"):
+            # y = c / x; dx = -dy y / x
+            product = context.add("mul", context.incoming, context.output())
+            return [context.add("neg", context.add("div", product, context.input(0)))]
+        if "scalar" in attributes:
+            return [context.add("div", context.incoming, scalar=attributes["scalar"])]
+        quotient = context.add("div", context.incoming, context.input(1))
+        gradients: list[str | None] = [None, None]
+        if context.needs[0]:
+            gradients[0] = context.reduced(quotient, 0)
+        if context.needs[1]:
+            product = context.add("mul", quotient, context.output())
+            gradients[1] = context.reduced(context.add("neg", product), 1)
+        return gradients
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        if "scalar" in attributes:
+            return (0,) if attributes.get("reversed") else ()
+        return (0, 1) if requires[1] else (1,)
+
+
+class UnaryBackward(Operator):
+    """dx of a unary function, from dy and what the rule of the forward operator asks for."""
+
+    inputs = (2, 2)
+    template: str = ""
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return self.template.format(*inputs, **attributes)
+
+
+class SiluBackward(UnaryBackward):
+    name = "silu_backward"
+    template = "torch.ops.aten.silu_backward({0}, {1})"
+
+
+class GeluBackward(UnaryBackward):
+    name = "gelu_backward"
+    template = "torch.ops.aten.gelu_backward({0}, {1}, approximate={approximate!r})"
+
+
+class TanhBackward(UnaryBackward):
+    name = "tanh_backward"
+    template = "torch.ops.aten.tanh_backward({0}, {1})"
+
+
+class SigmoidBackward(UnaryBackward):
+    name = "sigmoid_backward"
+    template = "torch.ops.aten.sigmoid_backward({0}, {1})"
+
+
+class ReluBackward(UnaryBackward):
+    """dx = dy where the output was positive."""
+
+    name = "relu_backward"
+    template = "torch.ops.aten.threshold_backward({0}, {1}, 0)"
+
+
+class ClampBackward(UnaryBackward):
+    """dx = dy where x was within the bounds."""
+
+    name = "clamp_backward"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dy, x = inputs
+        tests = []
+        if "min" in attributes:
+            tests.append(f"({x} >= {attributes['min']})")
+        if "max" in attributes:
+            tests.append(f"({x} <= {attributes['max']})")
+        return " * ".join([dy, *tests])
+
+
+class Pointwise(Operator):
+    """An operator outside the table that PyTorch tags pointwise, carried as it is.
+
+    `target` is its overload, `arguments` its argument list with {0} for the tensor, and its gradient
+    is PyTorch's own.
+    """
+
+    name = "pointwise"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_dtype(str(attributes["dtype"])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        arguments = str(attributes["arguments"]).format(inputs[0])
+        return f"torch.ops.{attributes['target']}({arguments})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx = context.add(
+            "pointwise_backward", context.incoming, context.input(0), **context.attributes
+        )
+        return [context.cast(dx, context.input_type(0).dtype)]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (0,)
+
+
+class PointwiseBackward(Operator):
+    """dx of a pointwise operator, by PyTorch's autograd."""
+
+    name = "pointwise_backward"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        arguments = str(attributes["arguments"]).format("x")
+        function = f"lambda x: torch.ops.{attributes['target']}({arguments})"
+        return f"torch.func.vjp({function}, {inputs[1]})[1]({inputs[0]})[0]"
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Add(),
+    Cast(),
+    Clamp(),
+    ClampBackward(),
+    Cos(),
+    Div(),
+    Exp(),
+    Gelu(),
+    GeluBackward(),
+    Mul(),
+    Neg(),
+    Pointwise(),
+    PointwiseBackward(),
+    Pow(),
+    Relu(),
+    ReluBackward(),
+    Rsqrt(),
+    Sigmoid(),
+    SigmoidBackward(),
+    Silu(),
+    SiluBackward(),
+    Sin(),
+    Sqrt(),
+    Sub(),
+    Tanh(),
+    TanhBackward(),
+)

@@ -1,0 +1,229 @@
+"""Matrix products: the base model's, and those of low-rank bypass networks.
+
+A bypass network's operators take *adapter* parameters. In a batch of many adapters each token uses
+its own adapter's weights (segmented products: Punica §4, S-LoRA §5.3), and the scale α/r belongs to
+the adapter, so it appears in no attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+
+
+class Linear(Operator):
+    """y = x Wᵀ (+ b): `x: [T, in]`, `W: [out, in]`, `b: [out]`."""
+
+    name = "linear"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, weight = types[:2]
+        if len(weight.dims) != 2 or x.shape[-1] != weight.shape[1]:
+            raise TypeCheckError(
+                f"linear of {x} by a weight {weight}; expected [out, {x.shape[-1]}]"
+            )
+        if len(types) == 3 and types[2].shape != weight.shape[:1]:
+            raise TypeCheckError(f"linear has weight {weight} but bias {types[2]}")
+        return (x.with_shape((*x.shape[:-1], weight.shape[0])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"F.linear({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx = context.add("linear_backward", context.incoming, context.input(1))
+        return [dx, None, None][: len(context.node.inputs)]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (0,) * requires[1] + (1,) * requires[0]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[0].elements * inputs[0].shape[-1]
+
+
+class LinearBackward(Operator):
+    """dx = dy W, the input gradient of a linear operator."""
+
+    name = "linear_backward"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, weight = types
+        if dy.shape[-1] != weight.shape[0]:
+            raise TypeCheckError(f"gradient {dy} does not fit weight {weight}")
+        return (dy.with_shape((*dy.shape[:-1], weight.shape[1])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.matmul({inputs[0]}, {inputs[1]})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[0].elements * inputs[0].shape[-1]
+
+
+class Shrink(Operator):
+    """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""
+
+    name = "shrink"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, weight = types
+        if x.shape[-1] != weight.shape[-1]:
+            raise TypeCheckError(f"shrink of {x} by {weight}; expected [r, {x.shape[-1]}]")
+        return (weight.with_shape((x.shape[0], weight.shape[0])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"shrink({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx = dweight = None
+        if context.needs[0]:
+            dx = context.add("shrink_backward", context.incoming, context.input(1))
+            dx = context.cast(dx, context.input_type(0).dtype)
+        if context.needs[1]:
+            dweight = context.add("outer", context.incoming, context.input(0))
+        return [dx, dweight]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[0].elements * inputs[0].shape[-1]
+
+
+class ShrinkBackward(LinearBackward):
+    """dx = ds A."""
+
+    name = "shrink_backward"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"shrink_backward({', '.join(inputs)})"
+
+
+class ExpandAdd(Operator):
+    """z = y + scale · s Bᵀ, up from the rank onto the base's output, in y's dtype.
+
+    `y: [T, out]`, `s: [T, r]`, `B: [out, r]`.
+    """
+
+    name = "expand_add"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, s, weight = types
+        if weight.shape != (y.shape[-1], s.shape[-1]):
+            raise TypeCheckError(
+                f"expand_add of {s} by {weight} onto {y}; expected [{y.shape[-1]}, {s.shape[-1]}]"
+            )
+        return (y,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"expand_add({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        ds = dweight = None
+        if context.needs[1]:
+            ds = context.add("expand_backward", context.incoming, context.input(2))
+        if context.needs[2]:
+            dweight = context.add(
+                "scaled_outer", context.incoming, context.input(1), context.input(2)
+            )
+        return [context.incoming if context.needs[0] else None, ds, dweight]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[0].elements * inputs[1].shape[-1]
+
+
+class ExpandBackward(LinearBackward):
+    """ds = scale · dz B, in B's dtype."""
+
+    name = "expand_backward"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        (ds,) = super().infer(types, attributes)
+        return (ds.with_dtype(types[1].dtype),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"expand_backward({', '.join(inputs)})"
+
+
+class Outer(Operator):
+    """dA = dsᵀ x summed over the adapter's tokens: `ds: [T, r]`, `x: [T, in]` give `[r, in]`."""
+
+    name = "outer"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        left, right = types[:2]
+        return (left.with_shape((left.shape[-1], right.shape[-1])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"outer({', '.join(inputs)})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].elements * inputs[1].shape[-1]
+
+
+class ScaledOuter(Outer):
+    """dB = scale · dzᵀ s, in B's dtype: `dz: [T, out]`, `s: [T, r]`, `B: [out, r]`."""
+
+    name = "scaled_outer"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[2],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"scaled_outer({', '.join(inputs)})"
+
+
+class BiasAdd(Operator):
+    """z = y + (b' - b): a base operator's bias replaced by the adapter's own.
+
+    `y: [T, out]`; `b': [out]`, the adapter's bias; `b: [out]`, the base's.
+    """
+
+    name = "bias_add"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, bias, base = types
+        if bias.shape != y.shape[1:] or base.shape != y.shape[1:]:
+            raise TypeCheckError(f"bias_add of {bias} in place of {base} onto {y}")
+        return (y,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"bias_add({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dbias = None
+        if context.needs[1]:
+            dbias = context.add("sum_tokens", context.incoming, dtype=context.input_type(1).dtype)
+        return [context.incoming if context.needs[0] else None, dbias, None]
+
+
+class SumTokens(Operator):
+    """The sum over the adapter's tokens: `[T, n]` gives `[n]`."""
+
+    name = "sum_tokens"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_shape(types[0].shape[1:]).with_dtype(str(attributes["dtype"])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"sum_tokens({inputs[0]})"
+
+
+OPERATORS: tuple[Operator, ...] = (
+    BiasAdd(),
+    ExpandAdd(),
+    ExpandBackward(),
+    Linear(),
+    LinearBackward(),
+    Outer(),
+    ScaledOuter(),
+    Shrink(),
+    ShrinkBackward(),
+    SumTokens(),
+)

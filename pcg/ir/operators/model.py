@@ -1,0 +1,320 @@
+"""The operators that make a transformer: norms, rotary embedding, attention, experts, and the loss.
+
+The tracer raises a model's elementary arithmetic to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.types import TOKENS, tensor
+
+CONTEXT = sympy.Symbol("S", integer=True, positive=True)
+"""Tokens that a token attends to at most: the length of its sequence."""
+
+
+class RmsNorm(Operator):
+    """y = x / sqrt(mean(x²) + eps) · (offset + w), in fp32, over the last dim.
+
+    With `round_first` the normalised x is rounded to x's dtype before the weight (Llama); else after
+    it (Gemma, OLMo-2). Without a weight the scale is 1.
+    """
+
+    name = "rms_norm"
+    inputs = (1, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        weight = inputs[1] if len(inputs) == 2 else "None"
+        return f"rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        weight = [context.input(1)] if len(context.node.inputs) == 2 else []
+        attributes = {k: v for k, v in context.attributes.items() if k != "round_first"}
+        dx = context.add(
+            "rms_norm_backward", context.incoming, context.input(0), *weight, **attributes
+        )
+        return [dx, None][: len(context.node.inputs)]
+
+
+class RmsNormBackward(Operator):
+    """dx of rms_norm."""
+
+    name = "rms_norm_backward"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        weight = inputs[2] if len(inputs) == 3 else "None"
+        return (
+            f"rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {_norm_arguments(attributes)})"
+        )
+
+
+class LayerNorm(Operator):
+    """y = (x - mean) / sqrt(var + eps) · w + b over the last dim, in fp32.
+
+    Inputs: x, then w where `weight`, then b where `bias`.
+    """
+
+    name = "layer_norm"
+    inputs = (1, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if len(types) != 1 + bool(attributes["weight"]) + bool(attributes["bias"]):
+            raise TypeCheckError(f"layer_norm has {len(types)} inputs and {dict(attributes)}")
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        rest = list(inputs[1:])
+        weight = rest.pop(0) if attributes["weight"] else "None"
+        bias = rest.pop(0) if attributes["bias"] else "None"
+        return f"layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        weight = [context.input(1)] if context.attributes["weight"] else []
+        eps = context.attributes["eps"]
+        dx = context.add(
+            "layer_norm_backward", context.incoming, context.input(0), *weight, eps=eps
+        )
+        return [dx, None, None][: len(context.node.inputs)]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (0,)
+
+
+class LayerNormBackward(Operator):
+    """dx of layer_norm."""
+
+    name = "layer_norm_backward"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        weight = inputs[2] if len(inputs) == 3 else "None"
+        return f"layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
+
+
+class Rope(Operator):
+    """Rotary embedding: y = x · cos + rotate(x) · sin on the first `rotary_dim` of each head.
+
+    `x: [T, heads, d]`, `cos, sin: [T, rotary_dim]`. `style` says how rotate pairs up the dims:
+    `half` (i with i + rotary_dim/2: Llama, GPT-NeoX) or `interleaved` (2i with 2i + 1: GPT-J,
+    Cohere).
+    """
+
+    name = "rope"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, cos, sin = types
+        expected = (TOKENS, attributes["rotary_dim"])
+        if len(x.dims) != 3 or cos.shape != expected or sin.shape != expected:
+            raise TypeCheckError(
+                f"rope of {x} takes cos and sin {list(expected)}, not {cos}, {sin}"
+            )
+        return (x,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"rope_{attributes['style']}({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        cos, sin = context.input(1), context.input(2)
+        dx = context.add("rope_backward", context.incoming, cos, sin, **context.attributes)
+        return [dx, None, None]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 3 * outputs[0].elements
+
+
+class RopeBackward(Rope):
+    """dx = dy · cos + rotateᵀ(dy · sin)."""
+
+    name = "rope_backward"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"rope_{attributes['style']}_backward({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        cos, sin = context.input(1), context.input(2)
+        return [context.add("rope", context.incoming, cos, sin, **context.attributes), None, None]
+
+
+class Attention(Operator):
+    """Causal attention of each token to its own sequence, past ones in the KV cache included.
+
+    out = softmax(softcap(scale · q kᵀ) + bias) v, per head; a KV head serves heads / kv_heads of
+    them. `q: [T, heads, d]`, `k: [T, kv_heads, d]`, `v: [T, kv_heads, d_v]`; outputs
+    `out: [T, heads, d_v]` and the log-sum-exp `lse: [T, heads]` in fp32. A further input, where
+    `alibi`, is the slope of each head: bias = slope · (key position - query position). A further
+    one, where `sinks`, is a logit of each head that takes weight from the softmax.
+
+    Attributes: `scale`; `window`: keys seen, the token's own included, 0 for all; `softcap`: 0 for
+    none.
+    """
+
+    name = "attention"
+    inputs = (3, 5)
+    suffixes = ("lse",)
+    sees_sequences = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        q, k, v = types[:3]
+        if len(q.dims) != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+            raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
+        if int(q.shape[1]) % int(k.shape[1]):
+            raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
+        out = q.with_shape((*q.shape[:2], v.shape[2]))
+        return out, tensor("f32", *q.shape[:2])
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"attention(batch, {_attention_arguments(inputs, 3, attributes)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        arguments = [context.input(i) for i in range(len(context.node.inputs))]
+        dq, dk, dv = context.add_many(
+            "attention_backward",
+            context.incoming,
+            context.output(0),
+            context.output(1),
+            *arguments,
+            **context.attributes,
+        )
+        return [dq, dk, dv, None, None][: len(arguments)]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (0, 1, 2, ~0, ~1)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, _, v = inputs[:3]
+        window = attributes["window"]
+        keys = sympy.Min(CONTEXT, window) if window else CONTEXT
+        return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
+
+
+class AttentionBackward(Operator):
+    """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
+
+    name = "attention_backward"
+    inputs = (6, 8)
+    suffixes = ("dk", "dv")
+    sees_sequences = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return types[3], types[4], types[5]
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, _, v = inputs[3:6]
+        # Two products of the forward again (scores), and four of the gradients.
+        return q.shape[0] * q.shape[1] * CONTEXT * (6 * q.shape[2] + 4 * v.shape[2])
+
+
+class Experts(Operator):
+    """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
+
+    `x: [T, h]`, `indices: [T, k]`, `weights: [T, k]`, `gate_up: [E, 2f, h]`, `down: [E, h, f]`.
+    """
+
+    name = "experts"
+    inputs = (5, 7)
+    executable = False
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        gate_up, down = inputs[3], inputs[4]
+        rows = inputs[1].elements
+        return 2 * rows * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
+
+
+class TopK(Operator):
+    """The k largest of the last dim, and their indices."""
+
+    name = "topk"
+    suffixes = ("indices",)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        values = types[0].with_shape((*types[0].shape[:-1], int(attributes["k"])))  # type: ignore[arg-type]
+        return values, values.with_dtype("i64")
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.topk({inputs[0]}, {attributes['k']}, dim=-1)"
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (~1,)
+
+
+class CrossEntropy(Operator):
+    """loss = -log softmax(logits)[target] of each token, in fp32; 0 where the target is negative.
+
+    `logits: [T, V]`, `targets: [T]` give `[T]`.
+    """
+
+    name = "cross_entropy"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (tensor("f32", TOKENS),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"cross_entropy({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dlogits = context.add(
+            "cross_entropy_backward", context.incoming, context.input(0), context.input(1)
+        )
+        return [dlogits, None]
+
+
+class CrossEntropyBackward(Operator):
+    """dlogits = dloss · (softmax(logits) - onehot(target))."""
+
+    name = "cross_entropy_backward"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"cross_entropy_backward({', '.join(inputs)})"
+
+
+def _norm_arguments(attributes: Attributes) -> str:
+    return ", ".join(f"{name}={attributes[name]!r}" for name in sorted(attributes))
+
+
+def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attributes) -> str:
+    rest = list(inputs[tensors:])
+    arguments = [*inputs[:tensors], f"scale={attributes['scale']!r}"]
+    arguments += [
+        f"{name}={attributes[name]!r}" for name in ("window", "softcap") if attributes[name]
+    ]
+    arguments += [f"{name}={rest.pop(0)}" for name in ("alibi", "sinks") if attributes.get(name)]
+    return ", ".join(arguments)
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Attention(),
+    AttentionBackward(),
+    CrossEntropy(),
+    CrossEntropyBackward(),
+    Experts(),
+    LayerNorm(),
+    LayerNormBackward(),
+    RmsNorm(),
+    RmsNormBackward(),
+    Rope(),
+    RopeBackward(),
+    TopK(),
+)

@@ -1,0 +1,170 @@
+"""What the compiler knows of an operator, and the context in which gradients are built.
+
+A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
+expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
+gradient as nodes of the backward graph (`gradient`: the values that it asks for are what backward
+needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), and its
+cost (`flops`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import sympy
+
+from pcg.errors import TypeCheckError, UnsupportedError
+from pcg.ir.graph import Attribute, Builder, Graph, Node
+from pcg.ir.types import TOKENS, TensorType
+
+Types = tuple[TensorType, ...]
+Attributes = Mapping[str, Attribute]
+
+
+class Operator:
+    """One entry of the operator table."""
+
+    name: ClassVar[str]
+    inputs: ClassVar[tuple[int, int]] = (1, 1)
+    """Fewest and most inputs."""
+    is_view: ClassVar[bool] = False
+    """Whether eager PyTorch gives a view of the first input, which costs no memory."""
+    sees_sequences: ClassVar[bool] = False
+    """Whether a token's result depends on other tokens; true of attention alone."""
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Names of the outputs after the first."""
+    executable: ClassVar[bool] = True
+    """Whether a program with this operator can run; else it can only be explained."""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        """Types of the outputs.
+
+        Raises:
+            TypeCheckError: the operator does not take these types.
+        """
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        """The PyTorch expression of the operator over Python expressions of its inputs."""
+        raise UnsupportedError(f"operator {self.name!r} cannot run yet; it can only be explained")
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        """Add the backward nodes; returns the gradient of each input, None where not needed."""
+        raise UnsupportedError(f"operator {self.name!r} has no gradient")
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        """What PyTorch's autograd keeps: i for input i, ~j for output j.
+
+        Args:
+            requires: for each input, whether it requires a gradient; at least one does.
+            attributes: of the node.
+        Source: torch's derivatives.yaml.
+        """
+        return ()
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Floating-point operations, a formula in `T`; elementwise unless overridden."""
+        return sympy.Integer(0) if self.is_view else outputs[0].elements
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        return ("", *self.suffixes)[:count]
+
+    def check_arity(self, types: Types) -> None:
+        fewest, most = self.inputs
+        if not fewest <= len(types) <= most:
+            expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            raise TypeCheckError(f"{self.name} takes {expected} inputs, not {len(types)}")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Where a gradient rule finds what it needs.
+
+    Attributes:
+        builder: of the backward graph.
+        forward: the graph that is differentiated.
+        node: the node of it.
+        upstream: gradient of each output of the node; None where nothing flows back.
+        needs: for each input of the node, whether its gradient is needed.
+    """
+
+    builder: Builder
+    forward: Graph
+    node: Node
+    upstream: tuple[str | None, ...]
+    needs: tuple[bool, ...]
+
+    @property
+    def incoming(self) -> str:
+        """Gradient of the first output."""
+        gradient = self.upstream[0]
+        if gradient is None:
+            raise TypeCheckError(f"no gradient flows into %{self.node.name}")
+        return gradient
+
+    @property
+    def attributes(self) -> dict[str, Attribute]:
+        return dict(self.node.attributes)
+
+    def input_type(self, index: int) -> TensorType:
+        return self.forward.types[self.node.inputs[index]]
+
+    def input(self, index: int) -> str:
+        """An input of the forward node, asked for by the backward graph."""
+        return self.saved(self.node.inputs[index])
+
+    def output(self, index: int = 0) -> str:
+        """An output of the forward node, asked for by the backward graph."""
+        return self.saved(self.node.outputs[index].name)
+
+    def saved(self, name: str) -> str:
+        """A forward value: a parameter stays one, everything else becomes an input."""
+        if name in self.builder.types:
+            return name
+        parameter = self.forward.parameters_by_name.get(name)
+        if parameter is not None:
+            return self.builder.parameter(parameter)
+        return self.builder.input(name, self.forward.types[name])
+
+    def add(self, op: str, *inputs: str, **attributes: Attribute) -> str:
+        return self.builder.add(op, inputs, scope=self.node.scope, **attributes)
+
+    def add_many(self, op: str, *inputs: str, **attributes: Attribute) -> tuple[str, ...]:
+        return self.builder.add_many(op, inputs, scope=self.node.scope, **attributes)
+
+    def reduced(self, gradient: str, index: int) -> str:
+        """The gradient summed over the dims that input `index` was broadcast along, in its dtype."""
+        wanted = self.input_type(index)
+        have = self.builder.types[gradient]
+        if wanted.is_token_wise != have.is_token_wise:
+            raise UnsupportedError(
+                f"the gradient of {wanted} %{self.node.inputs[index]} in {self.node.op} sums over "
+                "tokens, which only a bypass network's own operators do"
+            )
+        padded = (1,) * (len(have.shape) - len(wanted.shape)) + wanted.shape
+        for dim, (size, target) in enumerate(zip(have.shape, padded, strict=True)):
+            if size != target:
+                gradient = self.add("sum", gradient, dim=dim - len(have.shape), keepdim=True)
+        if self.builder.types[gradient].shape != wanted.shape:
+            gradient = self.add("reshape", gradient, shape=wanted.reshape_sizes)
+        return self.cast(gradient, wanted.dtype)
+
+    def cast(self, name: str, dtype: str) -> str:
+        """The value in another dtype; itself where it has it."""
+        if self.builder.types[name].dtype == dtype:
+            return name
+        return self.add("cast", name, dtype=dtype)
+
+
+def feature_dim(type_: TensorType, dim: int) -> int:
+    """A dim counted from the end, checked to be no token dim.
+
+    Raises:
+        TypeCheckError: the dim is out of range, or the token dim.
+    """
+    rank = len(type_.dims)
+    if not -rank <= dim < 0 or type_.shape[dim] == TOKENS:
+        raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")
+    return dim

@@ -1,0 +1,286 @@
+"""Operators that move numbers and reduce over feature dims. The token dim is never touched.
+
+Dims count from the end (-1 is the last), so that a dim keeps its number whether or not tokens lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import cast
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, feature_dim
+from pcg.ir.types import TOKENS, TensorType, promote, tensor
+
+
+def _sizes(attributes: Attributes, name: str = "shape") -> tuple[int, ...]:
+    return cast("tuple[int, ...]", attributes[name])
+
+
+def _full_shape(type_: TensorType, attributes: Attributes) -> TensorType:
+    """The type with the sizes of the attribute, whose -1 is the token dim."""
+    sizes = _sizes(attributes)
+    if (sizes[:1] == (-1,)) != type_.is_token_wise:
+        raise TypeCheckError(f"shape {list(sizes)} of {type_}: -1 first if and only if tokens lead")
+    return type_.with_shape(tuple(TOKENS if size == -1 else size for size in sizes))
+
+
+class Reshape(Operator):
+    """The same numbers with other feature dims; `shape` is -1 for the token dim, then features."""
+
+    name = "reshape"
+    is_view = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        shape = _full_shape(types[0], attributes)
+        if prod(shape.features) != prod(types[0].features):
+            raise TypeCheckError(f"cannot reshape {types[0]} to {list(_sizes(attributes))}")
+        return (shape,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.reshape({', '.join(map(str, _sizes(attributes)))})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("reshape", context.incoming, shape=context.input_type(0).reshape_sizes)]
+
+
+class Permute(Operator):
+    """Dims in another order, as torch.permute; the token dim stays first."""
+
+    name = "permute"
+    is_view = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dims = _sizes(attributes, "dims")
+        shape = types[0].shape
+        if sorted(dims) != list(range(len(shape))) or (types[0].is_token_wise and dims[0] != 0):
+            raise TypeCheckError(f"permute dims {list(dims)} do not fit {types[0]}")
+        return (types[0].with_shape(tuple(shape[dim] for dim in dims)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.permute({', '.join(map(str, _sizes(attributes, 'dims')))})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dims = _sizes(context.attributes, "dims")
+        inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
+        return [context.add("permute", context.incoming, dims=inverse)]
+
+
+class Slice(Operator):
+    """x[..., start:stop:step, ...] along one feature dim."""
+
+    name = "slice"
+    is_view = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        size = int(types[0].shape[dim])
+        start, stop = cast("int", attributes["start"]), cast("int", attributes["stop"])
+        if not 0 <= start < stop <= size:
+            raise TypeCheckError(f"slice {start}:{stop} is outside dim {dim} of {types[0]}")
+        shape = list(types[0].shape)
+        shape[dim] = len(range(start, stop, cast("int", attributes.get("step", 1))))
+        return (types[0].with_shape(tuple(shape)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dim = cast("int", attributes["dim"])
+        step = attributes.get("step", 1)
+        bounds = f"{attributes['start']}:{attributes['stop']}" + (f":{step}" if step != 1 else "")
+        return f"{inputs[0]}[..., {', '.join([bounds] + [':'] * (-dim - 1))}]"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = context.attributes
+        size = int(context.input_type(0).shape[cast("int", attributes["dim"])])
+        return [context.add("slice_backward", context.incoming, size=size, **attributes)]
+
+
+class SliceBackward(Operator):
+    """Zeros but for the slice, which holds dy."""
+
+    name = "slice_backward"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        shape = list(types[0].shape)
+        shape[cast("int", attributes["dim"])] = cast("int", attributes["size"])
+        return (types[0].with_shape(tuple(shape)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        arguments = ", ".join(
+            str(attributes.get(name, 1)) for name in ("dim", "start", "stop", "step", "size")
+        )
+        return f"slice_backward({inputs[0]}, {arguments})"
+
+
+class Concat(Operator):
+    """Tensors joined along one feature dim."""
+
+    name = "concat"
+    inputs = (1, 64)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        shape = list(types[0].shape)
+        dtype = types[0].dtype
+        for other in types[1:]:
+            rest = list(other.shape)
+            dtype = promote(dtype, other.dtype)
+            size, rest[dim] = rest[dim], shape[dim]
+            if rest != shape:
+                raise TypeCheckError(f"concat of {types[0]} and {other} along dim {dim}")
+            shape[dim] += size
+        return (tensor(dtype, *shape),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.cat(({', '.join(inputs)},), {attributes['dim']})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dim = cast("int", context.attributes["dim"])
+        gradients: list[str | None] = []
+        start = 0
+        for i, need in enumerate(context.needs):
+            stop = start + int(context.input_type(i).shape[dim])
+            part = None
+            if need:
+                part = context.add("slice", context.incoming, dim=dim, start=start, stop=stop)
+                part = context.cast(part, context.input_type(i).dtype)
+            gradients.append(part)
+            start = stop
+        return gradients
+
+
+class Expand(Operator):
+    """Feature dims of size 1 repeated to `shape` (-1 for the token dim), without copying."""
+
+    name = "expand"
+    is_view = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        wanted = _full_shape(types[0], attributes)
+        sizes = list(zip(types[0].shape, wanted.shape, strict=False))
+        if len(wanted.dims) != len(types[0].dims) or any(a not in (1, b) for a, b in sizes):
+            raise TypeCheckError(f"cannot expand {types[0]} to {list(_sizes(attributes))}")
+        return (wanted,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.expand({', '.join(map(str, _sizes(attributes)))})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.reduced(context.incoming, 0)]
+
+
+class RepeatInterleave(Operator):
+    """Each entry of a feature dim repeated `repeats` times in place: abc becomes aabbcc."""
+
+    name = "repeat_interleave"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        shape = list(types[0].shape)
+        shape[dim] *= cast("int", attributes["repeats"])
+        return (types[0].with_shape(tuple(shape)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.repeat_interleave({attributes['repeats']}, {attributes['dim']})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dim, repeats = (cast("int", context.attributes[name]) for name in ("dim", "repeats"))
+        features = list(context.input_type(0).features)
+        split = (
+            features[: len(features) + dim + 1] + [repeats] + features[len(features) + dim + 1 :]
+        )
+        tokens = (-1,) * context.input_type(0).is_token_wise
+        grouped = context.add("reshape", context.incoming, shape=(*tokens, *split))
+        summed = context.add("sum", grouped, dim=dim, keepdim=False)
+        return [summed]
+
+
+class Reduction(Operator):
+    """A feature dim reduced; it stays with size 1 where `keepdim`."""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        shape = list(types[0].shape)
+        shape[dim] = 1
+        if not attributes["keepdim"]:
+            del shape[dim]
+        return (types[0].with_shape(tuple(shape)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.{self.name}({attributes['dim']}, keepdim={attributes['keepdim']})"
+
+    def _spread(self, context: Gradient) -> str:
+        """dy repeated over the reduced dim."""
+        whole = context.input_type(0).reshape_sizes
+        kept = list(whole)
+        kept[cast("int", context.attributes["dim"])] = 1
+        spread = context.add("reshape", context.incoming, shape=tuple(kept))
+        return context.add("expand", spread, shape=whole)
+
+
+class Mean(Reduction):
+    name = "mean"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        size = int(context.input_type(0).shape[cast("int", context.attributes["dim"])])
+        return [context.add("div", self._spread(context), scalar=float(size))]
+
+
+class Sum(Reduction):
+    name = "sum"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [self._spread(context)]
+
+
+class Softmax(Operator):
+    """Softmax over one feature dim."""
+
+    name = "softmax"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.softmax({inputs[0]}, {attributes['dim']})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        # dx = y (dy - sum(y dy))
+        weighted = context.add("mul", context.incoming, context.output())
+        dim = cast("int", context.attributes["dim"])
+        total = context.add("sum", weighted, dim=dim, keepdim=True)
+        return [context.add("sub", weighted, context.add("mul", context.output(), total))]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (~0,)
+
+
+class Embedding(Operator):
+    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`."""
+
+    name = "embedding"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        table, ids = types
+        if ids.is_float or len(table.dims) != 2 or ids.shape != (TOKENS,):
+            raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
+        return (table.with_shape((TOKENS, table.shape[1])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"F.embedding({inputs[1]}, {inputs[0]})"
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (1,)
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Concat(),
+    Embedding(),
+    Expand(),
+    Mean(),
+    Permute(),
+    RepeatInterleave(),
+    Reshape(),
+    Slice(),
+    SliceBackward(),
+    Softmax(),
+    Sum(),
+)

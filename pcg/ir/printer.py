@@ -1,0 +1,108 @@
+"""The text IR: one line a node, deterministic, and `parse_graph` reads it back to an equal graph.
+
+    graph @mlp(%x: bf16[T, 4096]) {
+      frozen %up.weight: bf16[11008|4, 4096] = "model.layers.{layer}.mlp.up_proj.weight"
+      %up: bf16[T, 11008|4] = linear(%x, %up.weight)  @mlp.up_proj
+      %mul: bf16[T, 11008|4] = mul(%up) {scalar=0.5}
+      return %mul
+    }
+
+A parameter's line opens with its role and ends with its name in the checkpoint. A node's line ends
+with its attributes in braces and the module that it came from behind `@`. The grammar is in
+`pcg.ir.parser`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from pcg.errors import VerifyError
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
+
+NAME = re.compile(r"[A-Za-z0-9_.]+")
+"""What a value, a graph, or an unquoted scope may be called."""
+
+LINE_LENGTH = 100
+INTEGERS = range(-(2**63), 2**63)
+"""What fits the integers of the checkpoint and of every kernel."""
+
+ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def print_graph(graph: Graph) -> str:
+    """The graph as text, without a newline at its end.
+
+    Raises:
+        VerifyError: an attribute is of a kind that does not read back, such as nan.
+    """
+    lines = [_head(graph)]
+    lines += [f"  {print_parameter(parameter)}" for parameter in graph.parameters]
+    lines += [f"  {print_node(node)}" for node in graph.nodes]
+    lines.append(f"  return {', '.join(f'%{name}' for name in graph.outputs)}".rstrip())
+    return "\n".join([*lines, "}"])
+
+
+def print_graphs(graphs: Iterable[Graph]) -> str:
+    """Several graphs as the text of one file, for `parse_graphs`."""
+    return "\n\n".join(map(print_graph, graphs)) + "\n"
+
+
+def print_parameter(parameter: Parameter) -> str:
+    """A parameter's line, not indented."""
+    transposed = " transposed" if parameter.transposed else ""
+    return f"{parameter.role} {parameter.value} = {quote(parameter.source)}{transposed}"
+
+
+def print_node(node: Node) -> str:
+    """A node's line, not indented.
+
+    Raises:
+        VerifyError: an attribute is of a kind that does not read back.
+    """
+    outputs = ", ".join(map(str, node.outputs))
+    line = f"{outputs} = {node.op}({', '.join(f'%{name}' for name in node.inputs)})"
+    if node.attributes:
+        pairs = (f"{name}={print_attribute(value)}" for name, value in node.attributes)
+        line += f" {{{', '.join(pairs)}}}"
+    if node.scope:
+        line += f"  @{node.scope if NAME.fullmatch(node.scope) else quote(node.scope)}"
+    return line
+
+
+def print_attribute(value: Attribute) -> str:
+    """An attribute's value; each kind prints unlike the others, and reads back exactly.
+
+    Raises:
+        VerifyError: the value is nan, an integer of more than 64 bits, or of another kind.
+    """
+    if isinstance(value, bool):
+        return str(value)
+    if type(value) is int and value in INTEGERS:
+        return str(value)
+    if type(value) is float and not math.isnan(value):
+        return repr(value)
+    if type(value) is str:
+        return quote(value)
+    if type(value) is tuple and all(type(item) is int and item in INTEGERS for item in value):
+        return str(value)
+    raise VerifyError(
+        f"{value!r} of type {type(value).__name__} is no attribute; use a bool, an int of 64 bits, "
+        "a float but nan (which does not equal itself), a string, or a tuple of ints"
+    )
+
+
+def quote(text: str) -> str:
+    r"""A string in double quotes, on one line; what does not print becomes `\u{hex}`."""
+    characters = (ESCAPES.get(c, c if c.isprintable() else f"\\u{{{ord(c):x}}}") for c in text)
+    return f'"{"".join(characters)}"'
+
+
+def _head(graph: Graph) -> str:
+    """The line that opens the graph; an input a line where one line would be too long."""
+    inputs = list(map(str, graph.inputs))
+    line = f"graph @{graph.name}({', '.join(inputs)}) {{"
+    if len(line) <= LINE_LENGTH:
+        return line
+    return "\n".join([f"graph @{graph.name}(", *(f"    {value}," for value in inputs), ") {"])

@@ -1,0 +1,181 @@
+"""Tensor types: a dtype, and dims with a symbolic size and a parallel state (FlexLLM §5.1).
+
+A dim prints as its size, then its state and degree when it is not whole:
+
+    4096      `-`  non-parallel: every rank holds the whole dim
+    4096|4    `|`  partitioned over 4 ranks
+    4096=4    `=`  replicated on 4 ranks
+    4096+4    `+`  pre-reduce: 4 ranks hold partial sums of the whole dim
+
+and a tensor as `bf16[T, 4096|4]`. A size that is a sum stands in parentheses, so that `(T + 4)` is
+four more than T, and `T+4` a pre-reduce dim. `T` is the number of tokens of the step, of whatever
+request or job: activations are token-flat, so `T` is always the first dim of one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+import sympy
+
+from pcg.errors import TypeCheckError
+
+TOKENS = sympy.Symbol("T", integer=True, positive=True)
+
+Size: TypeAlias = int | sympy.Expr
+
+DTYPE_BYTES = {
+    "f64": 8,
+    "f32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "i64": 8,
+    "i32": 4,
+    "u8": 1,
+    "bool": 1,
+}
+TORCH_NAMES = {
+    "f64": "float64",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "i64": "int64",
+    "i32": "int32",
+    "u8": "uint8",
+    "bool": "bool",
+}
+_FLOAT_RANK = {"f16": 0, "bf16": 0, "f32": 1, "f64": 2}
+_INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
+
+
+class State(enum.Enum):
+    """The parallel state of a dim."""
+
+    WHOLE = "-"
+    PARTITIONED = "|"
+    REPLICATED = "="
+    PRE_REDUCE = "+"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dim of a tensor: its global size, and how the ranks hold it."""
+
+    size: Size
+    state: State = State.WHOLE
+    degree: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.state is State.WHOLE) != (self.degree == 1):
+            raise TypeCheckError(
+                f"dim {self.size} in state {self.state.value!r} has degree {self.degree}; a whole "
+                "dim has degree 1, every other state a degree of at least 2"
+            )
+
+    def __str__(self) -> str:
+        is_atom = isinstance(self.size, int) or self.size.is_Atom or self.size.is_Function
+        if isinstance(self.size, sympy.Add) or (self.degree != 1 and not is_atom):
+            size = f"({self.size})"
+        else:
+            size = f"{self.size}"
+        return size if self.degree == 1 else f"{size}{self.state.value}{self.degree}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """The type of a tensor: dtype and dims."""
+
+    dtype: str
+    dims: tuple[Dim, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise TypeCheckError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """Global sizes of the dims."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Whether the first dim counts tokens."""
+        return bool(self.dims) and self.dims[0].size == TOKENS
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in _FLOAT_RANK
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes behind the token dim; every size of a tensor that has no token dim."""
+        sizes = self.shape[1:] if self.is_token_wise else self.shape
+        return tuple(int(size) for size in sizes)
+
+    @property
+    def reshape_sizes(self) -> tuple[int, ...]:
+        """The sizes as an operator's attribute, -1 for the token dim."""
+        return (-1,) * self.is_token_wise + self.features
+
+    @property
+    def elements(self) -> sympy.Expr:
+        """Number of elements of the whole tensor."""
+        return sympy.Mul(*self.shape) if self.dims else sympy.Integer(1)
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """Bytes of the whole tensor, a formula in `T`."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+    def with_dtype(self, dtype: str) -> TensorType:
+        return replace(self, dtype=dtype)
+
+    def with_shape(self, shape: tuple[Size, ...]) -> TensorType:
+        """The type of the same dtype with whole dims of these sizes."""
+        return tensor(self.dtype, *shape)
+
+    def with_features(self, *features: int) -> TensorType:
+        """The type with other sizes behind the token dim (instead of all, where it has none)."""
+        return self.with_shape((TOKENS, *features) if self.is_token_wise else features)
+
+
+@lru_cache(maxsize=4096)
+def tensor(dtype: str, *shape: Size) -> TensorType:
+    """A tensor type with whole dims: `tensor("bf16", TOKENS, 4096)`."""
+    return TensorType(dtype, tuple(Dim(size) for size in shape))
+
+
+def promote(left: str, right: str) -> str:
+    """The dtype of an elementwise result of two tensors, as torch.promote_types has it."""
+    if left == right:
+        return left
+    for name, other in ((left, right), (right, left)):
+        if name in _FLOAT_RANK and other in _INTEGER_RANK:
+            return name
+    if left in _INTEGER_RANK:
+        return max(left, right, key=_INTEGER_RANK.__getitem__)
+    if {left, right} == {"f16", "bf16"}:
+        return "f32"
+    return max(left, right, key=_FLOAT_RANK.__getitem__)
+
+
+def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The shape of an elementwise result.
+
+    Raises:
+        TypeCheckError: two sizes differ and neither is 1.
+    """
+    length = max(len(left), len(right))
+    padded = [(1,) * (length - len(shape)) + shape for shape in (left, right)]
+    sizes: list[Size] = []
+    for a, b in zip(*padded, strict=True):
+        if a != b and a != 1 and b != 1:
+            raise TypeCheckError(f"shapes {list(left)} and {list(right)} do not broadcast")
+        sizes.append(b if a == 1 else a)
+    return tuple(sizes)

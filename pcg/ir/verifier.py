@@ -1,0 +1,200 @@
+"""Checks a graph against the rules of the IR.
+
+    names       letters, digits, `_` and `.`; each value defined once, before it is read
+    sizes       positive ints or expressions that read back; `T` leads, alone, or is absent
+    parameters  a known role, a name in the checkpoint, no token dim
+    nodes       an operator of the table, as many inputs as it takes, sorted attributes of the
+                allowed kinds, and the output types that the operator infers
+    outputs     defined
+
+Parallel states are the parallel passes' business: types are compared by dtype and global sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from pcg.errors import IrError, VerifyError
+from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
+from pcg.ir.operators import operator
+from pcg.ir.parser import ROLES, parse_type
+from pcg.ir.printer import NAME, print_attribute, print_node, print_parameter
+from pcg.ir.types import TOKENS, Dim, TensorType
+
+
+def verify(graph: Graph) -> None:
+    """Check that the graph keeps the rules of the IR.
+
+    Raises:
+        VerifyError: it breaks one; the message shows the line, what was expected, and the fix.
+    """
+    _Verifier(graph).run()
+
+
+@dataclass
+class _Verifier:
+    graph: Graph
+    defined: dict[str, TensorType] = field(default_factory=dict)
+    line: str = ""
+    """What is looked at, as printed."""
+
+    def run(self) -> None:
+        if not NAME.fullmatch(self.graph.name):
+            self._fail(
+                f"the graph's name {self.graph.name!r} is not of letters, digits, '_' and '.'"
+            )
+        for value in self.graph.inputs:
+            self.line = str(value)
+            self._value(value)
+        for parameter in self.graph.parameters:
+            self.line = print_parameter(parameter)
+            self._parameter(parameter)
+        for node in self.graph.nodes:
+            self.line = _shown(node)
+            self._node(node)
+        self.line = f"return {', '.join(f'%{name}' for name in self.graph.outputs)}"
+        for name in self.graph.outputs:
+            if name not in self.defined:
+                self._fail(f"output %{name} is not defined; return a value of the graph")
+
+    def _fail(self, message: str) -> NoReturn:
+        shown = f"\n  {self.line}" if self.line else ""
+        raise VerifyError(f"graph @{self.graph.name}: {message}{shown}")
+
+    # ---------------------------------------------------------------------------------- values
+
+    def _value(self, value: Value) -> None:
+        """Check a value where it is defined."""
+        if not NAME.fullmatch(value.name):
+            self._fail(f"the name {value.name!r} is not of letters, digits, '_' and '.'; rename it")
+        if value.name in self.defined:
+            self._fail(f"%{value.name} is defined twice; give one of the two another name")
+        for position, dim in enumerate(value.type.dims):
+            self._size(value, position, dim)
+        self.defined[value.name] = value.type
+
+    def _size(self, value: Value, position: int, dim: Dim) -> None:
+        if isinstance(dim.size, int):
+            if dim.size < 1:
+                self._fail(
+                    f"dim {position} of %{value.name} has size {dim.size}; a size is positive"
+                )
+            return
+        if TOKENS in dim.size.free_symbols and (position or dim.size != TOKENS):
+            self._fail(
+                f"dim {position} of %{value.name} has size {dim.size}; the token dim is the first, "
+                f"and of size {TOKENS}"
+            )
+        try:
+            readable = parse_type(str(TensorType("f32", (dim,)))).dims[0].size == dim.size
+        except IrError:
+            readable = False
+        if not readable:
+            self._fail(
+                f"size {dim.size} of %{value.name} does not read back; build it of ints, symbols "
+                "(integer=True, positive=True), + - * / **, Min, Max, ceiling and floor, evaluated"
+            )
+
+    def _parameter(self, parameter: Parameter) -> None:
+        if parameter.role not in ROLES:
+            self._fail(f"role {parameter.role!r} is none of {', '.join(ROLES)}")
+        if not parameter.source:
+            self._fail(f"%{parameter.name} has no source; name its tensor in the checkpoint")
+        if parameter.type.is_token_wise:
+            self._fail(f"%{parameter.name} has a token dim; make it an input of the graph")
+        if parameter.transposed and len(parameter.type.dims) != 2:
+            self._fail(
+                f"%{parameter.name} is transposed with {len(parameter.type.dims)} dims, not 2"
+            )
+        self._value(parameter.value)
+
+    # ----------------------------------------------------------------------------------- nodes
+
+    def _node(self, node: Node) -> None:
+        for name in node.inputs:
+            if name not in self.defined:
+                later = name in self.graph.types
+                problem = "is read before it is defined" if later else "is not defined"
+                fix = "order the nodes" if later else "define it as an input, parameter or output"
+                self._fail(f"%{name} {problem}; {fix}")
+        self._attributes(node)
+        self._types(node, self._inferred(node))
+        for value in node.outputs:
+            self._value(value)
+
+    def _attributes(self, node: Node) -> None:
+        names = [name for name, _ in node.attributes]
+        if names != sorted(set(names)):
+            self._fail(f"attributes {', '.join(names)} are not sorted, or not distinct; sort them")
+        for name, value in node.attributes:
+            if not name.isidentifier() or not name.isascii():
+                self._fail(f"attribute {name!r} has no name that a keyword argument could have")
+            try:
+                print_attribute(value)
+            except VerifyError as error:
+                self._fail(f"attribute {name}: {error}")
+
+    def _inferred(self, node: Node) -> tuple[TensorType, ...]:
+        types = tuple(self.defined[name] for name in node.inputs)
+        attributes = _Attributes(dict(node.attributes))
+        try:
+            entry = operator(node.op)
+            entry.check_arity(types)
+            inferred = entry.infer(types, attributes)
+            if entry.executable:
+                entry.source(node.inputs, attributes)
+                attributes.check_all_read(node.op)
+            return inferred
+        except IrError as error:
+            self._fail(str(error))
+        except KeyError as error:
+            self._fail(f"{node.op} needs the attribute {error}")
+        except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+            # The table's rules index and count; what they trip over is not what they take.
+            given = ", ".join(map(str, types))
+            self._fail(f"{node.op} does not take {given} with these attributes: {error}")
+
+    def _types(self, node: Node, inferred: tuple[TensorType, ...]) -> None:
+        if len(node.outputs) != len(inferred):
+            wanted = ", ".join(map(str, inferred))
+            self._fail(f"{node.op} has {len(inferred)} outputs ({wanted}), not {len(node.outputs)}")
+        for value, type_ in zip(node.outputs, inferred, strict=True):
+            if (value.type.dtype, value.type.shape) != (type_.dtype, type_.shape):
+                given = ", ".join(str(self.defined[name]) for name in node.inputs)
+                self._fail(
+                    f"%{value.name} is declared {value.type}, but {node.op} of {given} gives "
+                    f"{type_}; declare that, or change what the node reads"
+                )
+
+
+class _Attributes(Mapping[str, Attribute]):
+    """The attributes of a node, which note what the operator's rules read of them."""
+
+    def __init__(self, attributes: Mapping[str, Attribute]) -> None:
+        self._attributes = attributes
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Attribute:
+        self._read.add(name)
+        return self._attributes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attributes)
+
+    def __len__(self) -> int:
+        return len(self._attributes)
+
+    def check_all_read(self, op: str) -> None:
+        unread = [name for name in self._attributes if name not in self._read]
+        if unread:
+            raise VerifyError(f"{op} has no attribute {', '.join(unread)}; remove it")
+
+
+def _shown(node: Node) -> str:
+    """The node as printed; as Python shows it, where it does not print."""
+    try:
+        return print_node(node)
+    except VerifyError:
+        return repr(node)

@@ -1,0 +1,104 @@
+"""Chat messages as OpenAI writes them: checked, and made what chat templates expect.
+
+Every check names the place, so that the same words serve a line of a data file and a request.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pcg.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Check a list of messages; contents become text, the arguments of tool calls objects.
+
+    Args:
+        value: anything.
+        name: of the value, for messages, as "'messages'".
+        where: place of the value, as "train.jsonl line 7".
+    Returns:
+        New messages, without keys whose value is null.
+    Raises:
+        DataError: it is not a list of messages, or a message has no text.
+    """
+    checked = []
+    for index, message in enumerate(require_list(value, name, where)):
+        label = f"{name}[{index}]"
+        place = f"{where}: {label}"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{place} is {kind_of(message)}; expected an object")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise DataError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
+        weight = message.get("weight")
+        if weight is not None:
+            if role != "assistant":
+                raise DataError(f"{place} has a weight, and role {role!r}; only assistant may")
+            if isinstance(weight, bool) or weight not in (0, 1):
+                raise DataError(f"{place} has weight {weight!r}; use 0 or 1")
+        clean = {key: item for key, item in message.items() if item is not None}
+        if "tool_calls" in clean:
+            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)
+        if "content" in clean or not ("tool_calls" in clean and role == "assistant"):
+            clean["content"] = _content(message.get("content"), f"{label} 'content'", where)
+        checked.append(clean)
+    return checked
+
+
+def _content(value: Any, name: str, where: str) -> str:
+    """A message's text, from a string or from OpenAI's list of text parts."""
+    if not isinstance(value, list):
+        return require_string(value, name, where)
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+        if kind != "text":
+            raise DataError(f"{where}: {name}[{index}] is of type {kind!r}; only text is supported")
+        texts.append(require_string(part.get("text"), f"{name}[{index}] 'text'", where))
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, name: str, where: str) -> list[Any]:
+    """Tool calls as templates expect them: OpenAI writes the arguments as JSON in a string."""
+    calls = []
+    for index, call in enumerate(require_list(value, name, where)):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: {name}[{index}] has no 'function' with a 'name'")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise DataError(
+                    f"{where}: the 'arguments' of {name}[{index}] are not JSON: {error}"
+                ) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def require_list(value: Any, name: str, where: str) -> list[Any]:
+    """Pass a list that is not empty; refuse all else."""
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {name} is {kind_of(value)}; expected a list")
+    if not value:
+        raise DataError(f"{where}: {name} is empty")
+    return value
+
+
+def require_string(value: Any, name: str, where: str) -> str:
+    """Pass a string; refuse all else."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} is {kind_of(value)}; expected a string")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    if value is None:
+        return "null or missing"
+    return kinds.get(type(value), "a number" if isinstance(value, int | float) else repr(value))

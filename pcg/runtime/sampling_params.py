@@ -1,0 +1,87 @@
+"""What a request says about its own tokens: how they are chosen, and when they end."""
+
+import math
+from dataclasses import dataclass
+
+from pcg.errors import GenerationError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when it ends.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; None keeps all.
+        top_p: keep the most likely tokens up to this probability, in (0, 1]; None keeps all.
+        min_p: keep tokens at least this likely relative to the most likely one; None keeps all.
+        repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far.
+        seed: of the request's generator; None takes one from the system.
+        max_new_tokens: the most tokens to generate.
+        stop: strings that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
+        ignore_eos: go on after an end-of-sequence token.
+    Raises:
+        GenerationError: a value is out of its range or of the wrong type.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require_number("temperature", self.temperature, 0.0, math.inf)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.top_k is not None:
+            _require_int("top_k", self.top_k, 1, hint="; None keeps all tokens")
+        if self.top_p is not None:
+            _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        if self.min_p is not None:
+            _require_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _require_int("seed", self.seed, 0, 2**63 - 1)
+        _require_int("max_new_tokens", self.max_new_tokens, 1)
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise GenerationError(
+                f"stop={self.stop!r}; use a tuple of strings that are not empty, as in ('\\n\\n',)"
+            )
+        if not isinstance(self.stop_token_ids, tuple):
+            raise GenerationError(f"stop_token_ids={self.stop_token_ids!r}; use a tuple of ints")
+        for token in self.stop_token_ids:
+            _require_int("stop_token_ids", token, 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise GenerationError(f"ignore_eos={self.ignore_eos!r}; use True or False")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _require_number(
+    name: str, value: object, low: float, high: float, open_low: bool = False
+) -> None:
+    """Refuse what is not a finite number in [low, high], or (low, high] with `open_low`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        above = low < value if open_low else low <= value
+        if above and value <= high and math.isfinite(value):
+            return
+    interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    raise GenerationError(f"{name}={value!r}; use a finite number in {interval}")
+
+
+def _require_int(
+    name: str, value: object, low: int, high: int | None = None, hint: str = ""
+) -> None:
+    """Refuse what is not an int of at least `low` and at most `high`."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and value >= low and (high is None or value <= high):  # type: ignore[operator]
+        return
+    most = "" if high is None else f" and at most {high}"
+    raise GenerationError(f"{name}={value!r}; use an int of at least {low}{most}{hint}")

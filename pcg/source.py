@@ -1,0 +1,356 @@
+"""Where a model comes from: its config, and the files that hold its weights.
+
+A model is named by a directory, by a path to a config.json, by a config in memory, by the id of a
+config that ships with pcg, or by a hub id. `resolve` turns each into one `ModelSource`. Nothing
+here imports torch or transformers, so a wrong name is an answer in milliseconds.
+"""
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import (
+    ConfigError,
+    MissingShardError,
+    ModelNotFoundError,
+    PickleWeightsError,
+    WeightsError,
+)
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHIPPED = Path(__file__).with_name("configs")
+
+# Other names of what ships: hub ids of models with the very same architecture, dtype and context
+# (their special tokens may differ; those come with the weights' own config), and short names.
+# Not here, because they differ: Qwen2.5-*-Instruct (context, epsilon), gemma-2-27b-it (dtype).
+ALIASES: Mapping[str, str] = {
+    "ibm-granite/granite-20b-code-base-8k": "ibm-granite/granite-20b-code-base",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-2-13b-chat-hf": "meta-llama/Llama-2-13b-hf",
+    "meta-llama/Llama-2-70b-chat-hf": "meta-llama/Llama-2-70b-hf",
+    "meta-llama/Llama-2-7b-chat-hf": "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-3.1-70B-Instruct": "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.2-1B-Instruct": "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.3-70B-Instruct": "meta-llama/Llama-3.1-70B",
+    "meta-llama/Meta-Llama-3.1-70B": "meta-llama/Llama-3.1-70B",
+    "meta-llama/Meta-Llama-3.1-70B-Instruct": "meta-llama/Llama-3.1-70B",
+    "meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-7B-Instruct-v0.1": "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mosaicml/mpt-7b-instruct": "mosaicml/mpt-7b",
+    "tiiuae/falcon-40b-instruct": "tiiuae/falcon-40b",
+    "tiiuae/falcon-7b-instruct": "tiiuae/falcon-7b",
+}
+
+# What a run needs of a hub repository; `model*` leaves out second copies such as `consolidated.*`.
+DOWNLOADED = (
+    "*.model",
+    "added_tokens.json",
+    "chat_template*",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer*",
+    "vocab*",
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's config and files.
+
+    Args:
+        name: the hub id, or the directory's name.
+        config: the parsed config.json.
+        directory: where config, tokenizer and weights lie; None for a config without files.
+        weight_files: safetensors files in the order of the index; empty if there are none.
+    """
+
+    name: str
+    config: dict[str, Any] = field(hash=False)
+    directory: Path | None = None
+    weight_files: tuple[Path, ...] = ()
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the hub ids of the configs that ship with pcg, sorted."""
+    return tuple(sorted(path.stem.replace("--", "/", 1) for path in SHIPPED.glob("*.json")))
+
+
+def resolve(
+    model: str | os.PathLike[str] | Mapping[str, Any], *, weights: bool = False
+) -> ModelSource:
+    """Find the model that `model` names.
+
+    Looked up in this order: an existing directory or file, the configs that ship, the local
+    Hugging Face cache, the hub.
+
+    Args:
+        model: directory with a config.json, path to a config.json, hub id, or parsed config.
+        weights: the weights are needed too. A shipped config is then not enough: they are taken
+            from the cache or downloaded.
+
+    Raises:
+        ModelNotFoundError: nothing has that name.
+        ConfigError: config.json is missing, damaged, or has no model_type.
+        WeightsError: a shard is missing, there are only pickles, or `weights` and none exist.
+    """
+    if isinstance(model, Mapping):
+        return _from_config(dict(model), weights=weights)
+    name = os.fspath(model).strip()
+    path = Path(name).expanduser()
+    if name and path.exists():
+        source = _from_path(path)
+    elif not isinstance(model, str) or _looks_like_path(name):
+        raise ModelNotFoundError(
+            f"no directory or file {name!r}; give a directory with a {CONFIG}, "
+            "a hub id, or a model that ships with pcg" + _suggestions(name)
+        )
+    else:
+        source = _from_id(name, weights=weights)
+    if weights and not source.weight_files:
+        raise WeightsError(
+            f"{source.name} has no weights: neither {WEIGHTS} nor {INDEX} in {source.directory}; "
+            "explain and compile work without them, everything else needs them"
+        )
+    return source
+
+
+def _from_config(config: dict[str, Any], *, weights: bool) -> ModelSource:
+    _check_config(config, "the given config")
+    architectures = config.get("architectures") or [config["model_type"]]
+    name = str(config.get("_name_or_path") or architectures[0])
+    if weights:
+        raise WeightsError(f"{name} was given as a config, without weights; give its directory")
+    return ModelSource(name, config)
+
+
+def _from_path(path: Path) -> ModelSource:
+    if path.is_file() and path.suffix != ".json":
+        raise ModelNotFoundError(
+            f"{path} is neither a directory nor a {CONFIG}; give the directory it lies in"
+        )
+    if path.is_file() and path.name != CONFIG:
+        return ModelSource(path.stem, _read_config(path))
+    directory = path.parent if path.is_file() else path
+    return ModelSource(
+        directory.resolve().name,
+        _read_config(directory / CONFIG),
+        directory,
+        _weight_files(directory),
+    )
+
+
+def _from_id(name: str, *, weights: bool) -> ModelSource:
+    hub_id, config_id = _names().get(name.lower(), (name, None))
+    if config_id is not None and not weights:
+        path = SHIPPED / (config_id.replace("/", "--", 1) + ".json")
+        return ModelSource(hub_id, _read_config(path))
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+        raise ModelNotFoundError(
+            f"{name!r} is neither a path nor a hub id (owner/name)" + _suggestions(name)
+        )
+    return _from_hub(hub_id, weights=weights)
+
+
+# ------------------------------------------------------------------------------------- shipped
+
+
+@functools.cache
+def _names() -> dict[str, tuple[str, str | None]]:
+    """Map every known name, in lower case, to (hub id of the weights, id of the config)."""
+    names: dict[str, tuple[str, str | None]] = {}
+    for alias, config_id in ALIASES.items():
+        hub_id = alias if "/" in alias else config_id
+        names[alias.lower()] = names[_bare(alias)] = (hub_id, config_id)
+    for config_id in shipped():
+        names[config_id.lower()] = names[_bare(config_id)] = (config_id, config_id)
+    return names
+
+
+def _bare(hub_id: str) -> str:
+    return hub_id.rsplit("/", 1)[-1].lower()
+
+
+def _suggestions(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), _names(), n=6, cutoff=0.6)
+    close += difflib.get_close_matches(_bare(name), _names(), n=6, cutoff=0.6)
+    ids = list(dict.fromkeys(_names()[key][0] for key in close))[:3]
+    if ids:
+        return f"; did you mean {', '.join(ids)}?"
+    return f"; none of the {len(shipped())} models that ship with pcg has a name like it"
+
+
+def _looks_like_path(name: str) -> bool:
+    return (
+        not name
+        or name.startswith((".", "~", os.sep))
+        or name.endswith((os.sep, ".json"))
+        or name.count("/") > 1
+        or "\\" in name
+    )
+
+
+# ----------------------------------------------------------------------------------------- hub
+
+
+def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
+    # Costs 0.1 s and more: only who needs the hub pays.
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG)
+    if isinstance(cached, str):
+        directory = Path(cached).parent
+        config = _read_config(directory / CONFIG)
+        try:
+            files = _weight_files(directory)
+        except WeightsError:  # a download that was broken off; the hub completes it
+            files = ()
+        if files or not weights:
+            return ModelSource(hub_id, config, directory, files)
+    directory = _download(hub_id, weights=weights)
+    return ModelSource(
+        hub_id,
+        _read_config(directory / CONFIG),
+        directory,
+        _weight_files(directory) if weights else (),
+    )
+
+
+def _download(hub_id: str, *, weights: bool) -> Path:
+    """Fetch what is needed of a hub repository; return its folder in the cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        # Asked once, without the downloader's half minute of retries: is it there, are we online?
+        huggingface_hub.HfApi().model_info(hub_id, timeout=10)
+        if weights:
+            return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=[*DOWNLOADED]))
+        return Path(huggingface_hub.hf_hub_download(hub_id, CONFIG)).parent
+    except errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{hub_id} is gated on the hub; accept its licence there, then run `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"the hub has no model {hub_id}, or it is private (`hf auth login`)"
+            + _suggestions(hub_id)
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise ConfigError(f"{hub_id} has no {CONFIG} on the hub; is it an adapter?") from error
+    except Exception as error:  # which type, depends on the HTTP library of huggingface_hub
+        raise ModelNotFoundError(
+            f"{hub_id} is not in the local Hugging Face cache, and the hub cannot be reached "
+            f"({type(error).__name__}); go online, or give a directory" + _suggestions(hub_id)
+        ) from error
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        if (path.parent / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{path.parent} has no {CONFIG} but an adapter_config.json: it is an adapter; "
+                "give its base model, and the adapter as peft"
+            )
+        raise ConfigError(f"{path.parent} has no {CONFIG}; give a Hugging Face model directory")
+    config = _read_json(path, ConfigError)
+    _check_config(config, str(path))
+    return config
+
+
+def _check_config(config: dict[str, Any], where: str) -> None:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(
+            f'{where} has no "model_type" among its {len(config)} keys; '
+            'add the one of its family, such as "model_type": "llama"'
+        )
+
+
+def _read_json(path: Path, error_type: type[ConfigError] | type[WeightsError]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise error_type(
+            f"{path} is damaged at line {error.lineno}, column {error.colno}: {error.msg}; "
+            "repair or download it again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise error_type(
+            f"{path} is damaged: byte {error.start} is not UTF-8; download it again"
+        ) from error
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise error_type(f"{path} holds a {type(content).__name__}, not an object; repair it")
+    return content
+
+
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a model directory; none is fine, half of them is not."""
+    if (directory / WEIGHTS).is_file():
+        files = [directory / WEIGHTS]
+    elif (directory / INDEX).is_file():
+        files = _shards(directory)
+    else:
+        pickles = sorted(directory.glob("pytorch_model*.bin"))
+        if pickles:
+            raise PickleWeightsError(
+                f"{directory} has only pickled weights ({pickles[0].name}, {len(pickles)} "
+                f"file{'s' * (len(pickles) > 1)}), and loading a pickle can run any code; "
+                "convert them once, where you trust them: AutoModelForCausalLM"
+                f".from_pretrained({str(directory)!r}).save_pretrained(OUT)"
+            )
+        return ()
+    for file in files:
+        _refuse_lfs_pointer(file)
+    return tuple(files)
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    weight_map = _read_json(index, WeightsError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f'{index} has no "weight_map"; download it again')
+    names = list(dict.fromkeys(str(name) for name in weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise WeightsError(f"{index} names {outside[0]!r}, which is not a file beside it")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise MissingShardError(
+            f"{missing[0]} is missing from {directory}: {len(missing)} of the {len(names)} shards "
+            f"that {INDEX} names are not there; download them again"
+        )
+    return [directory / name for name in names]
+
+
+def _refuse_lfs_pointer(file: Path) -> None:
+    with file.open("rb") as stream:
+        start = stream.read(24)
+    if start.startswith(b"version https://git-lfs"):
+        raise WeightsError(
+            f"{file} is a Git LFS pointer of {file.stat().st_size} bytes, not the weights; "
+            "run `git lfs pull` in its directory"
+        )

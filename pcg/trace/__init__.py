@@ -1,0 +1,1 @@
+"""Trace a Hugging Face causal LM into a token-flat graph."""

@@ -1,0 +1,453 @@
+"""Hypothesis strategies: random well-typed graphs in which every operator of the table can occur.
+
+A recipe applies one operator to operands of types that it takes. An operand is a value that the
+graph has already, a new input, or a new parameter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.types import DTYPE_BYTES, TOKENS, Dim, Size, State, TensorType, tensor
+
+FLOATS = ("f64", "f32", "bf16", "f16")
+NAMES = st.text("abcxyzABC0189_.", min_size=1, max_size=8)
+STRINGS = st.text(st.characters(codec=None), max_size=12)
+EXPONENTS = st.floats(allow_nan=False)
+SMALL = st.integers(1, 6)
+
+
+def symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+SYMBOLIC_SIZES: SearchStrategy[sympy.Expr] = st.recursive(
+    st.one_of(
+        st.sampled_from([symbol("S"), symbol("r"), symbol("tp"), symbol("Min")]),
+        st.integers(1, 2**40).map(sympy.Integer),
+    ),
+    lambda sizes: st.one_of(
+        st.tuples(sizes, sizes).map(lambda pair: pair[0] + pair[1]),
+        st.tuples(sizes, sizes).map(lambda pair: pair[0] * pair[1]),
+        st.tuples(sizes, sizes).map(lambda pair: pair[0] / pair[1]),
+        st.tuples(sizes, sizes).map(lambda pair: pair[0] - pair[1]),
+        st.tuples(sizes, st.integers(-3, 3)).map(lambda pair: pair[0] ** pair[1]),
+        st.lists(sizes, min_size=1, max_size=3).map(lambda sizes: sympy.Min(*sizes)),
+        st.lists(sizes, min_size=1, max_size=3).map(lambda sizes: sympy.Max(*sizes)),
+        sizes.map(sympy.ceiling),
+        sizes.map(sympy.floor),
+    ),
+    max_leaves=5,
+).filter(
+    lambda size: (
+        bool(size.free_symbols)
+        and size.is_finite is not False
+        and all(abs(n.p) < 2**63 and n.q < 2**63 for n in size.atoms(sympy.Rational))
+        and all(abs(p.exp) <= 16 for p in size.atoms(sympy.Pow))
+    )
+)
+FEATURES: SearchStrategy[tuple[int, ...]] = st.lists(SMALL, max_size=3).map(tuple)
+ATTRIBUTES: SearchStrategy[Attribute] = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    STRINGS,
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(tuple),
+)
+
+
+class Maker:
+    """A builder, and the draws that find operands for it."""
+
+    def __init__(self, draw: DrawFn) -> None:
+        self.draw = draw
+        self.builder = Builder("g")
+
+    def fresh_type(self, *, symbolic: bool = True) -> TensorType:
+        """Token-wise floats of any features; sometimes of symbolic ones."""
+        sizes: tuple[Size, ...] = self.draw(FEATURES)
+        if symbolic and self.draw(st.booleans()):
+            sizes = (*sizes, self.draw(SYMBOLIC_SIZES))
+        return tensor(self.draw(st.sampled_from(FLOATS)), TOKENS, *sizes)
+
+    def any(self, *, rank: int = 1, symbolic: bool = True) -> str:
+        """A float value of at least `rank` dims."""
+        known = [
+            name
+            for name, type_ in self.builder.types.items()
+            if type_.is_float
+            and len(type_.dims) >= rank
+            and (symbolic or all(isinstance(size, int) for size in type_.shape[1:]))
+            and (symbolic or isinstance(type_.shape[0], int) or type_.is_token_wise)
+        ]
+        if known and self.draw(st.booleans()):
+            return self.draw(st.sampled_from(known))
+        type_ = self.fresh_type(symbolic=symbolic)
+        missing = max(rank - len(type_.dims), 0)
+        return self.new(tensor(type_.dtype, *type_.shape, *self.sizes(missing)))
+
+    def of(self, dtype: str, *sizes: Size) -> str:
+        """A value of this type."""
+        type_ = tensor(dtype, *sizes)
+        known = [name for name, other in self.builder.types.items() if other == type_]
+        if known and self.draw(st.booleans()):
+            return self.draw(st.sampled_from(known))
+        return self.new(type_)
+
+    def new(self, type_: TensorType) -> str:
+        name = self.builder.fresh(self.draw(NAMES))
+        if type_.is_token_wise or self.draw(st.booleans()):
+            return self.builder.input(name, type_)
+        role = self.draw(st.sampled_from(["frozen", "constant", "adapter"]))
+        source = self.draw(STRINGS.filter(bool))
+        transposed = len(type_.dims) == 2 and self.draw(st.booleans())
+        return self.builder.parameter(Parameter(Value(name, type_), role, source, transposed))
+
+    def type(self, name: str) -> TensorType:
+        return self.builder.types[name]
+
+    def like(self, name: str) -> str:
+        type_ = self.type(name)
+        return self.of(type_.dtype, *type_.shape)
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        return tuple(self.draw(SMALL) for _ in range(count))
+
+    def feature_dim(self, name: str) -> int:
+        """A dim counted from the end that is not the token dim."""
+        return self.draw(st.integers(1 - len(self.type(name).dims), -1))
+
+    def matrix(self) -> str:
+        """A token-wise value of two dims, [T, n]."""
+        return self.of(self.draw(st.sampled_from(FLOATS)), TOKENS, *self.sizes(1))
+
+    def add(self, op: str, *inputs: str, **attributes: Attribute) -> tuple[str, ...]:
+        return self.builder.add_many(
+            op,
+            inputs,
+            name=self.draw(st.one_of(st.just(""), NAMES)),
+            scope=self.draw(st.one_of(NAMES, STRINGS)),
+            **attributes,
+        )
+
+
+Recipe = Callable[[Maker, str], Sequence[str]]
+
+
+def unary(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.any())
+
+
+def gelu(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    inputs = (make.like(x), x) if op == "gelu_backward" else (x,)
+    return make.add(op, *inputs, approximate=make.draw(st.sampled_from(["none", "tanh"])))
+
+
+def clamp(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    inputs = (make.like(x), x) if op == "clamp_backward" else (x,)
+    bounds = make.draw(st.dictionaries(st.sampled_from(["min", "max"]), EXPONENTS))
+    return make.add(op, *inputs, **bounds)
+
+
+def power(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.any(), exponent=make.draw(EXPONENTS))
+
+
+def cast(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.any(), dtype=make.draw(st.sampled_from(list(DTYPE_BYTES))))
+
+
+def binary(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    if make.draw(st.booleans()):
+        shape = list(make.type(x).shape)
+        for dim in range(1, len(shape)):
+            shape[dim] = make.draw(st.sampled_from([1, shape[dim]]))
+        shape = shape[make.draw(st.integers(0, len(shape) - 1)) :]
+        return make.add(op, x, make.of(make.draw(st.sampled_from(FLOATS)), *shape))
+    scalar = make.draw(st.one_of(st.integers(-(2**63), 2**63 - 1), EXPONENTS))
+    flags: dict[str, Any] = make.draw(st.dictionaries(st.just("reversed"), st.booleans()))
+    return make.add(op, x, scalar=scalar, **flags)
+
+
+def unary_backward(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    return make.add(op, make.like(x), x)
+
+
+def pointwise(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    inputs = (make.like(x), x) if op == "pointwise_backward" else (x,)
+    dtype = make.type(x).dtype
+    return make.add(op, *inputs, target="aten.elu.default", arguments="{0}, 2.0", dtype=dtype)
+
+
+def linear(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    dtype, size, (out,) = make.type(x).dtype, make.type(x).shape[-1], make.sizes(1)
+    bias = [make.of(dtype, out)] if make.draw(st.booleans()) else []
+    return make.add(op, x, make.of(dtype, out, size), *bias)
+
+
+def linear_backward(make: Maker, op: str) -> Sequence[str]:
+    dy = make.any(rank=2)
+    return make.add(op, dy, make.of(make.type(dy).dtype, make.type(dy).shape[-1], *make.sizes(1)))
+
+
+def shrink(make: Maker, op: str) -> Sequence[str]:
+    x = make.matrix()
+    return make.add(op, x, make.of("f32", *make.sizes(1), make.type(x).shape[-1]))
+
+
+def expand_add(make: Maker, op: str) -> Sequence[str]:
+    y, (rank,) = make.matrix(), make.sizes(1)
+    s, weight = make.of("f32", TOKENS, rank), make.of("f32", make.type(y).shape[-1], rank)
+    return make.add(op, y, s, weight)
+
+
+def outer(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.matrix(), make.matrix())
+
+
+def scaled_outer(make: Maker, op: str) -> Sequence[str]:
+    dz, s = make.matrix(), make.matrix()
+    return make.add(op, dz, s, make.of("f32", make.type(dz).shape[-1], make.type(s).shape[-1]))
+
+
+def bias_add(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    size = make.type(y).shape[-1]
+    return make.add(op, y, make.of("f32", size), make.of(make.type(y).dtype, size))
+
+
+def sum_tokens(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.matrix(), dtype=make.draw(st.sampled_from(FLOATS)))
+
+
+def rms_norm(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    attributes: dict[str, Attribute] = {
+        "eps": 1e-6,
+        "offset": make.draw(st.sampled_from([0.0, 1.0])),
+    }
+    inputs = [x]
+    if op == "rms_norm":
+        attributes["round_first"] = make.draw(st.booleans())
+    else:
+        inputs.insert(0, make.like(x))
+    if make.draw(st.booleans()):
+        inputs.append(make.of("f32", make.type(x).shape[-1]))
+    return make.add(op, *inputs, **attributes)
+
+
+def layer_norm(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    vector = make.of("f32", make.type(x).shape[-1])
+    weight, bias = make.draw(st.booleans()), make.draw(st.booleans())
+    if op == "layer_norm":
+        inputs = [vector] * (weight + bias)
+        return make.add(op, x, *inputs, eps=1e-5, weight=weight, bias=bias)
+    return make.add(op, make.like(x), x, *[vector] * weight, eps=1e-5)
+
+
+def rope(make: Maker, op: str) -> Sequence[str]:
+    heads, half, rest = make.sizes(3)
+    angles = [make.of("f32", TOKENS, 2 * half) for _ in range(2)]
+    style = make.draw(st.sampled_from(["half", "interleaved"]))
+    x = make.of("bf16", TOKENS, heads, 2 * half + rest - 1)
+    return make.add(op, x, *angles, rotary_dim=2 * half, style=style)
+
+
+def attention(make: Maker, op: str) -> Sequence[str]:
+    groups, kv_heads, d, d_v = make.sizes(4)
+    heads = groups * kv_heads
+    q, k = make.of("bf16", TOKENS, heads, d), make.of("bf16", TOKENS, kv_heads, d)
+    inputs = [q, k, make.of("bf16", TOKENS, kv_heads, d_v)]
+    if op == "attention_backward":
+        out = [make.of("bf16", TOKENS, heads, d_v) for _ in range(2)]
+        inputs = [*out, make.of("f32", TOKENS, heads), *inputs]
+    flags = make.draw(st.dictionaries(st.sampled_from(["alibi", "sinks"]), st.just(True)))
+    inputs += [make.of("f32", heads) for _ in flags]
+    attributes = {"scale": make.draw(EXPONENTS), "window": make.draw(st.integers(0, 9))}
+    return make.add(op, *inputs, softcap=make.draw(EXPONENTS), **attributes, **flags)
+
+
+def experts(make: Maker, op: str) -> Sequence[str]:
+    x = make.matrix()
+    hidden = make.type(x).shape[-1]
+    top_k, count, inner = make.sizes(3)
+    routing = make.of("i64", TOKENS, top_k), make.of("f32", TOKENS, top_k)
+    weights = make.of("bf16", count, 2 * inner, hidden), make.of("bf16", count, hidden, inner)
+    return make.add(op, x, *routing, *weights)
+
+
+def topk(make: Maker, op: str) -> Sequence[str]:
+    (extra,) = make.sizes(1)
+    k = make.draw(st.integers(1, extra))
+    return make.add(op, make.of("f32", TOKENS, extra), k=k)
+
+
+def cross_entropy(make: Maker, op: str) -> Sequence[str]:
+    logits, targets = make.matrix(), make.of("i64", TOKENS)
+    dloss = [make.of("f32", TOKENS)] if op == "cross_entropy_backward" else []
+    return make.add(op, *dloss, logits, targets)
+
+
+def embedding(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.of("bf16", *make.sizes(2)), make.of("i64", TOKENS))
+
+
+def reshape(make: Maker, op: str) -> Sequence[str]:
+    if make.draw(st.booleans()):
+        return make.add(op, make.of("f32", 1), shape=())
+    x = make.any(symbolic=False)
+    type_ = make.type(x)
+    tokens = (-1,) * type_.is_token_wise
+    ones = (1,) * make.draw(st.integers(0, 2))
+    flat = (math.prod(type_.features), *ones) if tokens else (*ones, math.prod(type_.features))
+    return make.add(op, x, shape=(*tokens, *flat))
+
+
+def permute(make: Maker, op: str) -> Sequence[str]:
+    x = make.any()
+    fixed = int(make.type(x).is_token_wise)
+    rest = make.draw(st.permutations(range(fixed, len(make.type(x).dims))))
+    return make.add(op, x, dims=(*range(fixed), *rest))
+
+
+def slice_(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2, symbolic=False)
+    dim = make.feature_dim(x)
+    size = int(make.type(x).shape[dim])
+    start = make.draw(st.integers(0, size - 1))
+    stop = make.draw(st.integers(start + 1, size))
+    steps = make.draw(st.dictionaries(st.just("step"), SMALL))
+    if op == "slice":
+        return make.add(op, x, dim=dim, start=start, stop=stop, **steps)
+    shape = list(make.type(x).shape)
+    shape[dim] = len(range(start, stop, steps.get("step", 1)))
+    dy = make.of(make.type(x).dtype, *shape)
+    return make.add(op, dy, dim=dim, start=start, stop=stop, size=size, **steps)
+
+
+def concat(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2, symbolic=False)
+    dim = make.feature_dim(x)
+    others = []
+    for size in make.sizes(make.draw(st.integers(0, 3))):
+        shape = list(make.type(x).shape)
+        shape[dim] = size
+        others.append(make.of(make.draw(st.sampled_from(FLOATS)), *shape))
+    return make.add(op, x, *others, dim=dim)
+
+
+def expand(make: Maker, op: str) -> Sequence[str]:
+    wanted = make.sizes(make.draw(st.integers(0, 3)))
+    have = [make.draw(st.sampled_from([1, size])) for size in wanted]
+    return make.add(op, make.of("f32", TOKENS, *have), shape=(-1, *wanted))
+
+
+def repeat_interleave(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    return make.add(op, x, dim=make.feature_dim(x), repeats=make.draw(SMALL))
+
+
+def reduction(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    return make.add(op, x, dim=make.feature_dim(x), keepdim=make.draw(st.booleans()))
+
+
+def softmax(make: Maker, op: str) -> Sequence[str]:
+    x = make.any(rank=2)
+    return make.add(op, x, dim=make.feature_dim(x))
+
+
+UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
+RECIPES: dict[str, Recipe] = {
+    **dict.fromkeys(UNARIES, unary),
+    **dict.fromkeys(("gelu", "gelu_backward"), gelu),
+    **dict.fromkeys(("clamp", "clamp_backward"), clamp),
+    **dict.fromkeys(("add", "sub", "mul", "div"), binary),
+    **dict.fromkeys(
+        ("silu_backward", "tanh_backward", "sigmoid_backward", "relu_backward"), unary_backward
+    ),
+    **dict.fromkeys(("linear_backward", "shrink_backward", "expand_backward"), linear_backward),
+    **dict.fromkeys(("rms_norm", "rms_norm_backward"), rms_norm),
+    **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),
+    **dict.fromkeys(("rope", "rope_backward"), rope),
+    **dict.fromkeys(("attention", "attention_backward"), attention),
+    **dict.fromkeys(("pointwise", "pointwise_backward"), pointwise),
+    **dict.fromkeys(("cross_entropy", "cross_entropy_backward"), cross_entropy),
+    **dict.fromkeys(("slice", "slice_backward"), slice_),
+    **dict.fromkeys(("mean", "sum"), reduction),
+    "bias_add": bias_add,
+    "cast": cast,
+    "concat": concat,
+    "embedding": embedding,
+    "expand": expand,
+    "expand_add": expand_add,
+    "experts": experts,
+    "linear": linear,
+    "outer": outer,
+    "permute": permute,
+    "pow": power,
+    "repeat_interleave": repeat_interleave,
+    "reshape": reshape,
+    "scaled_outer": scaled_outer,
+    "shrink": shrink,
+    "softmax": softmax,
+    "sum_tokens": sum_tokens,
+    "topk": topk,
+}
+
+STATES: SearchStrategy[tuple[State, int]] = st.one_of(
+    st.just((State.WHOLE, 1)),
+    st.tuples(
+        st.sampled_from([State.PARTITIONED, State.REPLICATED, State.PRE_REDUCE]),
+        st.integers(2, 64),
+    ),
+)
+
+
+def with_states(draw: DrawFn, graph: Graph) -> Graph:
+    """The graph with a random parallel state on each dim, as a parallel pass might leave it."""
+
+    def value(old: Value) -> Value:
+        dims = tuple(Dim(dim.size, *draw(STATES)) for dim in old.type.dims)
+        return Value(old.name, TensorType(old.type.dtype, dims))
+
+    return Graph(
+        graph.name,
+        tuple(map(value, graph.inputs)),
+        tuple(dataclasses.replace(p, value=value(p.value)) for p in graph.parameters),
+        tuple(
+            dataclasses.replace(node, outputs=tuple(map(value, node.outputs)))
+            for node in graph.nodes
+        ),
+        graph.outputs,
+    )
+
+
+@st.composite
+def graphs(draw: DrawFn, op: str = "") -> Graph:
+    """A well-typed graph; with a node of the operator, where one is named."""
+    make = Maker(draw)
+    before = draw(st.lists(st.sampled_from(sorted(RECIPES)), max_size=3))
+    names: list[str] = []
+    for name in [
+        *before,
+        *([op] if op else []),
+        *draw(st.lists(st.sampled_from(UNARIES), max_size=1)),
+    ]:
+        names += RECIPES[name](make, name)
+    others = draw(st.lists(st.sampled_from(list(make.builder.types)), max_size=2)) if names else []
+    graph = make.builder.build([*names, *others]).replace(name=draw(NAMES))
+    return with_states(draw, graph) if draw(st.booleans()) else graph
