@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -199,6 +199,8 @@ class Builder:
         self.parameters: dict[str, Parameter] = {}
         self.nodes: list[Node] = []
         self.types: dict[str, TensorType] = {}
+        self.reserved: Container[str] = ()
+        """Names that no new node may get; values of a forward graph, while its backward is built."""
         self._counts: Counter[str] = Counter()
         self._made: dict[object, tuple[str, ...]] = {}
 
@@ -224,6 +226,8 @@ class Builder:
         if parameter.name not in self.parameters:
             self._define(parameter.name, parameter.type)
             self.parameters[parameter.name] = parameter
+        elif self.parameters[parameter.name] != parameter:
+            raise VerifyError(f"graph @{self.name} has another parameter %{parameter.name}")
         return parameter.name
 
     def append(self, node: Node) -> tuple[str, ...]:
@@ -283,12 +287,12 @@ class Builder:
 
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
-        if stem not in self.types:
+        if stem not in self.types and stem not in self.reserved:
             return stem
         while True:
             self._counts[stem] += 1
             name = f"{stem}_{self._counts[stem]}"
-            if name not in self.types:
+            if name not in self.types and name not in self.reserved:
                 return name
 
     def build(self, outputs: Iterable[str]) -> Graph:

@@ -25,7 +25,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import sympy
 
@@ -45,6 +45,7 @@ FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
 LARGEST_EXPONENT = 16
 DEEPEST_NESTING = 64
 
+_Read = TypeVar("_Read")
 _STRING = r'"(?:[^"\\\n]|\\[^\n])*"'
 _TOKEN = re.compile(
     rf"""(?P<space>\s+|\#[^\n]*)
@@ -348,31 +349,47 @@ class _Parser:
 
     # ----------------------------------------------------------------------------------- sizes
 
+    # Sympy orders and distributes as it builds: 2*(S + r) becomes a sum, but 2*(S + r)/S does not.
+    # So what printed as one product must be built as one, from all of its factors.
+
     def _sum(self) -> sympy.Expr:
-        total = self._product()
-        while self._next_is("+", "-"):
-            sign = self._advance()
-            term = self._product()
-            total = self._bounded(total + term if sign.text == "+" else total - term, sign)
-        return total
+        return sympy.Mul(*self._sum_factors())
 
     def _product(self) -> sympy.Expr:
-        product = -self._power() if self._accept("-") else self._power()
+        return sympy.Mul(*self._factors())
+
+    def _sum_factors(self) -> list[sympy.Expr]:
+        """The factors of a sum of one term; a longer sum is its own factor."""
+        factors = self._factors()
+        if not self._next_is("+", "-"):
+            return factors
+        terms = [sympy.Mul(*factors)]
+        start = self.token
+        while self._next_is("+", "-"):
+            sign = 1 if self._advance().text == "+" else -1
+            terms.append(sympy.Mul(sign, *self._factors()))
+        return [self._bounded(sympy.Add(*terms), start)]
+
+    def _factors(self) -> list[sympy.Expr]:
+        """A product, as its factors."""
+        start = self.token
+        factors = [sympy.Integer(-1)] if self._accept("-") else []
+        factors += self._power()
         while self._next_is("*", "/"):
             sign = self._advance()
-            factor = self._power()
-            if sign.text == "/" and factor.is_zero:
+            more = self._power()
+            if sign.text == "/" and any(factor.is_zero for factor in more):
                 self.fail("a divisor other than 0", sign)
-            product = self._bounded(
-                product * factor if sign.text == "*" else product / factor, sign
-            )
-        return product
+            factors += more if sign.text == "*" else [1 / factor for factor in more]
+        self._bounded(sympy.Mul(*factors), start)
+        return factors
 
-    def _power(self) -> sympy.Expr:
-        base = self._atom()
+    def _power(self) -> list[sympy.Expr]:
+        factors = self._atom()
         sign = self.token
         if not self._accept("**"):
-            return base
+            return factors
+        base = sympy.Mul(*factors)
         parenthesized = self._accept("(")
         token = self.token
         exponent = self._integer()
@@ -380,19 +397,19 @@ class _Parser:
             self._expect(")")
         if abs(exponent) > LARGEST_EXPONENT or (exponent < 0 and base.is_zero):
             self.fail(f"an exponent of at most {LARGEST_EXPONENT}", token)
-        return self._bounded(base**exponent, sign)
+        return [self._bounded(base**exponent, sign)]
 
-    def _atom(self) -> sympy.Expr:
+    def _atom(self) -> list[sympy.Expr]:
         token = self.token
         if token.kind == "number" and token.text.isdecimal():
-            return sympy.Integer(self._checked_integer(1, self._advance().text, token))
+            return [sympy.Integer(self._checked_integer(1, self._advance().text, token))]
         if token.kind == "word":
             name = self._advance().text
             if name in FUNCTIONS and self._next_is("("):
-                return self._call(name, token)
-            return sympy.Symbol(name, integer=True, positive=True)
+                return [self._call(name, token)]
+            return [sympy.Symbol(name, integer=True, positive=True)]
         if self._accept("("):
-            return self._nested(self._sum, ")")
+            return self._nested(self._sum_factors, ")")
         self.fail(
             "a size: an int, a symbol, an expression in parentheses, Min, Max, ceiling or floor"
         )
@@ -406,7 +423,7 @@ class _Parser:
             self.fail(f"one argument, not {len(arguments)}, of {name}", token)
         return self._bounded(FUNCTIONS[name](*arguments), token)
 
-    def _nested(self, read: Callable[[], sympy.Expr], *closing: str) -> sympy.Expr:
+    def _nested(self, read: Callable[[], _Read], *closing: str) -> _Read:
         """What `read` reads, and one of the signs that may follow it."""
         self._depth += 1
         if self._depth > DEEPEST_NESTING:

@@ -165,6 +165,24 @@ def promote(left: str, right: str) -> str:
     return max(left, right, key=_FLOAT_RANK.__getitem__)
 
 
+def result_dtype(left: TensorType, right: TensorType) -> str:
+    """The dtype of an elementwise result of two tensors, as torch.result_type has it.
+
+    As `promote`, but a tensor without dims yields to one with dims, unless only it is a float or
+    the other is a bool.
+    """
+    if bool(left.dims) != bool(right.dims):
+        whole, scalar = (left, right) if left.dims else (right, left)
+        if _category(whole.dtype) >= _category(scalar.dtype):
+            return whole.dtype
+    return promote(left.dtype, right.dtype)
+
+
+def _category(dtype: str) -> int:
+    """Bools, integers, floats: 0, 1, 2."""
+    return 2 if dtype in _FLOAT_RANK else int(dtype != "bool")
+
+
 def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:
     """The shape of an elementwise result.
 

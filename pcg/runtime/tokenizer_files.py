@@ -64,7 +64,7 @@ def ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
     """
     for file, content in files.items():
         value = content.get(name)
-        if value is None:
+        if value is None or value == -1:  # some models write -1 for a token they do not have
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(index) is int and index >= 0 for index in ids):

@@ -240,7 +240,7 @@ def test_error_shows_the_place() -> None:
     with pytest.raises(ParseError) as caught:
         parse_graph(text)
     assert str(caught.value) == (
-        "line 6, column 34: expected ')', found '}'\n"
+        "line 6, column 33: expected ')', found '}'\n"
         '6 |   %mul: bf16[T, 128|2] = mul(%up} {scalar=0.5}  @"not a name"\n'
         "  |                                 ^"
     )

@@ -153,7 +153,7 @@ def gelu(make: Maker, op: str) -> Sequence[str]:
 def clamp(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
     inputs = (make.like(x), x) if op == "clamp_backward" else (x,)
-    bounds = make.draw(st.dictionaries(st.sampled_from(["min", "max"]), EXPONENTS))
+    bounds = make.draw(st.dictionaries(st.sampled_from(["min", "max"]), EXPONENTS, min_size=1))
     return make.add(op, *inputs, **bounds)
 
 
@@ -185,9 +185,10 @@ def unary_backward(make: Maker, op: str) -> Sequence[str]:
 
 def pointwise(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
-    inputs = (make.like(x), x) if op == "pointwise_backward" else (x,)
-    dtype = make.type(x).dtype
-    return make.add(op, *inputs, target="aten.elu.default", arguments="{0}, 2.0", dtype=dtype)
+    target, arguments = "aten.elu.default", "{0}, 2.0"
+    if op == "pointwise_backward":
+        return make.add(op, make.like(x), x, target=target, arguments=arguments)
+    return make.add(op, x, target=target, arguments=arguments, dtype=make.type(x).dtype)
 
 
 def linear(make: Maker, op: str) -> Sequence[str]:

@@ -65,8 +65,9 @@ def test_output_ends_at_every_token_that_the_generation_config_names(tmp_path):
 
 
 def test_ids_come_from_the_config_without_a_generation_config(tmp_path):
-    toys.save(tmp_path, toys.byte_level(), {}, model={"eos_token_id": 5})
+    toys.save(tmp_path, toys.byte_level(), {}, model={"eos_token_id": 5, "pad_token_id": -1})
     tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.pad_id is None
     assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.bos_id) == (5, (5,), None)
 
 

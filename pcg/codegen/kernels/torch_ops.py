@@ -146,6 +146,7 @@ def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(logits)[target] of each token in fp32, 0 where the target is negative."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    targets = targets.masked_fill(targets < 0, -100)
     return F.cross_entropy(logits.to(dtype), targets, ignore_index=-100, reduction="none")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
-from pcg.ir.types import TORCH_NAMES, broadcast, promote, tensor
+from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
 class Unary(Operator):
@@ -129,6 +129,11 @@ class Clamp(Unary):
 
     name = "clamp"
 
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if not attributes.keys() & {"min", "max"}:
+            raise TypeCheckError("clamp has neither the attribute min nor max")
+        return types
+
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"torch.clamp({inputs[0]}, {attributes.get('min')}, {attributes.get('max')})"
 
@@ -146,6 +151,8 @@ class Pow(Unary):
 
     def gradient(self, context: Gradient) -> list[str | None]:
         exponent = float(context.attributes["exponent"])  # type: ignore[arg-type]
+        if exponent == 0.0:
+            return [context.add("mul", context.incoming, scalar=0.0)]
         power = context.input(0)
         if exponent != 2.0:
             power = context.add("pow", power, exponent=exponent - 1.0)
@@ -180,11 +187,20 @@ class Binary(Operator):
             raise TypeCheckError(f"{self.name} takes two tensors, or one and the attribute scalar")
         if len(types) == 1:
             scalar = attributes["scalar"]
-            is_float = isinstance(scalar, float) or self.name == "div"
-            dtype = "f32" if is_float and not types[0].is_float else types[0].dtype
-            return (types[0].with_dtype(dtype),)
-        dtype = promote(types[0].dtype, types[1].dtype)
+            dtype = types[0].dtype
+            if isinstance(scalar, float) and not types[0].is_float:
+                dtype = "f32"
+            elif dtype == "bool" and type(scalar) is int:
+                dtype = "i64"
+            return (types[0].with_dtype(self.result_dtype(dtype)),)
+        if "reversed" in attributes:
+            raise TypeCheckError(f"{self.name} of two tensors is not reversed; swap the two")
+        dtype = self.result_dtype(result_dtype(*types))
         return (tensor(dtype, *broadcast(types[0].shape, types[1].shape)),)
+
+    def result_dtype(self, promoted: str) -> str:
+        """The dtype of the result, from that of the operands."""
+        return promoted
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         left, right = inputs[0], inputs[1] if len(inputs) == 2 else repr(attributes["scalar"])
@@ -243,6 +259,9 @@ class Mul(Binary):
 class Div(Binary):
     name = "div"
     symbol = "/"
+
+    def result_dtype(self, promoted: str) -> str:
+        return promoted if promoted in ("f64", "f32", "bf16", "f16") else "f32"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         attributes = context.attributes
@@ -336,9 +355,8 @@ class Pointwise(Operator):
         return f"torch.ops.{attributes['target']}({arguments})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        dx = context.add(
-            "pointwise_backward", context.incoming, context.input(0), **context.attributes
-        )
+        attributes = {k: v for k, v in context.attributes.items() if k != "dtype"}
+        dx = context.add("pointwise_backward", context.incoming, context.input(0), **attributes)
         return [context.cast(dx, context.input_type(0).dtype)]
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:

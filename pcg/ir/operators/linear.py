@@ -13,6 +13,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.types import TORCH_NAMES
 
 
 class Linear(Operator):
@@ -23,7 +24,7 @@ class Linear(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, weight = types[:2]
-        if len(weight.dims) != 2 or x.shape[-1] != weight.shape[1]:
+        if len(weight.dims) != 2 or weight.is_token_wise or x.shape[-1:] != weight.shape[1:]:
             raise TypeCheckError(
                 f"linear of {x} by a weight {weight}; expected [out, {x.shape[-1]}]"
             )
@@ -212,7 +213,7 @@ class SumTokens(Operator):
         return (types[0].with_shape(types[0].shape[1:]).with_dtype(str(attributes["dtype"])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"sum_tokens({inputs[0]})"
+        return f"sum_tokens({inputs[0]}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
 
 
 OPERATORS: tuple[Operator, ...] = (

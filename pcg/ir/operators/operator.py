@@ -96,6 +96,10 @@ class Gradient:
     upstream: tuple[str | None, ...]
     needs: tuple[bool, ...]
 
+    def __post_init__(self) -> None:
+        # A forward value keeps its name in the backward graph, so no node of that may take it.
+        self.builder.reserved = self.forward.types
+
     @property
     def incoming(self) -> str:
         """Gradient of the first output."""

@@ -1,0 +1,223 @@
+"""Fold a traced model to prologue · block × N · epilogue.
+
+A layer's nodes are told by their module path. What depends on positions and constants alone is the
+prologue's (tables of the rotary embedding), but for views, which each block that reads one makes
+again. The layers are then renamed to a canonical form, in which layers of one kind are equal graphs.
+
+    prologue(input_ids, position_ids) -> carried, invariants
+    block(carried, invariants)        -> carried              once a layer
+    epilogue(carried, invariants)     -> logits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from pcg.errors import TraceError
+from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.operators import operator
+from pcg.ir.program import ModelGraph
+from pcg.passes.naming import readable_names
+
+PROLOGUE = -1
+
+
+def fold(graph: Graph, layers_path: str, schedule: Sequence[int]) -> ModelGraph:
+    """Fold a whole-model graph.
+
+    Args:
+        graph: takes input_ids and position_ids; scopes are module paths.
+        layers_path: module path of the list of layers.
+        schedule: for each layer of the model, the traced layer that equals it.
+    Raises:
+        TraceError: a layer reads what an earlier one than its neighbour made.
+    """
+    return _Fold(graph, layers_path).run(schedule)
+
+
+class _Fold:
+    def __init__(self, graph: Graph, layers_path: str) -> None:
+        self.graph = graph
+        self.layers_path = layers_path
+        self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
+        self._positional = self._find_positional()
+        self._count = 1 + max(
+            (int(match[1]) for node in graph.nodes if (match := self._pattern.match(node.scope))),
+            default=-1,
+        )
+        if not self._count:
+            raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
+        self._region = self._find_regions()
+
+    def run(self, schedule: Sequence[int]) -> ModelGraph:
+        regions = [self._with_views(i) for i in range(PROLOGUE, self._count + 1)]
+        reads = [self._reads(nodes) for nodes in regions]
+        carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
+        invariants = list(
+            dict.fromkeys(
+                name
+                for i, names in enumerate(reads[1:])
+                for name in names
+                if name not in carried[i] and name not in self._parameter_names
+            )
+        )
+        for name in invariants:
+            if self._region_of(name) != PROLOGUE:
+                raise TraceError(
+                    f"%{name}, made by layer {self._region_of(name)}, is read by a later layer than the "
+                    "next; pcg folds models whose layers form a chain"
+                )
+        prologue = self._graph("prologue", regions[0], self.graph.inputs, [*carried[0], *invariants])
+        shared = readable_names(prologue)
+        prologue = prologue.renamed(shared)
+        blocks: list[Graph] = []
+        block_of: list[int] = []
+        for i in range(self._count):
+            used = [name for name in invariants if name in reads[i + 1]]
+            block = self._block(regions[i + 1], i, carried[i], used, carried[i + 1], shared)
+            if block not in blocks:
+                blocks.append(block)
+            block_of.append(blocks.index(block))
+        used = [name for name in invariants if name in reads[-1]]
+        inputs = [self._value(name) for name in [*carried[-1], *used]]
+        epilogue = self._graph("epilogue", regions[-1], inputs, self.graph.outputs)
+        names = shared | _carried_names(carried[-1])
+        epilogue = epilogue.renamed(readable_names(epilogue, names))
+        return ModelGraph(
+            prologue,
+            tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks)),
+            tuple(block_of[traced] for traced in schedule),
+            epilogue,
+        )
+
+    # ------------------------------------------------------------------ regions
+
+    @property
+    def _parameter_names(self) -> frozenset[str]:
+        return frozenset(self.graph.parameters_by_name)
+
+    def _find_positional(self) -> set[str]:
+        """Values that depend on positions and constants alone."""
+        names = {"position_ids"}
+        names.update(p.name for p in self.graph.parameters if p.role == "constant")
+        for node in self.graph.nodes:
+            if all(name in names for name in node.inputs):
+                names.update(value.name for value in node.outputs)
+        return names
+
+    def _find_regions(self) -> dict[str, int]:
+        """The region of each node by name: the prologue, a layer, or the epilogue."""
+        regions: dict[str, int] = {}
+        for node in self.graph.nodes:
+            match = self._pattern.match(node.scope)
+            before = [regions.get(self._producer_name(name), PROLOGUE) for name in node.inputs]
+            latest = max(before, default=PROLOGUE)
+            if node.name in self._positional:
+                regions[node.name] = PROLOGUE
+            elif match:
+                regions[node.name] = int(match[1])
+            else:
+                regions[node.name] = PROLOGUE if latest == PROLOGUE else self._count
+            if regions[node.name] < latest:
+                raise TraceError(f"%{node.name} of {node.scope} reads what a later layer makes")
+        return regions
+
+    def _producer_name(self, name: str) -> str:
+        node = self.graph.producers.get(name)
+        return node.name if node else name
+
+    def _region_of(self, name: str) -> int:
+        return self._region.get(self._producer_name(name), PROLOGUE)
+
+    def _is_free_view(self, node: Node) -> bool:
+        return node.name in self._positional and operator(node.op).is_view
+
+    def _with_views(self, region: int) -> list[Node]:
+        """The region's nodes, and before each reader the positional views that it reads."""
+        nodes: list[Node] = []
+        for node in self.graph.nodes:
+            if self._region[node.name] == region:
+                if region != PROLOGUE:
+                    for view in self._views_before(node):
+                        if view not in nodes:
+                            nodes.append(view)
+                nodes.append(node)
+        return nodes
+
+    def _views_before(self, node: Node) -> list[Node]:
+        views: list[Node] = []
+        for name in node.inputs:
+            producer = self.graph.producers.get(name)
+            if producer and self._is_free_view(producer):
+                views += [*self._views_before(producer), producer]
+        return views
+
+    def _reads(self, nodes: Iterable[Node]) -> list[str]:
+        """Values that nodes read and do not make, parameters apart, in order of first use."""
+        made: set[str] = set()
+        reads: dict[str, None] = {}
+        for node in nodes:
+            reads.update(dict.fromkeys(name for name in node.inputs if name not in made))
+            made.update(value.name for value in node.outputs)
+        return [name for name in reads if name not in self._parameter_names]
+
+    def _carried(self, reads: Sequence[str], region: int) -> list[str]:
+        """Of what a region reads, what the one before made; of the first layer, what no other reads."""
+        if region > 0:
+            return [name for name in reads if self._region_of(name) == region - 1]
+        others = {name for node in self.graph.nodes if self._region[node.name] > 0 for name in node.inputs}
+        return [name for name in reads if name not in self._positional and name not in others]
+
+    # ------------------------------------------------------------------ graphs
+
+    def _value(self, name: str) -> Value:
+        return Value(name, self.graph.types[name])
+
+    def _graph(
+        self, name: str, nodes: Sequence[Node], inputs: Iterable[Value], outputs: Iterable[str]
+    ) -> Graph:
+        return Graph(
+            name, tuple(inputs), self.graph.parameters, tuple(nodes), tuple(outputs)
+        ).without_dead_code()
+
+    def _block(
+        self,
+        nodes: Sequence[Node],
+        index: int,
+        carried: Sequence[str],
+        invariants: Sequence[str],
+        outputs: Sequence[str],
+        shared: Mapping[str, str],
+    ) -> Graph:
+        inputs = [self._value(name) for name in [*carried, *invariants]]
+        graph = self._graph("block", nodes, inputs, outputs)
+        prefix = f"{self.layers_path}.{index}"
+        parameters = tuple(_relative(p, prefix, self.layers_path) for p in graph.parameters)
+        names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
+        scoped = tuple(
+            dataclasses.replace(node, scope=self._relative_scope(node.scope)) for node in graph.nodes
+        )
+        renamed = graph.replace(nodes=scoped).renamed(names)
+        by_name = {p.name: p for p in parameters}
+        renamed = renamed.replace(parameters=tuple(by_name[p.name] for p in renamed.parameters))
+        return renamed.renamed(readable_names(renamed, dict(shared) | _carried_names(carried)))
+
+    def _relative_scope(self, scope: str) -> str:
+        match = self._pattern.match(scope)
+        return (match[2] or "") if match else scope
+
+
+def _carried_names(carried: Sequence[str]) -> dict[str, str]:
+    return {name: "x" if i == 0 else f"x_{i}" for i, name in enumerate(carried)}
+
+
+def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:
+    """A layer's parameter by its path within the layer."""
+    if not parameter.source.startswith(prefix + "."):
+        return parameter
+    name = parameter.name.removeprefix(prefix + ".")
+    source = f"{layers_path}.{{layer}}{parameter.source.removeprefix(prefix)}"
+    return dataclasses.replace(parameter, value=Value(name, parameter.type), source=source)
+

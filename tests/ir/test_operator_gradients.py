@@ -1,0 +1,559 @@
+"""Every gradient rule of the operator table, in float64 against PyTorch's autograd.
+
+A graph of one node is differentiated by its rule. Both graphs are evaluated as the torch emitter
+writes them, and the gradients compared with autograd's of what the operator means: the same PyTorch
+expression, or, where that is a kernel which autograd cannot see through, somebody else's code.
+"""
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.codegen.kernels import torch_ops
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
+from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
+from pcg.ir.verifier import verify
+
+NAMESPACE = vars(torch_ops)
+ELSEWHERE = {"attention"}
+"""Operators whose rule is checked in a test of their own."""
+
+T = TOKENS
+COUNT = 5
+"""Tokens."""
+SCALE = 0.75
+"""Of the adapter's weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterWeight:
+    """One adapter's weight, as the kernels take it."""
+
+    weight: Tensor
+    scale: float = SCALE
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An input of the operator.
+
+    Attributes:
+        shape: with `T` for the tokens.
+        needs: whether its gradient is asked for.
+        role: a parameter's; empty for an activation.
+        dtype: `float` stands for f64, or the dtype that is tested.
+        positive: whether its numbers are.
+    """
+
+    shape: tuple[Size, ...]
+    needs: bool = True
+    role: str = ""
+    dtype: str = "float"
+    positive: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operator applied, and what it means where its source is no oracle."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    attributes: Mapping[str, Attribute] = dataclasses.field(default_factory=dict)
+    reference: Callable[..., Tensor] | None = None
+
+    def __str__(self) -> str:
+        shapes = "·".join(str(list(o.shape)) for o in self.operands)
+        return f"{self.op}-{shapes}-{dict(self.attributes)}"
+
+
+def x(*shape: Size, **fields: Any) -> Operand:
+    """An activation whose gradient is asked for."""
+    return Operand((T, *shape), **fields)
+
+
+def weight(*shape: Size, role: str = "frozen", **fields: Any) -> Operand:
+    return Operand(shape, needs=role == "adapter", role=role, **fields)
+
+
+# ------------------------------------------------------------------------------------ references
+
+
+def rms_norm_reference(eps: float, offset: float) -> Callable[..., Tensor]:
+    def reference(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None if weight is None else weight + offset, eps)
+
+    return reference
+
+
+def layer_norm_reference(weight: bool, bias: bool, eps: float) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *rest: Tensor) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:], eps=eps)
+        if weight:
+            y = y * rest[0]
+        return y + rest[-1] if bias else y
+
+    return reference
+
+
+def rope_reference(style: str, rotary_dim: int, backward: bool = False) -> Callable[..., Tensor]:
+    """The rotation of transformers; its transpose, by autograd, for the backward operator."""
+    if style == "half":
+        from transformers.models.llama.modeling_llama import rotate_half
+    else:
+        from transformers.models.cohere.modeling_cohere import rotate_half
+
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        rotary = rotary * cos.unsqueeze(1) + rotate_half(rotary) * sin.unsqueeze(1)
+        return torch.cat((rotary, rest), -1)
+
+    def transpose(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = torch.zeros_like(dy, requires_grad=True)
+        (dx,) = torch.autograd.grad(forward(x, cos, sin), x, dy, create_graph=True)
+        return dx
+
+    return transpose if backward else forward
+
+
+def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+    return torch.where(targets < 0, 0.0, losses)
+
+
+# ----------------------------------------------------------------------------------------- cases
+
+
+def unary_cases() -> list[Case]:
+    anywhere = ("neg", "exp", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
+    cases = [Case(op, (x(*shape),)) for op in anywhere for shape in ((), (4,), (3, 4))]
+    cases += [Case(op, (x(4, positive=True),)) for op in ("sqrt", "rsqrt")]
+    cases += [Case("gelu", (x(9),), {"approximate": form}) for form in ("none", "tanh")]
+    bounds: list[dict[str, Attribute]] = [{"min": -0.5}, {"max": 0.5}, {"max": 1, "min": -1.0}]
+    cases += [Case("clamp", (x(9),), bound) for bound in bounds]
+    cases += [Case("pow", (x(9),), {"exponent": e}) for e in (0.0, 1.0, 2.0, 3.0, 4, -1.0)]
+    cases += [Case("pow", (x(9, positive=True),), {"exponent": e}) for e in (0.5, -0.5, 1.7)]
+    cases += [Case("cast", (x(4),), {"dtype": dtype}) for dtype in ("f32", "f64", "bf16")]
+    cases += [Case("cast", (x(4, dtype=dtype),), {"dtype": "f64"}) for dtype in ("f32", "f16")]
+    for target, arguments in (("elu", "{0}, 2.0"), ("softplus", "{0}"), ("atan", "{0}")):
+        attributes = {"target": f"aten.{target}.default", "arguments": arguments, "dtype": "float"}
+        cases.append(Case("pointwise", (x(4),), attributes))
+    return cases
+
+
+def binary_cases() -> list[Case]:
+    cases = []
+    pairs: list[tuple[tuple[Size, ...], tuple[Size, ...]]] = [
+        ((T, 4), (T, 4)),
+        ((T, 3, 4), (T, 1, 4)),
+        ((T, 1, 4), (T, 3, 1)),
+        ((T,), (T,)),
+    ]
+    frozen: list[tuple[tuple[Size, ...], tuple[Size, ...]]] = [
+        ((T, 4), (4,)),
+        ((T, 3, 4), (4,)),
+        ((T, 3, 4), (3, 1)),
+        ((T, 1), (4,)),
+        ((T, 4), ()),
+    ]
+    for op in ("add", "sub", "mul", "div"):
+        for left, right in pairs:
+            for needs in ((True, True), (True, False), (False, True)):
+                operands = (Operand(left, needs[0]), Operand(right, needs[1], positive=True))
+                cases.append(Case(op, operands))
+        for left, right in frozen:
+            cases.append(Case(op, (Operand(left), weight(*right, positive=True))))
+            cases.append(Case(op, (weight(*right), Operand(left, positive=True))))
+        scalars: tuple[float, ...] = (2.5, 3, -0.5)
+        for scalar, flags in itertools.product(scalars, ({}, {"reversed": True})):
+            cases.append(Case(op, (x(4, positive=True),), {"scalar": scalar, **flags}))
+        cases.append(Case(op, (x(4), x(4, dtype="f32", positive=True))))
+    return cases
+
+
+def shape_cases() -> list[Case]:
+    cases = [
+        Case("reshape", (x(6, 2),), {"shape": (-1, 3, 4)}),
+        Case("reshape", (x(),), {"shape": (-1, 1)}),
+        Case("reshape", (weight(6, role="adapter"),), {"shape": (2, 3)}),
+        Case("permute", (x(2, 3, 4),), {"dims": (0, 3, 1, 2)}),
+        Case("permute", (weight(2, 3, role="adapter"),), {"dims": (1, 0)}),
+        Case("softmax", (x(3, 4),), {"dim": -1}),
+        Case("softmax", (x(3, 4),), {"dim": -2}),
+        Case("embedding", (weight(7, 4), x(dtype="i64", needs=False))),
+    ]
+    expansions: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((1, 4), (3, 4)),
+        ((1, 1), (3, 4)),
+        ((4,), (4,)),
+    ]
+    cases += [Case("expand", (x(*have),), {"shape": (-1, *want)}) for have, want in expansions]
+    slices = [(-1, 0, 4, 1), (-1, 1, 7, 2), (-2, 0, 3, 2), (-1, 2, 7, 3), (-2, 2, 3, 1)]
+    for dim, start, stop, step in slices:
+        attributes = {"dim": dim, "start": start, "stop": stop, "step": step}
+        cases.append(Case("slice", (x(3, 7),), attributes))
+    cases.append(Case("slice", (x(3, 7),), {"dim": -1, "start": 1, "stop": 3}))
+    cases += [
+        Case("repeat_interleave", (x(2, 3, 4),), {"repeats": 2, "dim": d}) for d in (-1, -2, -3)
+    ]
+    for op, dim, keepdim in itertools.product(("mean", "sum"), (-1, -2), (True, False)):
+        cases.append(Case(op, (x(3, 4),), {"dim": dim, "keepdim": keepdim}))
+    return cases
+
+
+def concat_cases() -> list[Case]:
+    parts = (x(2, 4), x(3, 4, needs=False), x(1, 4), x(3, 4, dtype="f32"))
+    return [
+        Case("concat", parts, {"dim": -2}),
+        Case("concat", (x(2), x(3)), {"dim": -1}),
+        Case("concat", (x(2, 3),), {"dim": -2}),
+    ]
+
+
+def linear_cases() -> list[Case]:
+    a, b = weight(2, 4, role="adapter"), weight(3, 2, role="adapter")
+    bias, base = weight(4, role="adapter"), weight(4)
+    expand_operands = (x(3), x(2), b)
+    cases = [
+        Case("linear", (x(4), weight(3, 4))),
+        Case("linear", (x(2, 4), weight(3, 4))),
+        Case("linear", (x(4), weight(3, 4), weight(3))),
+        Case("bias_add", (x(4), bias, base), {}, lambda y, new, old: y + (new - old)),
+        Case("bias_add", (x(4, needs=False), bias, base), {}, lambda y, new, old: y + (new - old)),
+    ]
+    for needs in itertools.product((True, False), repeat=2):
+        if any(needs):
+            operands = (x(4, needs=needs[0]), dataclasses.replace(a, needs=needs[1]))
+            cases.append(Case("shrink", operands, {}, F.linear))
+    for some in itertools.product((True, False), repeat=3):
+        if any(some):
+            pairs = zip(expand_operands, some, strict=True)
+            chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
+            cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    return cases
+
+
+def model_cases() -> list[Case]:
+    cases = []
+    for offset, round_first in itertools.product((0.0, 1.0), (True, False)):
+        attributes = {"eps": 1e-5, "offset": offset, "round_first": round_first}
+        reference = rms_norm_reference(1e-5, offset)
+        for operands in ((x(8), weight(8)), (x(3, 8), weight(8)), (x(8),)):
+            cases += [Case("rms_norm", operands, attributes, reference)]
+    for has_weight, has_bias in itertools.product((True, False), repeat=2):
+        flags = {"eps": 1e-5, "weight": has_weight, "bias": has_bias}
+        norm = layer_norm_reference(has_weight, has_bias, 1e-5)
+        rest = (weight(8),) * (has_weight + has_bias)
+        cases.append(Case("layer_norm", (x(8), *rest), flags, norm))
+        cases.append(Case("layer_norm", (x(3, 8), *rest), flags, norm))
+    # A weight for each head, as Cohere has it.
+    flags = {"eps": 1e-5, "weight": True, "bias": False}
+    norm = layer_norm_reference(True, False, 1e-5)
+    cases.append(Case("layer_norm", (x(3, 8), weight(3, 8)), flags, norm))
+    for style, size, op in itertools.product(
+        ("half", "interleaved"), (8, 10), ("rope", "rope_backward")
+    ):
+        # Random cos and sin: a rule must not count on angles that repeat.
+        angles = (x(8, needs=False), x(8, needs=False))
+        rotation = rope_reference(style, 8, backward=op == "rope_backward")
+        attributes = {"rotary_dim": 8, "style": style}
+        cases.append(Case(op, (x(3, size), *angles), attributes, rotation))
+    targets = x(dtype="i64", needs=False)
+    cases.append(Case("cross_entropy", (x(7), targets), {}, cross_entropy_reference))
+    return cases
+
+
+CASES = [
+    *unary_cases(),
+    *binary_cases(),
+    *shape_cases(),
+    *concat_cases(),
+    *linear_cases(),
+    *model_cases(),
+]
+
+
+# ------------------------------------------------------------------------------------ the machine
+
+
+def forward_graph(case: Case, dtype: str) -> Graph:
+    builder = Builder("forward")
+    names = []
+    for i, operand in enumerate(case.operands):
+        type_ = tensor(dtype if operand.dtype == "float" else operand.dtype, *operand.shape)
+        if operand.role:
+            names.append(builder.parameter(Parameter(Value(f"p{i}", type_), operand.role, f"p{i}")))
+        else:
+            names.append(builder.input(f"x{i}", type_))
+    attributes = {k: dtype if v == "float" else v for k, v in case.attributes.items()}
+    return builder.build(builder.add_many(case.op, names, **attributes))
+
+
+def backward_graph(case: Case, forward: Graph) -> tuple[Graph, list[str | None]]:
+    """The graph of the rule, and the gradient of each input."""
+    (node,) = forward.nodes
+    builder = Builder("backward")
+    incoming = builder.input("incoming", node.output.type)
+    upstream = (incoming, *(None for _ in node.outputs[1:]))
+    needs = tuple(operand.needs for operand in case.operands)
+    context = Gradient(builder, forward, node, upstream, needs)
+    gradients = operator(node.op).gradient(context)
+    assert len(gradients) == len(node.inputs)
+    return builder.build([name for name in gradients if name is not None]), gradients
+
+
+def random_values(case: Case, graph: Graph) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    values = {}
+    names = graph.nodes[0].inputs
+    for name, operand in zip(names, case.operands, strict=True):
+        type_ = graph.types[name]
+        shape = tuple(COUNT if size == TOKENS else int(size) for size in type_.shape)
+        dtype = getattr(torch, TORCH_NAMES[type_.dtype])
+        if not type_.is_float:
+            # Targets: some are no tokens, by any negative number.
+            values[name] = torch.tensor([3, -100, 0, 6, -1][:COUNT], dtype=dtype)
+            if case.op == "embedding":
+                values[name] = values[name].abs() % 7
+            continue
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if operand.positive:
+            value = value.abs() + 0.5
+        values[name] = value.to(dtype)
+    return values
+
+
+def evaluate(graph: Graph, values: Mapping[str, Tensor], *, check_types: bool) -> dict[str, Tensor]:
+    """All values of the graph, each node evaluated as it would be emitted."""
+    known: dict[str, Any] = dict(values)
+    for parameter in graph.parameters:
+        if parameter.role == "adapter" and has_kernel_operand(graph, parameter.name):
+            known[parameter.name] = AdapterWeight(known[parameter.name])
+    for node in graph.nodes:
+        names = [f"v{i}" for i in range(len(node.inputs))]
+        expression = operator(node.op).source(names, dict(node.attributes))
+        # Copies, as an emitted program may write over what it does not need again.
+        arguments = {
+            name: known[i].clone() if isinstance(known[i], Tensor) else known[i]
+            for name, i in zip(names, node.inputs, strict=True)
+        }
+        result = eval(expression, {**NAMESPACE, **arguments})
+        results = result if isinstance(result, tuple) else (result,)
+        for output, value in zip(node.outputs, results, strict=True):
+            known[output.name] = value
+            if check_types:
+                declared = getattr(torch, TORCH_NAMES[output.type.dtype])
+                shape = tuple(COUNT if size == TOKENS else size for size in output.type.shape)
+                assert (value.dtype, tuple(value.shape)) == (declared, shape), f"{node}"
+    return {k: v.weight if isinstance(v, AdapterWeight) else v for k, v in known.items()}
+
+
+def has_kernel_operand(graph: Graph, name: str) -> bool:
+    """Whether a bypass network's operator reads the parameter, which then carries its scale."""
+    bypass = {
+        "bias_add",
+        "expand_add",
+        "expand_backward",
+        "scaled_outer",
+        "shrink",
+        "shrink_backward",
+    }
+    return any(node.op in bypass for node in graph.consumers.get(name, ()))
+
+
+def expected_gradients(
+    case: Case, graph: Graph, values: Mapping[str, Tensor], incoming: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The result, and the gradient of each input that needs one, by PyTorch's autograd."""
+    (node,) = graph.nodes
+    leaves = [values[name].clone().requires_grad_(o.needs) for name, o in zip_operands(case, graph)]
+    if case.reference is not None:
+        result = case.reference(*leaves)
+    else:
+        names = [f"v{i}" for i in range(len(leaves))]
+        expression = operator(node.op).source(names, dict(node.attributes))
+        result = eval(expression, {**NAMESPACE, **dict(zip(names, leaves, strict=True))})
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(result, asked, incoming.to(result.dtype)) if asked else ())
+    return result.detach(), [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def zip_operands(case: Case, graph: Graph) -> Sequence[tuple[str, Operand]]:
+    return list(zip(graph.nodes[0].inputs, case.operands, strict=True))
+
+
+def check(case: Case) -> None:
+    """The rule's gradients are autograd's."""
+    forward = forward_graph(case, "f64")
+    verify(forward)
+    values = random_values(case, forward)
+    result = evaluate(forward, values, check_types=False)[forward.nodes[0].name]
+    generator = torch.Generator().manual_seed(1)
+    incoming = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+    expected, gradients = expected_gradients(case, forward, values, incoming)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    if not any(operand.needs for operand in case.operands):
+        return
+
+    backward, names = backward_graph(case, forward)
+    verify(backward)
+    known = evaluate(
+        backward,
+        {**values, forward.nodes[0].name: result, "incoming": incoming},
+        check_types=False,
+    )
+    for (operand_name, operand), name, gradient in zip(
+        zip_operands(case, forward), names, gradients, strict=True
+    ):
+        if not operand.needs:
+            continue
+        assert name is not None, f"no gradient of {operand_name}"
+        assert gradient is not None
+        declared = backward.types[name]
+        wanted = forward.types[operand_name]
+        assert (declared.dtype, declared.shape) == (wanted.dtype, wanted.shape)
+        tolerance = 1e-12 if gradient.dtype == torch.float64 else 1e-2
+        torch.testing.assert_close(known[name], gradient, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------ tests
+
+
+def test_every_gradient_rule_is_covered() -> None:
+    with_rule = {
+        op for op, entry in OPERATORS.items() if type(entry).gradient is not Operator.gradient
+    }
+    # An embedding reads frozen rows by number: it has no rule, and is here for its forward alone.
+    assert {case.op for case in CASES} - {"embedding"} == with_rule - ELSEWHERE
+    assert with_rule >= ELSEWHERE
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient_is_autograds(case: Case) -> None:
+    if case.op == "embedding":
+        case = dataclasses.replace(
+            case, operands=tuple(dataclasses.replace(o, needs=False) for o in case.operands)
+        )
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_types_are_as_inferred(case: Case, dtype: str) -> None:
+    """What runs has the dtypes and shapes that the table says, forward and backward."""
+    forward = forward_graph(case, dtype)
+    values = random_values(case, forward)
+    values = evaluate(forward, values, check_types=True)
+    if case.op == "embedding":
+        return
+    backward, _ = backward_graph(case, forward)
+    result = values[forward.nodes[0].name]
+    evaluate(backward, {**values, "incoming": torch.ones_like(result)}, check_types=True)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
+def test_a_value_read_twice(op: str) -> None:
+    """Each operand's gradient on its own; what reads a value twice adds them."""
+    builder = Builder("forward")
+    name = builder.input("x", tensor("f64", TOKENS, 4))
+    graph = builder.build([builder.add(op, [name, name])])
+    case = Case(op, (x(4, positive=True), x(4, positive=True)))
+    backward, names = backward_graph(case, graph)
+    values = torch.rand(COUNT, 4, dtype=torch.float64) + 0.5
+    result = evaluate(graph, {"x": values}, check_types=True)[graph.nodes[0].name]
+    known = evaluate(
+        backward,
+        {"x": values, graph.nodes[0].name: result, "incoming": torch.ones_like(values)},
+        check_types=True,
+    )
+    leaf = values.clone().requires_grad_()
+    function = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}[op]
+    function(leaf, leaf).sum().backward()
+    torch.testing.assert_close(sum(known[n] for n in names if n), leaf.grad)
+
+
+@pytest.mark.parametrize("op", ["add", "mul"])
+def test_sums_over_tokens_are_refused(op: str) -> None:
+    case = Case(op, (x(4), weight(4, role="adapter")))
+    with pytest.raises(UnsupportedError, match=r"f64\[4\] %p1 in .* sums over tokens"):
+        backward_graph(case, forward_graph(case, "f64"))
+
+
+def test_pow_at_zero() -> None:
+    """x ** 0 is flat everywhere, and x ** 1 has slope 1, at zero too."""
+    for exponent, slope in ((0.0, 0.0), (1.0, 1.0), (2.0, 0.0)):
+        case = Case("pow", (x(4),), {"exponent": exponent})
+        backward, (name,) = backward_graph(case, forward_graph(case, "f64"))
+        zeros, ones = torch.zeros(COUNT, 4).double(), torch.ones(COUNT, 4).double()
+        known = evaluate(backward, {"x0": zeros, "incoming": ones}, check_types=True)
+        assert name is not None
+        torch.testing.assert_close(known[name], ones * slope)
+
+
+# ------------------------------------------------------------------------------------- properties
+
+SIZES = st.integers(1, 5)
+
+
+@given(st.data(), st.sampled_from(["add", "sub", "mul", "div"]))
+@settings(max_examples=100)
+def test_broadcasting(data: st.DataObject, op: str) -> None:
+    sizes = data.draw(st.lists(SIZES, max_size=3))
+    left = [data.draw(st.sampled_from([1, size])) for size in sizes]
+    right = [data.draw(st.sampled_from([1, size])) for size in sizes]
+    needs = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    check(Case(op, (x(*left, needs=needs[0]), x(*right, needs=needs[1], positive=True))))
+
+
+@given(st.data())
+def test_slices(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(SIZES, min_size=1, max_size=3))
+    dim = data.draw(st.integers(-len(sizes), -1))
+    start = data.draw(st.integers(0, sizes[dim] - 1))
+    stop = data.draw(st.integers(start + 1, sizes[dim]))
+    step = data.draw(st.integers(1, 6))
+    check(Case("slice", (x(*sizes),), {"dim": dim, "start": start, "stop": stop, "step": step}))
+
+
+@given(st.data())
+def test_concats(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(SIZES, min_size=1, max_size=3))
+    dim = data.draw(st.integers(-len(sizes), -1))
+    parts = []
+    for size in data.draw(st.lists(SIZES, min_size=1, max_size=4)):
+        sizes[dim] = size
+        dtype = data.draw(st.sampled_from(["f64", "f32"]))
+        parts.append(x(*sizes, dtype=dtype, needs=data.draw(st.booleans())))
+    check(Case("concat", tuple(parts), {"dim": dim}))
+
+
+@given(st.data(), st.sampled_from(["mean", "sum", "softmax", "repeat_interleave"]))
+@settings(max_examples=100)
+def test_dims(data: st.DataObject, op: str) -> None:
+    sizes = data.draw(st.lists(SIZES, min_size=1, max_size=3))
+    attributes: dict[str, Attribute] = {"dim": data.draw(st.integers(-len(sizes), -1))}
+    if op in ("mean", "sum"):
+        attributes["keepdim"] = data.draw(st.booleans())
+    elif op == "repeat_interleave":
+        attributes["repeats"] = data.draw(SIZES)
+    check(Case(op, (x(*sizes),), attributes))
+
+
+@given(st.data())
+def test_shapes(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(SIZES, max_size=3))
+    have = [data.draw(st.sampled_from([1, size])) for size in sizes]
+    check(Case("expand", (x(*have),), {"shape": (-1, *sizes)}))
+    order = data.draw(st.permutations(range(1, len(sizes) + 1)))
+    check(Case("permute", (x(*sizes),), {"dims": (0, *order)}))
+    check(Case("reshape", (x(*sizes),), {"shape": (-1, *reversed(sizes))}))

@@ -1,0 +1,125 @@
+"""Types, with torch's own promotion and broadcasting as the oracle."""
+
+import itertools
+
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcg.errors import TypeCheckError
+from pcg.ir.types import (
+    DTYPE_BYTES,
+    TOKENS,
+    TORCH_NAMES,
+    Dim,
+    State,
+    TensorType,
+    broadcast,
+    promote,
+    result_dtype,
+    tensor,
+)
+
+DTYPES = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
+PAIRS = list(itertools.product(DTYPES, DTYPES))
+
+
+def test_dtypes_are_torchs() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == DTYPE_BYTES
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_promote_is_torchs(left: str, right: str) -> None:
+    assert DTYPES[promote(left, right)] == torch.promote_types(DTYPES[left], DTYPES[right])
+
+
+@pytest.mark.parametrize("shapes", [((), (3,)), ((3,), ()), ((3,), (3,)), ((), ()), ((1,), ())])
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_result_dtype_is_torchs(left: str, right: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    operands = [torch.ones(s, dtype=DTYPES[d]) for d, s in zip((left, right), shapes, strict=True)]
+    types = [tensor(d, *s) for d, s in zip((left, right), shapes, strict=True)]
+    assert DTYPES[result_dtype(*types)] == torch.result_type(*operands)
+
+
+SHAPES = st.lists(st.sampled_from([1, 2, 3]), max_size=4).map(tuple)
+
+
+@given(SHAPES, SHAPES)
+def test_broadcast_is_torchs(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    try:
+        expected = tuple(torch.broadcast_shapes(left, right))
+    except RuntimeError:
+        with pytest.raises(TypeCheckError, match="do not broadcast"):
+            broadcast(left, right)
+    else:
+        assert broadcast(left, right) == expected
+
+
+def test_broadcast_of_tokens() -> None:
+    assert broadcast((TOKENS, 8, 64), (TOKENS, 1, 64)) == (TOKENS, 8, 64)
+    assert broadcast((TOKENS, 64), (64,)) == (TOKENS, 64)
+    assert broadcast((), (TOKENS,)) == (TOKENS,)
+    with pytest.raises(TypeCheckError, match=r"shapes \[T, 4\] and \[T, 5\] do not broadcast"):
+        broadcast((TOKENS, 4), (TOKENS, 5))
+
+
+@pytest.mark.parametrize(
+    ("state", "degree"), [(State.WHOLE, 2), (State.PARTITIONED, 1), (State.PRE_REDUCE, 1)]
+)
+def test_states_have_degrees(state: State, degree: int) -> None:
+    with pytest.raises(TypeCheckError, match=f"has degree {degree}"):
+        Dim(8, state, degree)
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(TypeCheckError, match="unknown dtype 'fp8'; known: f64"):
+        tensor("fp8", 4)
+
+
+def test_properties_of_activations() -> None:
+    x = tensor("bf16", TOKENS, 8, 64)
+    assert str(x) == "bf16[T, 8, 64]"
+    assert x.is_token_wise
+    assert x.is_float
+    assert x.features == (8, 64)
+    assert x.reshape_sizes == (-1, 8, 64)
+    assert x.elements == 512 * TOKENS
+    assert x.size_bytes.subs(TOKENS, 3) == 3072
+    assert x.with_features(4) == tensor("bf16", TOKENS, 4)
+    assert x.with_dtype("i64").with_shape((2,)) == tensor("i64", 2)
+    assert not x.with_dtype("i64").is_float
+
+
+def test_properties_of_weights() -> None:
+    weight = tensor("f32", 4, 6)
+    assert not weight.is_token_wise
+    assert weight.features == weight.reshape_sizes == (4, 6)
+    assert weight.with_features(3, 8).shape == (3, 8)
+    assert tensor("f32").elements == 1
+    assert tensor("f32").size_bytes == 4
+    assert not tensor("f32").is_token_wise
+
+
+def test_states_print() -> None:
+    dims = (
+        Dim(TOKENS),
+        Dim(4, State.PARTITIONED, 2),
+        Dim(4, State.REPLICATED, 2),
+        Dim(4, State.PRE_REDUCE, 2),
+        Dim(TOKENS * 2),
+        Dim(TOKENS / 2, State.PARTITIONED, 2),
+        Dim(sympy.ceiling(TOKENS / 2), State.PARTITIONED, 2),
+        Dim(TOKENS - 1),
+    )
+    assert str(TensorType("f16", dims)) == (
+        "f16[T, 4|2, 4=2, 4+2, 2*T, (T/2)|2, ceiling(T/2)|2, (T - 1)]"
+    )
+
+
+def test_states_count_whole_tensors() -> None:
+    type_ = TensorType("f32", (Dim(TOKENS), Dim(8, State.PARTITIONED, 2)))
+    assert type_.size_bytes == 32 * TOKENS
+    assert type_.with_dtype("f32") == type_
+    assert type_.with_features(8) == tensor("f32", TOKENS, 8)
