@@ -200,7 +200,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.types: dict[str, TensorType] = {}
         self.reserved: Container[str] = ()
-        """Names that no new node may get; values of a forward graph, while its backward is built."""
+        """Names for no new node: those of a forward graph, while its backward is built."""
         self._counts: Counter[str] = Counter()
         self._made: dict[object, tuple[str, ...]] = {}
 

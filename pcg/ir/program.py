@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import keyword
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from pcg.ir.graph import Graph, Parameter
+from pcg.ir.graph import Graph, Node, Parameter
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,34 @@ class ModelGraph:
     def hidden_size(self) -> int:
         return self.epilogue.inputs[0].type.features[-1]
 
+    def linear_sites(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear operator by site: its module's path, `{layer}` for the layer."""
+        sites: dict[str, tuple[int, int]] = {}
+        for graph in self.graphs:
+            for node in graph.nodes:
+                site = site_of(graph, node)
+                if site is not None:
+                    out, in_ = graph.types[node.inputs[1]].features
+                    sites[site] = (out, in_)
+        return sites
+
+    def linear_modules(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear module of every layer, by its path."""
+        modules: dict[str, tuple[int, int]] = {}
+        for site, shape in self.linear_sites().items():
+            for layer in range(len(self.layers)) if "{layer}" in site else (0,):
+                modules[site.format(layer=layer)] = shape
+        return modules
+
+    @property
+    def output_module(self) -> str:
+        """Path of the module that makes the logits."""
+        return next(
+            site
+            for node in reversed(self.epilogue.nodes)
+            if (site := site_of(self.epilogue, node)) is not None
+        )
+
     def map(self, change: Callable[[Graph], Graph]) -> ModelGraph:
         """The model with each graph changed."""
         return dataclasses.replace(
@@ -57,3 +90,109 @@ class ModelGraph:
                 yield parameter, layer
         for parameter in self.epilogue.parameters:
             yield parameter, None
+
+
+def site_of(graph: Graph, node: Node) -> str | None:
+    """The site of a linear node, where a bypass network may attach; None for any other node.
+
+    A tied head is a site by its own module, not by the embedding whose weight it reads.
+    """
+    if node.op != "linear":
+        return None
+    parameter = graph.parameters_by_name.get(node.inputs[1])
+    if parameter is None or parameter.role != "frozen":
+        return None
+    path = parameter.source.removesuffix(".weight")
+    return path if "{layer}" in path else node.scope
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """A graph's forward that saves and its backward that reads what was saved.
+
+    Attributes:
+        forward: the graph's outputs, then what is saved.
+        backward: takes the gradients of the outputs, then `kept`; gives the gradients of the
+            carried inputs, then of `trained`.
+        first: backward without the gradient of the carried inputs, for the first layer; None where
+            nothing is trained in it.
+        kept: values that backward reads, in order: saved ones, and the graph's own inputs.
+        trained: adapter parameters with a gradient, of `backward`.
+        trained_first: the same of `first`.
+    """
+
+    forward: Graph
+    backward: Graph
+    first: Graph | None
+    kept: tuple[str, ...]
+    kept_first: tuple[str, ...]
+    trained: tuple[str, ...]
+    trained_first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What finetunes adapters at one set of sites.
+
+    Attributes:
+        model: with bypass networks of concrete ranks.
+        blocks: of each block of the model.
+        epilogue: hidden states and targets to loss and gradients, in one graph.
+        epilogue_trained: adapter parameters of the epilogue with a gradient.
+        source: emitted Python of all of them.
+    """
+
+    model: ModelGraph
+    blocks: tuple[TrainingGraph, ...]
+    epilogue: Graph
+    epilogue_trained: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What serves adapters at one set of sites.
+
+    Attributes:
+        model: with bypass networks, ranks left open.
+        source: emitted Python of its graphs.
+    """
+
+    model: ModelGraph
+    source: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model: what codegen writes and the runtime reads.
+
+    Attributes:
+        name: of the model.
+        config: its config.json.
+        base: the model without bypass networks; specialised anew when adapters need other sites.
+        serving: what generates.
+        training: what finetunes; None when compiled without a recipe.
+        recipes: the recipes that it was compiled for, by adapter name, as dicts.
+        constants: tensors computed from the configuration, by name.
+        base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
+        dtype: of weights and activations.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    base: ModelGraph
+    serving: Serving
+    training: Training | None
+    recipes: Mapping[str, Mapping[str, Any]]
+    constants: Mapping[str, torch.Tensor]
+    base_prefix: str
+    dtype: str
+
+
+def python_name(name: str) -> str:
+    """A value's or parameter's name as a Python identifier of the emitted source."""
+    python = name.replace(".", "_")
+    return f"{python}_" if keyword.iskeyword(python) or python in _TAKEN else python
+
+
+_TAKEN = frozenset({"w", "a", "batch", "kept", "torch", "F", "K"})

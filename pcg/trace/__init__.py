@@ -1,1 +1,57 @@
-"""Trace a Hugging Face causal LM into a token-flat graph."""
+"""Trace a Hugging Face causal LM into a token-flat graph of the operator table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pcg.ir.graph import Graph
+from pcg.trace.export import export
+from pcg.trace.importer import import_graph
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced model, before any pass.
+
+    Attributes:
+        graph: input_ids and position_ids, both [T], to logits [T, V]; few layers, all kinds.
+        layers_path: module path of the list of layers.
+        schedule: for each layer of the model, the traced layer that equals it.
+        constants: values of the graph's constants.
+        base_prefix: name of the base model within the causal LM.
+        dtype: of weights and activations, in the IR's names.
+    """
+
+    graph: Graph
+    layers_path: str
+    schedule: tuple[int, ...]
+    constants: Mapping[str, torch.Tensor]
+    base_prefix: str
+    dtype: str
+
+
+def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Trace:
+    """Trace the model of a configuration, on the meta device, without weights.
+
+    Args:
+        config: the contents of a config.json.
+        dtype: torch's name of the dtype, as `bfloat16`; the configuration's own by default.
+        whole: trace every layer instead of one of each kind (and one more).
+    Raises:
+        TraceError: the model cannot be turned into a graph; names the operator and the module.
+    """
+    exported = export(config, dtype, whole)
+    graph, constants = import_graph(exported)
+    floating = next(p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float)
+    return Trace(
+        graph,
+        exported.layers_path,
+        exported.schedule,
+        constants,
+        exported.base_prefix,
+        floating,
+    )

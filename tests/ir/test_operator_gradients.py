@@ -25,7 +25,8 @@ from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
 
-NAMESPACE = vars(torch_ops)
+NAMESPACE = {"torch": torch, "F": F, "K": torch_ops}
+"""What an emitted file imports."""
 ELSEWHERE = {"attention"}
 """Operators whose rule is checked in a test of their own."""
 
@@ -42,6 +43,7 @@ class AdapterWeight:
 
     weight: Tensor
     scale: float = SCALE
+    segments: None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,8 +268,7 @@ def model_cases() -> list[Case]:
         # Random cos and sin: a rule must not count on angles that repeat.
         angles = (x(8, needs=False), x(8, needs=False))
         rotation = rope_reference(style, 8, backward=op == "rope_backward")
-        attributes = {"rotary_dim": 8, "style": style}
-        cases.append(Case(op, (x(3, size), *angles), attributes, rotation))
+        cases.append(Case(op, (x(3, size), *angles), {"rotary_dim": 8, "style": style}, rotation))
     targets = x(dtype="i64", needs=False)
     cases.append(Case("cross_entropy", (x(7), targets), {}, cross_entropy_reference))
     return cases
@@ -296,7 +297,7 @@ def forward_graph(case: Case, dtype: str) -> Graph:
         else:
             names.append(builder.input(f"x{i}", type_))
     attributes = {k: dtype if v == "float" else v for k, v in case.attributes.items()}
-    return builder.build(builder.add_many(case.op, names, **attributes))
+    return builder.build(builder.add_many(case.op, names, **attributes))  # type: ignore[arg-type]
 
 
 def backward_graph(case: Case, forward: Graph) -> tuple[Graph, list[str | None]]:
@@ -461,6 +462,39 @@ def test_types_are_as_inferred(case: Case, dtype: str) -> None:
     evaluate(backward, {**values, "incoming": torch.ones_like(result)}, check_types=True)
 
 
+SELF_EXPLAINED = [
+    case
+    for case in CASES
+    if case.reference is None
+    and case.op not in ("embedding", "pointwise")
+    # c / x keeps 1 / x, which is neither an input nor the output.
+    and not (case.op == "div" and "reversed" in case.attributes)
+]
+
+
+@pytest.mark.parametrize("case", SELF_EXPLAINED, ids=str)
+def test_eager_saves_what_autograd_saves(case: Case) -> None:
+    graph = forward_graph(case, "f32")
+    (node,) = graph.nodes
+    values = random_values(case, graph)
+    leaves = [values[name].requires_grad_(o.needs) for name, o in zip_operands(case, graph)]
+    names = [f"v{i}" for i in range(len(leaves))]
+    expression = operator(node.op).source(names, dict(node.attributes))
+    saved: list[int] = []
+
+    def pack(value: Tensor) -> Tensor:
+        saved.append(value.untyped_storage().data_ptr())
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        result = eval(expression, {**NAMESPACE, **dict(zip(names, leaves, strict=True))})
+    places = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
+    places.setdefault(result.untyped_storage().data_ptr(), ~0)
+    requires = [operand.needs for operand in case.operands]
+    expected = operator(node.op).eager_saves(requires, dict(node.attributes))
+    assert {places[pointer] for pointer in saved} == set(expected)
+
+
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
 def test_a_value_read_twice(op: str) -> None:
     """Each operand's gradient on its own; what reads a value twice adds them."""
@@ -477,8 +511,7 @@ def test_a_value_read_twice(op: str) -> None:
         check_types=True,
     )
     leaf = values.clone().requires_grad_()
-    function = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}[op]
-    function(leaf, leaf).sum().backward()
+    getattr(torch, op)(leaf, leaf).sum().backward()
     torch.testing.assert_close(sum(known[n] for n in names if n), leaf.grad)
 
 

@@ -27,6 +27,11 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
+def rebuilt(size: sympy.Expr) -> sympy.Expr:
+    """The size, built again from its atoms: sympy does not evaluate ceiling(S + 1/S) at once."""
+    return size.func(*map(rebuilt, size.args)) if size.args else size
+
+
 SYMBOLIC_SIZES: SearchStrategy[sympy.Expr] = st.recursive(
     st.one_of(
         st.sampled_from([symbol("S"), symbol("r"), symbol("tp"), symbol("Min")]),
@@ -47,7 +52,8 @@ SYMBOLIC_SIZES: SearchStrategy[sympy.Expr] = st.recursive(
 ).filter(
     lambda size: (
         bool(size.free_symbols)
-        and size.is_finite is not False
+        and not size.has(sympy.zoo, sympy.oo, sympy.nan)
+        and rebuilt(size) == size
         and all(abs(n.p) < 2**63 and n.q < 2**63 for n in size.atoms(sympy.Rational))
         and all(abs(p.exp) <= 16 for p in size.atoms(sympy.Pow))
     )
@@ -86,7 +92,7 @@ class Maker:
             and (symbolic or all(isinstance(size, int) for size in type_.shape[1:]))
             and (symbolic or isinstance(type_.shape[0], int) or type_.is_token_wise)
         ]
-        if known and self.draw(st.booleans()):
+        if known and self.coin():
             return self.draw(st.sampled_from(known))
         type_ = self.fresh_type(symbolic=symbolic)
         missing = max(rank - len(type_.dims), 0)
@@ -96,7 +102,7 @@ class Maker:
         """A value of this type."""
         type_ = tensor(dtype, *sizes)
         known = [name for name, other in self.builder.types.items() if other == type_]
-        if known and self.draw(st.booleans()):
+        if known and self.coin():
             return self.draw(st.sampled_from(known))
         return self.new(type_)
 
@@ -108,6 +114,9 @@ class Maker:
         source = self.draw(STRINGS.filter(bool))
         transposed = len(type_.dims) == 2 and self.draw(st.booleans())
         return self.builder.parameter(Parameter(Value(name, type_), role, source, transposed))
+
+    def coin(self) -> bool:
+        return self.draw(st.booleans())
 
     def type(self, name: str) -> TensorType:
         return self.builder.types[name]

@@ -2,8 +2,8 @@
 
 They are the reference meaning of the table's model operators, on any device. Shapes: T tokens, h
 hidden, H heads, K KV heads, D head size, r rank, V vocabulary. An adapter's weight is anything with
-`weight` and `scale` (`AdapterWeight`), or a `segments` form of many adapters that multiplies each
-token by its own (pcg/codegen/kernels/segmented.py).
+`weight`, `scale` and `segments`: with segments, the weight is a stack [adapters, in, out], scaled
+already, and each adapter's tokens are one segment of the batch.
 """
 
 from __future__ import annotations
@@ -16,31 +16,7 @@ from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
 
-__all__ = [
-    "F",
-    "attention",
-    "attention_backward",
-    "bias_add",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "expand_add",
-    "expand_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "outer",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope_half",
-    "rope_half_backward",
-    "rope_interleaved",
-    "rope_interleaved_backward",
-    "scaled_outer",
-    "shrink",
-    "shrink_backward",
-    "slice_backward",
-    "sum_tokens",
-    "torch",
-]
+__all__ = ["attention", "attention_backward"]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -161,20 +137,49 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
 # ------------------------------------------------------------------------------ bypass networks
 
 
-def shrink(x: Tensor, a: Any) -> Tensor:
-    """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter."""
-    if hasattr(a, "shrink"):
-        return a.shrink(x)  # type: ignore[no-any-return]
-    return F.linear(x.to(a.weight.dtype), a.weight)
+def shrink(x: Tensor, a: Any) -> Any:
+    """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter.
+
+    None where no token of the batch has an adapter at the site.
+    """
+    if a is None:
+        return None
+    x = x.to(a.weight.dtype)
+    if a.segments is None:
+        return F.linear(x, a.weight)
+    return _segmented_product(x[a.segments.start :], a.weight, a.segments)
 
 
-def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
-    """y + scale · s Bᵀ: [T, out], in y's dtype. y is not kept: it may be written over."""
-    if hasattr(b, "expand_add"):
-        return b.expand_add(y, s)  # type: ignore[no-any-return]
-    if y.dtype == s.dtype:
-        return torch.addmm(y, s, b.weight.t(), alpha=b.scale)
-    return torch.addmm(y.to(s.dtype), s, b.weight.t(), alpha=b.scale).to(y.dtype)
+def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
+    """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
+    if s is None or b is None:
+        return y
+    if b.segments is None:
+        if y.dtype == s.dtype:
+            return torch.addmm(y, s, b.weight.t(), alpha=b.scale)
+        return torch.addmm(y.to(s.dtype), s, b.weight.t(), alpha=b.scale).to(y.dtype)
+    rows, segments = y[b.segments.start :], b.segments
+    if segments.uniform and y.dtype == s.dtype and len(segments.sizes) > 1:
+        batched = (len(segments.sizes), segments.uniform, -1)
+        rows.view(batched).baddbmm_(s.view(batched), b.weight)
+    elif len(segments.sizes) == 1 and y.dtype == s.dtype:
+        rows.addmm_(s, b.weight[0])
+    else:
+        rows.copy_(rows + _segmented_product(s, b.weight, segments))
+    return y
+
+
+def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
+    """Each segment's rows times its own matrix: [T, k] by [n, k, m] to [T, m]."""
+    count = len(segments.sizes)
+    if count == 1:
+        return x @ weight[0]
+    if segments.uniform:
+        return torch.bmm(x.view(count, segments.uniform, -1), weight).flatten(0, 1)
+    if segments.gather is not None:
+        return torch.bmm(x[segments.gather], weight).flatten(0, 1)[segments.places]
+    parts = x.split(segments.sizes)
+    return torch.cat([part @ weight[i] for i, part in enumerate(parts)])
 
 
 def shrink_backward(ds: Tensor, a: Any) -> Tensor:
@@ -199,9 +204,16 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 
 def bias_add(y: Tensor, bias: Any, base: Tensor) -> Tensor:
     """y + (bias - base), each token with its own adapter's bias."""
-    if hasattr(bias, "bias_add"):
-        return bias.bias_add(y, base)  # type: ignore[no-any-return]
-    return (y + (bias.weight - base)).to(y.dtype)
+    if bias is None:
+        return y
+    if bias.segments is None:
+        return (y + (bias.weight - base)).to(y.dtype)
+    present = torch.tensor(bias.present, device=y.device).unsqueeze(-1)
+    delta = (bias.weight[:, 0] - base) * present
+    sizes = torch.tensor(bias.segments.sizes, device=y.device)
+    rows = y[bias.segments.start :]
+    rows.copy_(rows + delta.repeat_interleave(sizes, 0))
+    return y
 
 
 def sum_tokens(dz: Tensor) -> Tensor:

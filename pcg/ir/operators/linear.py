@@ -78,7 +78,7 @@ class Shrink(Operator):
         return (weight.with_shape((x.shape[0], weight.shape[0])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"shrink({', '.join(inputs)})"
+        return f"K.shrink({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dx = dweight = None
@@ -99,7 +99,7 @@ class ShrinkBackward(LinearBackward):
     name = "shrink_backward"
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"shrink_backward({', '.join(inputs)})"
+        return f"K.shrink_backward({', '.join(inputs)})"
 
 
 class ExpandAdd(Operator):
@@ -120,7 +120,7 @@ class ExpandAdd(Operator):
         return (y,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"expand_add({', '.join(inputs)})"
+        return f"K.expand_add({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         ds = dweight = None
@@ -146,7 +146,7 @@ class ExpandBackward(LinearBackward):
         return (ds.with_dtype(types[1].dtype),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"expand_backward({', '.join(inputs)})"
+        return f"K.expand_backward({', '.join(inputs)})"
 
 
 class Outer(Operator):
@@ -160,7 +160,7 @@ class Outer(Operator):
         return (left.with_shape((left.shape[-1], right.shape[-1])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"outer({', '.join(inputs)})"
+        return f"K.outer({', '.join(inputs)})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * inputs[0].elements * inputs[1].shape[-1]
@@ -176,7 +176,7 @@ class ScaledOuter(Outer):
         return (types[2],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"scaled_outer({', '.join(inputs)})"
+        return f"K.scaled_outer({', '.join(inputs)})"
 
 
 class BiasAdd(Operator):
@@ -195,7 +195,7 @@ class BiasAdd(Operator):
         return (y,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"bias_add({', '.join(inputs)})"
+        return f"K.bias_add({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dbias = None
@@ -213,7 +213,7 @@ class SumTokens(Operator):
         return (types[0].with_shape(types[0].shape[1:]).with_dtype(str(attributes["dtype"])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"sum_tokens({inputs[0]}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+        return f"K.sum_tokens({inputs[0]}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
 
 
 OPERATORS: tuple[Operator, ...] = (

@@ -32,7 +32,7 @@ class RmsNorm(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[1] if len(inputs) == 2 else "None"
-        return f"rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
+        return f"K.rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if len(context.node.inputs) == 2 else []
@@ -55,7 +55,7 @@ class RmsNormBackward(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
         return (
-            f"rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {_norm_arguments(attributes)})"
+            f"K.rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {_norm_arguments(attributes)})"
         )
 
 
@@ -77,7 +77,7 @@ class LayerNorm(Operator):
         rest = list(inputs[1:])
         weight = rest.pop(0) if attributes["weight"] else "None"
         bias = rest.pop(0) if attributes["bias"] else "None"
-        return f"layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
+        return f"K.layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if context.attributes["weight"] else []
@@ -102,7 +102,7 @@ class LayerNormBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
-        return f"layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
+        return f"K.layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
 
 
 class Rope(Operator):
@@ -126,7 +126,7 @@ class Rope(Operator):
         return (x,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"rope_{attributes['style']}({', '.join(inputs)})"
+        return f"K.rope_{attributes['style']}({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cos, sin = context.input(1), context.input(2)
@@ -143,7 +143,7 @@ class RopeBackward(Rope):
     name = "rope_backward"
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"rope_{attributes['style']}_backward({', '.join(inputs)})"
+        return f"K.rope_{attributes['style']}_backward({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cos, sin = context.input(1), context.input(2)
@@ -178,7 +178,7 @@ class Attention(Operator):
         return out, tensor("f32", *q.shape[:2])
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"attention(batch, {_attention_arguments(inputs, 3, attributes)})"
+        return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         arguments = [context.input(i) for i in range(len(context.node.inputs))]
@@ -214,7 +214,7 @@ class AttentionBackward(Operator):
         return types[3], types[4], types[5]
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
+        return f"K.attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[3:6]
@@ -268,7 +268,7 @@ class CrossEntropy(Operator):
         return (tensor("f32", TOKENS),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"cross_entropy({', '.join(inputs)})"
+        return f"K.cross_entropy({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dlogits = context.add(
@@ -287,7 +287,7 @@ class CrossEntropyBackward(Operator):
         return (types[1],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"cross_entropy_backward({', '.join(inputs)})"
+        return f"K.cross_entropy_backward({', '.join(inputs)})"
 
 
 def _norm_arguments(attributes: Attributes) -> str:

@@ -109,7 +109,7 @@ class SliceBackward(Operator):
         arguments = ", ".join(
             str(attributes.get(name, 1)) for name in ("dim", "start", "stop", "step", "size")
         )
-        return f"slice_backward({inputs[0]}, {arguments})"
+        return f"K.slice_backward({inputs[0]}, {arguments})"
 
 
 class Concat(Operator):

@@ -1,0 +1,128 @@
+"""Differentiate a graph: its backward graph, and what forward must keep for it.
+
+Gradients flow to the adapters' parameters, and to the inputs asked for; nothing is built for a frozen
+weight or for a value that no trained parameter or such input reaches. What the operator table's
+rules ask for is what is saved (FlexLLM algorithm 1's UPDATEINPUT), and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pcg.ir.graph import Builder, Graph, Node, Value
+from pcg.ir.operators import Gradient, operator
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A forward graph that saves, and the backward graph that reads what was saved.
+
+    Attributes:
+        forward: the graph's outputs, then the saved values that its nodes make.
+        backward: takes the outputs' gradients, then saved values and inputs of the forward graph;
+            gives the gradients of the inputs asked for, then of the adapter parameters.
+        saved: names of the values that forward makes for backward.
+        inputs: inputs of the forward graph that backward reads again.
+        wrt: the inputs whose gradients are given.
+        trained: the adapter parameters whose gradients are given.
+    """
+
+    forward: Graph
+    backward: Graph
+    saved: tuple[str, ...]
+    inputs: tuple[str, ...]
+    wrt: tuple[str, ...]
+    trained: tuple[str, ...]
+
+
+def gradient_name(name: str) -> str:
+    """The backward graph's name for the gradient of an output of the forward graph."""
+    return f"d_{name}"
+
+
+def differentiate(graph: Graph, wrt: Sequence[str], outputs: Sequence[str] | None = None) -> Differentiated:
+    """Differentiate a graph with attached bypass networks.
+
+    Args:
+        graph: the forward graph.
+        wrt: inputs whose gradients are wanted.
+        outputs: outputs that gradients come from; all by default.
+    Raises:
+        UnsupportedError: an operator on the way has no gradient; it is named.
+    """
+    outputs = graph.outputs if outputs is None else outputs
+    trained = [p.name for p in graph.parameters if p.role == "adapter"]
+    active = _reachable(graph, {*wrt, *trained})
+    builder = Builder(f"{graph.name}_backward")
+    builder.reserved = graph.types
+    gradients: dict[str, str] = {}
+    for name in outputs:
+        if name in active:
+            value = Value(gradient_name(name), graph.types[name])
+            gradients[name] = builder.input(value.name, value.type)
+    for node in reversed(graph.nodes):
+        _backpropagate(builder, graph, node, active, gradients)
+    trained = [name for name in trained if name in gradients]
+    results = [gradients[name] for name in [*wrt, *trained]]
+    backward = builder.build(results)
+    backward = _drop_unused_inputs(backward)
+    backward = backward.renamed(_gradient_names(backward, gradients))
+    made = {value.name for node in graph.nodes for value in node.outputs}
+    needed = [value.name for value in backward.inputs]
+    saved = tuple(name for name in needed if name in made)
+    graph_inputs = {value.name for value in graph.inputs}
+    forward = graph.replace(name=f"{graph.name}_forward", outputs=(*graph.outputs, *saved))
+    return Differentiated(
+        forward.without_dead_code(),
+        backward,
+        saved,
+        tuple(name for name in needed if name in graph_inputs),
+        tuple(wrt),
+        tuple(trained),
+    )
+
+
+def _reachable(graph: Graph, sources: Iterable[str]) -> set[str]:
+    """Values that depend on the sources."""
+    active = set(sources)
+    for node in graph.nodes:
+        if any(name in active for name in node.inputs):
+            active.update(v.name for v in node.outputs if v.type.is_float)
+    return active
+
+
+def _backpropagate(
+    builder: Builder, graph: Graph, node: Node, active: set[str], gradients: dict[str, str]
+) -> None:
+    upstream = tuple(gradients.get(value.name) for value in node.outputs)
+    needs = tuple(name in active for name in node.inputs)
+    if not any(upstream) or not any(needs):
+        return
+    context = Gradient(builder, graph, node, upstream, needs)
+    for name, need, gradient in zip(
+        node.inputs, needs, operator(node.op).gradient(context), strict=True
+    ):
+        if need and gradient is not None:
+            before = gradients.get(name)
+            gradients[name] = (
+                gradient if before is None else builder.add("add", [before, gradient], scope=node.scope)
+            )
+
+
+def _drop_unused_inputs(graph: Graph) -> Graph:
+    read = {name for node in graph.nodes for name in node.inputs} | set(graph.outputs)
+    return graph.replace(inputs=tuple(value for value in graph.inputs if value.name in read))
+
+
+def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str]:
+    """`d_x` for the gradient of x, where no other value has that name."""
+    names: dict[str, str] = {}
+    taken = set(backward.types)
+    made = set(backward.producers)
+    for name, gradient in gradients.items():
+        new = gradient_name(name)
+        if gradient in made and gradient not in names and new not in taken:
+            names[gradient] = new
+            taken.add(new)
+    return names

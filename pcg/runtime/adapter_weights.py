@@ -1,0 +1,203 @@
+"""An adapter in memory: a LoRA recipe, and the weights that belong to it."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.module_paths import did_you_mean
+from pcg.ir.recipe import LoraRecipe, Site
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraWeights:
+    """The bypass of one module: y += scale · (B (A x) + bias).
+
+    Attributes:
+        a: [rank, in].
+        b: [out, rank].
+        scale: alpha / rank, or alpha / √rank.
+        bias: [out], B's own bias (`lora_bias`); most adapters have none.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    bias: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A LoRA adapter.
+
+    Attributes:
+        name: that requests and jobs use.
+        recipe: its configuration.
+        weights: by path of the module.
+        biases: of the base model as trained with it (`recipe.bias`), by path of their module; each
+            stands in for the base's own, it is not added to it.
+        base_model_name: what it was trained for; empty if that is not known.
+        extra: fields of adapter_config.json that change nothing here, such as task_type; written
+            back as they were read.
+    """
+
+    name: str
+    recipe: LoraRecipe
+    weights: Mapping[str, LoraWeights]
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    base_model_name: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_rank(self) -> int:
+        return max(weights.rank for weights in self.weights.values())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All its tensors, in order."""
+        bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
+        return (*bypasses, *self.biases.values())
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def new_adapter(
+    name: str,
+    recipe: LoraRecipe,
+    module_shapes: Mapping[str, Shape],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    output_layer: str | None = None,
+    model_type: str | None = None,
+    base_model_name: str = "",
+    extra: Mapping[str, Any] | None = None,
+) -> Adapter:
+    """A fresh adapter, initialised as peft does.
+
+    A is uniform in ±1/√in and B zero, so that the adapter changes nothing before it is trained.
+    A module's weights depend on the seed and its path alone, not on what else is adapted. Biases
+    of the base (`recipe.bias`) are not here: they start as the base's own.
+
+    Args:
+        name: of the adapter.
+        recipe: its configuration.
+        module_shapes: (out, in) of all linear modules of the base, by path.
+        dtype: of the weights; drawn in float32 and cast.
+        seed: of the random weights.
+        output_layer: path of the head, which "all-linear" leaves out.
+        model_type: of the base; needed where the recipe names no targets.
+        base_model_name: of the base, for adapter_config.json.
+        extra: fields for adapter_config.json; `fan_in_fan_out=True` for a base that stores its
+            weights [in, out].
+    Raises:
+        AdapterError: the recipe does not fit the model.
+        UnsupportedError: an initialisation that needs the base's weights or data.
+    Source: `LoraLayer.reset_lora_parameters` of peft 0.21.2.
+    """
+    if not isinstance(recipe.init, bool) and recipe.init.lower() != "gaussian":
+        raise UnsupportedError(
+            f"init_lora_weights={recipe.init!r}: pcg starts an adapter with True, False or "
+            '"gaussian"; or let peft make and save one, and load that'
+        )
+    sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
+    weights = {
+        path: _initial(recipe, site, module_shapes[path], dtype, _generator(seed, path))
+        for path, site in sites.items()
+    }
+    resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
+    extra = {"task_type": "CAUSAL_LM", **(extra or {})}
+    return Adapter(name, resolved, weights, {}, base_model_name, extra)
+
+
+def _generator(seed: int, path: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _initial(
+    recipe: LoraRecipe, site: Site, shape: Shape, dtype: torch.dtype, generator: torch.Generator
+) -> LoraWeights:
+    out_features, in_features = shape
+    a, b = torch.empty(site.rank, in_features), torch.zeros(out_features, site.rank)
+    bias = torch.zeros(out_features) if recipe.lora_bias else None
+    if isinstance(recipe.init, str):
+        torch.nn.init.normal_(a, std=1 / site.rank, generator=generator)
+    else:
+        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+    if recipe.init is False:  # as nn.Linear starts
+        torch.nn.init.kaiming_uniform_(b, a=math.sqrt(5), generator=generator)
+        if bias is not None:
+            bound = 1 / math.sqrt(site.rank)
+            torch.nn.init.uniform_(bias, -bound, bound, generator=generator)
+    return LoraWeights(
+        a.to(dtype), b.to(dtype), site.scale, None if bias is None else bias.to(dtype)
+    )
+
+
+def check_fits(
+    adapter: Adapter,
+    module_shapes: Mapping[str, Shape],
+    base_model_name: str = "",
+    output_layer: str | None = None,
+) -> None:
+    """Refuse an adapter that was trained for another base.
+
+    Args:
+        adapter: to be attached.
+        module_shapes: (out, in) of all linear modules of the base, by path.
+        base_model_name: of the base, for the message.
+        output_layer: path of the head, which "all-linear" leaves out.
+    Raises:
+        AdapterError: a module is not in the base or has another shape, or the recipe adapts a
+            module that the adapter has no weights for.
+    """
+    base = f"the base {base_model_name!r}" if base_model_name else "this base"
+    trained_for = f" (trained for {adapter.base_model_name!r})" if adapter.base_model_name else ""
+    who = f"adapter {adapter.name!r}{trained_for}"
+    for path, weights in adapter.weights.items():
+        if path not in module_shapes:
+            raise AdapterError(
+                f"{who} adapts {path}, which is no linear module of {base}"
+                f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
+            )
+        out_features, in_features = module_shapes[path]
+        if (weights.b.shape[0], weights.a.shape[1]) != (out_features, in_features):
+            raise AdapterError(
+                f"{who} has A {list(weights.a.shape)} and B {list(weights.b.shape)} for {path}, "
+                f"which is [{out_features}, {in_features}] in {base}; it is an adapter for "
+                "another base"
+            )
+    for path, bias in adapter.biases.items():
+        if path in module_shapes and bias.shape != (module_shapes[path][0],):
+            raise AdapterError(
+                f"{who} has a bias {list(bias.shape)} for {path}, which has "
+                f"{module_shapes[path][0]} outputs in {base}; it is an adapter for another base"
+            )
+    if adapter.recipe.target_modules is None:
+        return
+    expected = [p for p in module_shapes if adapter.recipe.site(p, output_layer=output_layer)]
+    missing = [path for path in expected if path not in adapter.weights]
+    if missing and not (adapter.recipe.is_all_linear and output_layer is None):
+        raise AdapterError(
+            f"{who} has no weights for {len(missing)} of the {len(expected)} modules that it "
+            f"targets in {base}, such as {missing[0]}; it is an adapter for another base, or not "
+            "all of it was saved"
+        )

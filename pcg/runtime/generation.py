@@ -1,0 +1,245 @@
+"""Generate: ragged sequences, each with its own adapter and sampling, in one batch a step.
+
+Sequences wait, are admitted when the KV cache has room, prefill together, decode together, and make
+room for the next as they end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pcg.errors import GenerationError
+from pcg.runtime.adapter_batch import AdapterStacks
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.batch import Batch, Span
+from pcg.runtime.detokenizer import StreamDecoder
+from pcg.runtime.kv_cache import KvCache, Run, bytes_of_row, kv_types
+from pcg.runtime.model_runner import ModelRunner
+from pcg.runtime.sampling import make_generator, sample
+from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.stopping import StopChecker
+from pcg.runtime.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens of one step at most, but for a longer single prompt."""
+CACHE_BYTES = 4 * 2**30
+"""KV cache of one call at most, but for a larger single sequence."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt was continued with.
+
+    Attributes:
+        text: without the stop string; empty without a tokenizer.
+        token_ids: generated, the end token included.
+        finish_reason: `stop` or `length`.
+        adapter: the adapter's name; None for the base.
+        prompt_tokens: length of the prompt.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    adapter: str | None
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of one prompt's continuation, as it is made.
+
+    Attributes:
+        index: of the prompt.
+        text: new text; may be empty.
+        token_id: the new token.
+        completion: the whole, with the last chunk.
+    """
+
+    index: int
+    text: str
+    token_id: int
+    completion: Completion | None = None
+
+
+@dataclass
+class _Running:
+    """A sequence's state from admission to its end."""
+
+    index: int
+    request: Request
+    run: Run
+    generator: torch.Generator | None
+    decoder: StreamDecoder | None
+    stop: StopChecker
+    stop_ids: frozenset[int]
+    limit: int
+    cached: int = 0
+    generated: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def next_tokens(self) -> list[int]:
+        """Tokens that the cache lacks: the prompt at first, then the latest token."""
+        return self.generated[-1:] if self.generated else list(self.request.prompt_ids)
+
+    def accept(self, token: int) -> Chunk:
+        """Take a sampled token; the chunk carries the completion if it was the last."""
+        self.generated.append(token)
+        ended = token in self.stop_ids
+        text = ""
+        if self.decoder is not None:
+            text = "" if ended else self.stop.push(self.decoder.push(token))
+        full = len(self.generated) >= self.limit
+        finished = ended or self.stop.matched is not None or full
+        if finished and self.decoder is not None and self.stop.matched is None:
+            text += self.stop.push(self.decoder.finish())
+            text += self.stop.finish()
+        self.text.append(text)
+        if not finished:
+            return Chunk(self.index, text, token)
+        reason = "stop" if ended or self.stop.matched is not None else "length"
+        name = self.request.adapter.name if self.request.adapter else None
+        whole = Completion(
+            "".join(self.text), tuple(self.generated), reason, name, len(self.request.prompt_ids)
+        )
+        return Chunk(self.index, text, token, whole)
+
+
+class Generator:
+    """Runs requests to their ends over one model runner."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stacks: AdapterStacks,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        most_positions: int | None,
+        device: torch.device,
+    ) -> None:
+        self._runner = runner
+        self._stacks = stacks
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._most_positions = most_positions
+        self._device = device
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """The requests' chunks as they are made.
+
+        Raises:
+            GenerationError: a prompt is empty, or longer than the model's positions.
+        """
+        limits = [self._limit(i, request) for i, request in enumerate(requests)]
+        needs = [len(r.prompt_ids) + n for r, n in zip(requests, limits, strict=True)]
+        cache = self._make_cache(needs)
+        waiting = deque(range(len(requests)))
+        running: list[_Running] = []
+        while waiting or running:
+            admitted = self._admit(waiting, requests, limits, needs, cache)
+            step = sorted(admitted or running, key=_adapter_order)
+            tokens = self._step(step, cache)
+            running += admitted
+            for sequence, token in zip(step, tokens, strict=True):
+                chunk = sequence.accept(token)
+                if chunk.completion is not None:
+                    running.remove(sequence)
+                    cache.release(sequence.run)
+                yield chunk
+
+    def _limit(self, index: int, request: Request) -> int:
+        """Tokens to generate at most."""
+        length = len(request.prompt_ids)
+        if not length:
+            raise GenerationError(f"prompt {index} has no tokens; give at least one")
+        if self._most_positions is not None and length >= self._most_positions:
+            raise GenerationError(
+                f"prompt {index} has {length} tokens; the model has {self._most_positions} positions, "
+                "and generating needs at least one more than the prompt"
+            )
+        room = (self._most_positions or 2**62) - length
+        return min(request.params.max_new_tokens, room)
+
+    def _make_cache(self, needs: Sequence[int]) -> KvCache:
+        types = kv_types(self._runner.model)
+        row_bytes = sum(bytes_of_row(type_) for pair in types for type_ in pair)
+        rows = min(sum(needs), max(max(needs), CACHE_BYTES // row_bytes))
+        return KvCache(types, rows, self._device)
+
+    def _admit(
+        self,
+        waiting: deque[int],
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        needs: Sequence[int],
+        cache: KvCache,
+    ) -> list[_Running]:
+        admitted: list[_Running] = []
+        tokens = 0
+        while waiting:
+            index = waiting[0]
+            request = requests[index]
+            tokens += len(request.prompt_ids)
+            fits = cache.longest_free_run >= needs[index]
+            if not fits or (admitted and tokens > PREFILL_TOKENS):
+                break
+            waiting.popleft()
+            params = request.params
+            stop_ids = frozenset(params.stop_token_ids)
+            decoder = self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None
+            admitted.append(
+                _Running(
+                    index,
+                    request,
+                    cache.allocate(needs[index]),
+                    None if params.greedy else make_generator(params.seed),
+                    decoder,
+                    StopChecker(params.stop),
+                    stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+                    limits[index],
+                )
+            )
+        return admitted
+
+    def _step(self, sequences: Sequence[_Running], cache: KvCache) -> list[int]:
+        """Run the sequences' next tokens; returns the token sampled for each."""
+        ids: list[int] = []
+        spans = []
+        for sequence in sequences:
+            new = sequence.next_tokens
+            spans.append(Span(len(ids), len(new), sequence.cached, sequence.run.start))
+            sequence.cached += len(new)
+            ids += new
+        batch = Batch(torch.tensor(ids, device=self._device), spans, cache)
+        adapters = [sequence.request.adapter for sequence in sequences]
+        bound = self._stacks.bind(adapters, [span.length for span in spans])
+        rows = None if len(ids) == len(spans) else batch.last_tokens
+        logits = self._runner.logits(batch, bound, rows)
+        params = [sequence.request.params for sequence in sequences]
+        generators = [sequence.generator for sequence in sequences]
+        history = None
+        if any(p.repetition_penalty != 1.0 for p in params):
+            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
+        return sample(logits.float(), params, generators, history).tolist()  # type: ignore[no-any-return]
+
+
+def _adapter_order(sequence: _Running) -> tuple[bool, int]:
+    adapter = sequence.request.adapter
+    return adapter is not None, id(adapter)

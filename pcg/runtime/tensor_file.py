@@ -1,0 +1,84 @@
+"""The header of a safetensors file: which tensors it holds, and whether it is whole.
+
+A file is a header length (u64, little-endian), the header in JSON (tensor name -> dtype, shape,
+data_offsets), and the data. So a truncated file is known before a byte of data is mapped, and
+reading the index costs no data. Source: github.com/huggingface/safetensors, README, "Format".
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import PcgError
+
+HEADER_LIMIT_BYTES = 100_000_000  # MAX_HEADER_SIZE in safetensors/src/tensor.rs
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the header says of a tensor; the dtype as safetensors writes it, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path, error_type: type[PcgError]) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file, in the header's order.
+
+    Raises:
+        error_type: the file cannot be read, is no safetensors file, or is not whole.
+    """
+    try:
+        with path.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not 2 <= length <= HEADER_LIMIT_BYTES:
+                raise error_type(_not_safetensors(path, size_bytes, start))
+            if 8 + length > size_bytes:
+                raise error_type(
+                    f"{path} is damaged: its header alone is {8 + length} bytes, the file "
+                    f"{size_bytes}; copy or download it again"
+                )
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # JSON or UTF-8
+        raise error_type(f"{path} is damaged: its header is not JSON: {error}") from error
+    try:
+        tensors, end = _entries(header)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise error_type(f"{path} is damaged: its header is not that of tensors") from error
+    expected_bytes = 8 + length + end
+    if expected_bytes != size_bytes:
+        what = "truncated" if size_bytes < expected_bytes else "damaged"
+        raise error_type(
+            f"{path} is {what}: its header describes {expected_bytes} bytes, the file has "
+            f"{size_bytes}; copy or download it again"
+        )
+    return tensors
+
+
+def _entries(header: dict[str, Any]) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors of a parsed header, and where their data ends."""
+    tensors = {}
+    end = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            tensors[name] = TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            end = max(end, int(entry["data_offsets"][1]))
+    return tensors, end
+
+
+def _not_safetensors(path: Path, size_bytes: int, start: bytes) -> str:
+    if start == b"version ":
+        return (
+            f"{path} is a Git LFS pointer of {size_bytes} bytes, not the weights; run "
+            "`git lfs pull` in its directory"
+        )
+    return (
+        f"{path} is not a safetensors file, or damaged: {size_bytes} bytes, starting with "
+        f"{start.hex() or 'nothing'}; copy or download it again"
+    )

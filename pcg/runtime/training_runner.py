@@ -1,0 +1,198 @@
+"""One finetuning step's gradients: forward that saves, loss in chunks, backward layer by layer.
+
+The loss is the sum over target tokens divided by a normaliser that the caller gives, as all target
+tokens of a mini-batch, so that gradients of its parts add up. The epilogue runs forward and backward
+for a chunk of tokens at a time, on tokens with a target only, so logits never exist for all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.ir.graph import Parameter
+from pcg.ir.program import ModelGraph, Training, python_name
+from pcg.runtime.adapter_batch import NO_ADAPTERS, AdapterWeight
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.batch import Batch, whole_sequences
+from pcg.runtime.data import IGNORED, Example
+from pcg.runtime.model_runner import BaseWeights, LayerInputs, load_functions
+
+CHUNK_BYTES = 32 * 2**20
+"""Logits of one chunk in fp32; backward holds their gradient beside them."""
+
+
+class TrainingRunner:
+    """The training program with weights and one adapter bound."""
+
+    def __init__(self, training: Training, weights: BaseWeights, adapter: Adapter) -> None:
+        self.training = training
+        self.weights = weights
+        self.adapter = adapter
+        self._functions = load_functions(training.source, "training")
+        self._inputs = LayerInputs(training.model)
+        model = training.model
+        self._layers = [
+            _bind(model.blocks[block].parameters, adapter, layer)
+            for layer, block in enumerate(model.layers)
+        ]
+        self._outer = _bind(model.epilogue.parameters, adapter, 0)
+        self.parameters = _trained_tensors(model, adapter)
+        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
+        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+
+    def forward_backward(self, examples: Sequence[Example], normaliser: float) -> float:
+        """Add the gradients of sum(loss) / normaliser to each parameter's `grad`.
+
+        Args:
+            examples: whole sequences; their labels are shifted here.
+            normaliser: target tokens that the loss is a mean over.
+        Returns:
+            The sum of the target tokens' losses.
+        """
+        with torch.no_grad():
+            batch, targets = _shifted(examples, self._device)
+            shared, carried, kept = self._forward(batch)
+            loss, gradient = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
+            self._backward(batch, gradient, kept)
+        return loss
+
+    def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
+        """Sum of the target tokens' losses, and their number."""
+        with torch.no_grad():
+            batch, targets = _shifted(examples, self._device)
+            shared, carried, _ = self._forward(batch, keep=False)
+            loss, _ = self._loss(batch, targets, carried, shared, None)
+        return loss, int((targets >= 0).sum())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(vars(self.weights.outer).values())).device  # type: ignore[no-any-return]
+
+    def _forward(
+        self, batch: Batch, keep: bool = True
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any]]:
+        model = self.training.model
+        prologue = self._functions["prologue"]
+        shared = prologue(
+            self.weights.outer, NO_ADAPTERS, batch, batch.input_ids, batch.positions
+        )
+        shared = shared if isinstance(shared, tuple) else (shared,)
+        carried: Sequence[Tensor] = shared[: self._inputs.carried]
+        kept = []
+        for layer, block in enumerate(model.layers):
+            graph = model.blocks[block]
+            batch.layer = layer
+            carried, saved = self._functions[f"{graph.name}_forward"](
+                self.weights.layers[layer],
+                self._layers[layer],
+                batch,
+                *carried,
+                *self._inputs.of(graph, shared),
+            )
+            kept.append(saved if keep else None)
+            del saved
+        return shared, carried, kept
+
+    def _loss(
+        self,
+        batch: Batch,
+        targets: Tensor,
+        carried: Sequence[Tensor],
+        shared: Sequence[Tensor],
+        weight: float | None,
+    ) -> tuple[float, list[Tensor]]:
+        """The summed loss, and with a weight the gradient of each carried value."""
+        epilogue = self.training.model.epilogue
+        inputs = [*carried, *self._inputs.of(epilogue, shared)]
+        rows = torch.nonzero(targets >= 0).squeeze(-1)
+        gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        for chunk in rows.split(self._chunk):
+            part = [x[chunk] for x in inputs]
+            arguments = (self.weights.outer, self._outer, batch, *part, targets[chunk])
+            if weight is None:
+                total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
+                continue
+            dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
+            slope = torch.full(chunk.shape, weight, dtype=dtype, device=targets.device)
+            (loss,), dx, trained = self._functions["epilogue_train"](*arguments, slope)
+            total += loss.sum(dtype=torch.float64)
+            for gradient, d in zip(gradients, dx, strict=True):
+                gradient[chunk] = d
+            self._accumulate(self._outer, self.training.epilogue_trained, trained)
+        return float(total), gradients
+
+    def _backward(self, batch: Batch, gradients: Sequence[Tensor], kept: list[Any]) -> None:
+        model = self.training.model
+        for layer in reversed(range(len(model.layers))):
+            block = model.layers[layer]
+            plan = self.training.blocks[block]
+            name = f"{model.blocks[block].name}_backward"
+            names = plan.trained
+            if layer == 0:
+                if plan.first is None:
+                    return
+                name, names = f"{name}_first", plan.trained_first
+            batch.layer = layer
+            saved = [kept.pop()]
+            function = self._functions[name]
+            gradients, trained = function(
+                self.weights.layers[layer], self._layers[layer], batch, saved.pop(), *gradients
+            )
+            self._accumulate(self._layers[layer], names, trained)
+
+    def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        for name, gradient in zip(names, gradients, strict=True):
+            weight = getattr(bound, python_name(name)).weight
+            if weight.numel() == 0:
+                continue
+            gradient = gradient.to(weight.dtype)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _bind(parameters: Sequence[Parameter], adapter: Adapter, layer: int) -> SimpleNamespace:
+    """The adapter's weights by attribute; a layer that it leaves out gets weights of rank 0."""
+    bound = SimpleNamespace()
+    for parameter in parameters:
+        if parameter.role != "adapter":
+            continue
+        path = parameter.source.format(layer=layer)
+        setattr(bound, python_name(parameter.name), _weight(parameter, path, adapter))
+    return bound
+
+
+def _weight(parameter: Parameter, path: str, adapter: Adapter) -> AdapterWeight:
+    module, _, kind = path.rpartition(".")
+    if kind == "bias":
+        return AdapterWeight(adapter.biases[path])
+    weights = adapter.weights.get(module)
+    if weights is None:
+        empty = torch.empty(0)
+        out, in_ = parameter.type.shape
+        shape = (0, int(in_)) if kind == "lora_A" else (int(out), 0)
+        return AdapterWeight(empty.new_empty(shape), 1.0)
+    return AdapterWeight(weights.a if kind == "lora_A" else weights.b, weights.scale)
+
+
+def _trained_tensors(model: ModelGraph, adapter: Adapter) -> Mapping[str, Tensor]:
+    """The adapter's tensors at the program's sites, by their name in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for parameter, layer in model.parameters():
+        if parameter.role == "adapter":
+            path = parameter.source.format(layer=layer)
+            weight = _weight(parameter, path, adapter).weight
+            if weight.numel():
+                tensors[path] = weight
+    return tensors
+
+
+def _shifted(examples: Sequence[Example], device: torch.device) -> tuple[Batch, Tensor]:
+    """The batch, and for each token the token that it has to predict; negative for none."""
+    batch = whole_sequences([example.ids for example in examples], device)
+    targets = [label for example in examples for label in (*example.labels[1:], IGNORED)]
+    return batch, torch.tensor(targets, dtype=torch.long, device=device)
