@@ -9,22 +9,33 @@ it with its own result filled in; the verifier runs on every graph after every p
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.errors import PassError, PcgError
+from pcg.errors import PassError, PcgError, UnsupportedError
 from pcg.ir.graph import Graph
+from pcg.ir.operators import operator
 from pcg.ir.printer import print_graphs
 from pcg.ir.program import ModelGraph, Program, Serving, Training, TrainingGraph
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
 from pcg.passes.attach import Bypasses, attach
 from pcg.passes.fold import fold
 from pcg.passes.raise_ import raise_model
+from pcg.passes.sites import bypasses_of
 from pcg.passes.train import train_block, train_epilogue
+from pcg.runtime.adapters import read_adapter, recipe_from
+from pcg.runtime.tokenizer import Tokenizer
+from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
+from pcg.source import resolve
 from pcg.trace import Trace, trace
 
 if TYPE_CHECKING:
@@ -200,3 +211,191 @@ def dump_to(directory: str | Path) -> Callable[[PassRecord], None]:
         path.write_text(record.text(), encoding="utf-8")
 
     return observe
+
+
+# ------------------------------------------------------------------------------------ public calls
+
+
+def compile_program(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+    peft: object = "lora",
+    *,
+    tp: int = 1,
+    dtype: str | None = None,
+    observe: Callable[[PassRecord], None] | None = None,
+) -> Program:
+    """Compile a model to a program; no weights are needed.
+
+    Args:
+        model: a directory with a config.json, a hub id, an id that ships with pcg, or a config.
+        peft: None, "lora", a peft LoraConfig, a dict of its fields, or {name: one of these or the
+            path of an adapter}.
+        tp: tensor-parallel degree.
+        dtype: torch's name of the dtype; the configuration's own by default.
+        observe: told of each pass as it ends.
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    if tp != 1:
+        raise UnsupportedError(f"tp={tp}: programs run on one rank for now; use tp=1")
+    source = resolve(model)
+    recipes = recipes_of(peft)
+    model_type = str(source.config["model_type"])
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
+
+    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype))
+    state = run_passes(state, observe)
+    traced = _made(state.traced)
+    return Program(
+        source.name,
+        source.config,
+        _made(state.base),
+        _made(state.serving),
+        state.training,
+        {name: recipe_fields(recipe) for name, recipe in recipes.items()},
+        traced.constants,
+        traced.base_prefix,
+        traced.dtype,
+    )
+
+
+def compile(
+    model: Any,
+    peft: object = None,
+    *,
+    tp: int = 1,
+    backend: str = "auto",
+    dtype: str | None = None,
+    device: str | torch.device | None = None,
+) -> Executor:
+    """Compile a model and load its weights: an executor that generates and finetunes.
+
+    Args:
+        model: a directory with weights, a hub id, or a transformers model in memory.
+        peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory};
+            named adapters are added to the executor.
+        tp: tensor-parallel degree.
+        backend: "auto" or "torch".
+        dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
+        device: of the weights; the GPU where there is one, else the CPU.
+    Raises:
+        PcgError: what cannot be read, traced, attached or loaded is named.
+    """
+    if backend not in ("auto", "torch"):
+        raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
+    module = model if isinstance(model, torch.nn.Module) else None
+    if module is not None:
+        if hasattr(module, "peft_config"):
+            raise UnsupportedError(
+                "the model is wrapped by peft already; give the base model, and its adapter by "
+                "peft={name: directory}"
+            )
+        config = module.config.to_dict()  # type: ignore[union-attr,operator]
+        dtype = dtype or str(next(module.parameters()).dtype)
+        program = compile_program(config, peft, tp=tp, dtype=dtype)
+        weights: Weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
+        return make_executor(program, weights, peft, None, device)
+    source = resolve(model, weights=True)
+    program = compile_program(model, peft, tp=tp, dtype=dtype)
+    return make_executor(
+        program, Checkpoint.open(source, program.base_prefix), peft, source.directory, device
+    )
+
+
+def make_executor(
+    program: Program,
+    weights: Weights,
+    peft: object,
+    directory: Path | None,
+    device: str | torch.device | None = None,
+) -> Executor:
+    """An executor of a program with weights, and the adapters that `peft` names."""
+    from pcg.runtime.executor import Executor
+
+    for graph in program.base.graphs:
+        for node in graph.nodes:
+            if not operator(node.op).executable:
+                raise UnsupportedError(
+                    f"{program.name} cannot run yet: operator {node.op!r} (in {node.scope}); pcg "
+                    "traces and explains mixture-of-experts models, and runs dense ones"
+                )
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer = None
+    if directory is not None and (directory / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(directory)
+    executor = Executor(program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device)
+    if isinstance(peft, Mapping) and not _is_recipe(peft):
+        for name, value in peft.items():
+            executor.add_adapter(str(name), value)
+    return executor
+
+
+def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
+    if tokenizer is not None:
+        return frozenset(tokenizer.eos_ids)
+    eos = program.config.get("eos_token_id")
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def recipes_of(peft: object) -> dict[str, LoraRecipe]:
+    """The recipes that `peft` names; one without a name is called `default`."""
+    if peft is None:
+        return {}
+    if isinstance(peft, Mapping) and not _is_recipe(peft):
+        return {str(name): _recipe(value) for name, value in peft.items()}
+    return {"default": _recipe(peft)}
+
+
+def _is_recipe(peft: Mapping[Any, Any]) -> bool:
+    return "peft_type" in peft
+
+
+def _recipe(value: object) -> LoraRecipe:
+    if isinstance(value, str | os.PathLike) and value != "lora":
+        return read_adapter(value, "adapter").recipe
+    return recipe_from(value)
+
+
+def recipe_fields(recipe: LoraRecipe) -> dict[str, Any]:
+    """A recipe as plain data."""
+    return dataclasses.asdict(recipe)
+
+
+class _Specialiser:
+    """Runs the pipeline again from attach, for adapters at other sites."""
+
+    def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving:
+        return _made(self._run(program, recipes, trains=False).serving)  # type: ignore[no-any-return]
+
+    def training(self, program: Program, recipe: LoraRecipe) -> Training:
+        return _made(self._run(program, [recipe], trains=True).training)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _run(program: Program, recipes: Sequence[LoraRecipe], trains: bool) -> Compilation:
+        model_type = str(program.config["model_type"])
+        dtype = _adapter_dtype(program.base.dtype)
+
+        def bypasses(base: ModelGraph) -> Bypasses:
+            return bypasses_of(base, recipes, model_type, dtype)
+
+        state = Compilation(program.name, program.config, bypasses, trains=trains, base=program.base)
+        return run_passes(state, first="attach")
+
+
+SPECIALISER = _Specialiser()
+
+
+def _adapter_dtype(base: str) -> str:
+    """Dtype of adapters over a base: fp32 over half precision, as peft has it."""
+    return "f64" if base == "f64" else "f32"
+
+
+def _dtype_name(dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in TORCH_NAMES.values():
+        raise UnsupportedError(f"dtype={name!r}; use one of float32, bfloat16, float16, float64")
+    return name

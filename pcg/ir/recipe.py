@@ -141,6 +141,7 @@ class LoraRecipe:
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
+        others: Collection[str] = (),
     ) -> dict[str, Site]:
         """The bypasses of a model, by path in the order of `paths`.
 
@@ -148,11 +149,19 @@ class LoraRecipe:
             paths: of all linear modules of the model.
             output_layer: path of the head, which "all-linear" leaves out.
             model_type: of config.json; needed where `target_modules` is None.
+            others: paths of modules with weights that are not linear, such as embeddings.
         Raises:
-            AdapterError: a target, a pattern or a layer matches no module, or no module is left.
+            AdapterError: a target, a pattern or a layer matches no module, or no module is left,
+                or a target matches one of `others`.
         """
         recipe = self.for_family(model_type)
         recipe._check_names(paths)
+        for path in () if recipe.is_all_linear else others:
+            if recipe.site(path) is not None:
+                raise AdapterError(
+                    f"target_modules={recipe.target_modules!r} matches {path}, which is not a "
+                    "linear module; pcg adapts linear modules alone"
+                )
         found = {}
         for path in paths:
             site = recipe.site(path, output_layer=output_layer)

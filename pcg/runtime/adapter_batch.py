@@ -209,7 +209,7 @@ def _part(adapter: Adapter, path: str) -> Tensor | None:
     """Aᵀ [in, r], scaled Bᵀ [r, out], or a bias [1, out]; None where the adapter has none."""
     module, _, kind = path.rpartition(".")
     if kind == "bias":
-        bias = adapter.biases.get(path)
+        bias = adapter.biases.get(module)
         return None if bias is None else bias.unsqueeze(0)
     weights = adapter.weights.get(module)
     if weights is None:

@@ -169,7 +169,7 @@ def _bind(parameters: Sequence[Parameter], adapter: Adapter, layer: int) -> Simp
 def _weight(parameter: Parameter, path: str, adapter: Adapter) -> AdapterWeight:
     module, _, kind = path.rpartition(".")
     if kind == "bias":
-        return AdapterWeight(adapter.biases[path])
+        return AdapterWeight(adapter.biases[module])
     weights = adapter.weights.get(module)
     if weights is None:
         empty = torch.empty(0)

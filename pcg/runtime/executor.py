@@ -1,0 +1,370 @@
+"""The executor: a compiled program with weights, adapters and a tokenizer, ready to use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from pcg.errors import AdapterError, GenerationError
+from pcg.ir.program import Program, Serving, Training, python_name
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.types import TORCH_NAMES
+from pcg.runtime.adapter_batch import AdapterStacks
+from pcg.runtime.adapters import (
+    Adapter,
+    check_fits,
+    new_adapter,
+    read_adapter,
+    recipe_from,
+    write_adapter,
+)
+from pcg.runtime.batch import whole_sequences
+from pcg.runtime.generation import Chunk, Completion, Generator, Request
+from pcg.runtime.model_runner import ModelRunner, TensorSource, load_weights
+from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.tokenizer import Tokenizer
+from pcg.runtime.training_runner import TrainingRunner
+
+
+class Specialiser(Protocol):
+    """Compiles a program anew for adapters at other sites; the compiler gives it to the executor."""
+
+    def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving: ...
+
+    def training(self, program: Program, recipe: LoraRecipe) -> Training: ...
+
+
+class Executor:
+    """Serves and finetunes many adapters over one frozen base model.
+
+    Made by `pcg.compile` or `pcg.load`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: TensorSource,
+        specialiser: Specialiser,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        self.program = program
+        self.tokenizer = tokenizer
+        self.device = device
+        self._specialiser = specialiser
+        self._eos_ids = eos_ids
+        self._adapters: dict[str, Adapter] = {}
+        self._weights = load_weights(program, weights, device)
+        self._training: dict[str, Training] = {}
+        self._use(program.serving)
+
+    def _use(self, serving: Serving) -> None:
+        self._serving = serving
+        self._runner = ModelRunner(serving, self._weights)
+        self._stacks = AdapterStacks(serving.model)
+        self._generator = Generator(
+            self._runner,
+            self._stacks,
+            self.tokenizer,
+            self._eos_ids,
+            self.max_positions,
+            self.device,
+        )
+
+    # ------------------------------------------------------------------------------- facts
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters by name."""
+        return dict(self._adapters)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the base's weights as held."""
+        return self._weights.size_bytes
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has; None where its configuration names no bound."""
+        config = self.program.config
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if isinstance(config.get(name), int):
+                return int(config[name])
+        return None
+
+    # ------------------------------------------------------------------------------- generation
+
+    @overload
+    def generate(
+        self, prompts: str, adapter: str | None = ..., *, stream: Literal[False] = ..., **sampling: Any
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        adapter: str | None | Sequence[str | None] = ...,
+        *,
+        stream: Literal[False] = ...,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        adapter: str | None | Sequence[str | None] = ...,
+        *,
+        stream: Literal[True],
+        **sampling: Any,
+    ) -> Iterator[Chunk]: ...
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        adapter: str | None | Sequence[str | None] = None,
+        *,
+        stream: bool = False,
+        **sampling: Any,
+    ) -> Completion | list[Completion] | Iterator[Chunk]:
+        """Continue prompts, each with its own adapter, in one batch without padding.
+
+        Args:
+            prompts: one text, texts, or lists of token ids.
+            adapter: one name for all, a name for each prompt, or None for the base.
+            stream: return an iterator over chunks of text as they are made.
+            sampling: the fields of `SamplingParams` (max_new_tokens, temperature, top_k, top_p,
+                seed, stop, …); a list gives each prompt its own. With a seed, prompt i of several
+                samples with seed + i.
+        Returns:
+            A completion for one text, else a list of them in the order of the prompts.
+        Raises:
+            GenerationError: an empty prompt, one longer than the model's positions, or bad options.
+            AdapterError: there is no adapter of that name.
+        """
+        single = isinstance(prompts, str)
+        requests = self._requests([prompts] if isinstance(prompts, str) else prompts, adapter, sampling)
+        chunks = self._generator.run(requests)
+        if stream:
+            return chunks
+        done: list[Completion | None] = [None] * len(requests)
+        for chunk in chunks:
+            if chunk.completion is not None:
+                done[chunk.index] = chunk.completion
+        completions = [completion for completion in done if completion is not None]
+        return completions[0] if single else completions
+
+    def _requests(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        adapter: str | None | Sequence[str | None],
+        sampling: Mapping[str, Any],
+    ) -> list[Request]:
+        names = (
+            [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        )
+        if len(names) != len(prompts):
+            raise GenerationError(
+                f"{len(names)} adapters for {len(prompts)} prompts; give one name, or one for each"
+            )
+        requests = []
+        for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+            ids = self._encode(prompt, index)
+            params = self._sampling(sampling, index, len(prompts))
+            requests.append(Request(tuple(ids), params, None if name is None else self._adapter(name)))
+        return requests
+
+    def _encode(self, prompt: str | Sequence[int], index: int) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise GenerationError(
+                "the model came without a tokenizer.json; put one into its directory, or give "
+                "prompts as lists of token ids"
+            )
+        if not prompt:
+            raise GenerationError(f"prompt {index} is empty; give at least one character")
+        return self.tokenizer.encode(prompt)
+
+    @staticmethod
+    def _sampling(sampling: Mapping[str, Any], index: int, count: int) -> SamplingParams:
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        unknown = sorted(set(sampling) - known)
+        if unknown:
+            raise GenerationError(
+                f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
+            )
+        mine = {}
+        for name, value in sampling.items():
+            per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
+            mine[name] = value[index] if per_prompt else value
+        if isinstance(mine.get("stop"), str):
+            mine["stop"] = (mine["stop"],)
+        for name in _LISTS:
+            if isinstance(mine.get(name), list):
+                mine[name] = tuple(mine[name])
+        if mine.get("seed") is not None and not isinstance(sampling["seed"], list):
+            mine["seed"] += index
+        return SamplingParams(**mine)
+
+    def logits(
+        self, input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]], adapter: Any = None
+    ) -> Any:
+        """Logits of every token.
+
+        Args:
+            input_ids: [S] or [B, S], or lists of tokens of any lengths.
+            adapter: one name for all, a name for each sequence, or None for the base.
+        Returns:
+            [S, V] for one sequence, [B, S, V] for a tensor of them, else a list of [S_i, V].
+        """
+        if isinstance(input_ids, Tensor):
+            rows = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
+            flat = torch.cat(self.logits(rows, adapter))
+            return flat.reshape(*input_ids.shape, -1)
+        if not input_ids or isinstance(input_ids[0], int):
+            return self.logits([input_ids], adapter)[0]  # type: ignore[list-item]
+        requests = self._requests(input_ids, adapter, {})  # type: ignore[arg-type]
+        order = sorted(range(len(requests)), key=lambda i: _adapter_order(requests[i].adapter))
+        for i, request in enumerate(requests):
+            if not request.prompt_ids:
+                raise GenerationError(f"sequence {i} has no tokens; give at least one")
+        sequences = [requests[i].prompt_ids for i in order]
+        batch = whole_sequences(sequences, self.device)
+        sizes = [len(sequence) for sequence in sequences]
+        bound = self._stacks.bind([requests[i].adapter for i in order], sizes)
+        parts = self._runner.logits(batch, bound).split(sizes)
+        by_index = dict(zip(order, parts, strict=True))
+        return [by_index[i] for i in range(len(requests))]
+
+    # ------------------------------------------------------------------------------- adapters
+
+    def add_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
+        """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
+
+        Args:
+            name: to use it by.
+            path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
+            seed: of a fresh adapter's weights.
+        Raises:
+            AdapterError: the name is taken, the files are damaged, or it fits another base.
+            UnsupportedError: it has a feature that pcg does not do; it is named.
+        """
+        if name in self._adapters:
+            raise AdapterError(f"there is an adapter {name!r} already; remove it first")
+        base = self.program.base
+        modules = base.linear_modules()
+        if isinstance(path_or_config, Path) or (
+            isinstance(path_or_config, str) and path_or_config != "lora"
+        ):
+            adapter = read_adapter(path_or_config, name)
+            check_fits(adapter, modules, self.program.name, base.output_module)
+        else:
+            adapter = new_adapter(
+                name,
+                recipe_from(path_or_config),
+                modules,
+                seed=seed,
+                output_layer=base.output_module,
+                model_type=str(self.program.config["model_type"]),
+                base_model_name=self.program.name,
+            )
+            adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
+        return self.put_adapter(adapter)
+
+    def put_adapter(self, adapter: Adapter) -> Adapter:
+        """Use an adapter that is in memory, in place of one of that name."""
+        adapter = self._prepared(adapter)
+        before = dict(self._adapters)
+        self._adapters[adapter.name] = adapter
+        try:
+            if not self._has_sites(adapter):
+                recipes = [other.recipe for other in self._adapters.values()]
+                self._use(self._specialiser.serving(self.program, recipes))
+        except BaseException:
+            self._adapters = before
+            raise
+        self._stacks.forget()
+        return adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. AdapterError: there is none of that name."""
+        self._adapter(name)
+        del self._adapters[name]
+        self._stacks.forget()
+
+    def save_adapter(self, name: str, path: str | Path) -> None:
+        """Write an adapter in peft's format; a good one at that path is replaced whole or not."""
+        write_adapter(self._adapter(name), path)
+
+    def _adapter(self, name: str) -> Adapter:
+        try:
+            return self._adapters[name]
+        except KeyError:
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
+
+    def _prepared(self, adapter: Adapter) -> Adapter:
+        """The adapter on this device in the program's adapter dtype, with its base's biases."""
+        dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, dtype)
+
+        weights = {
+            path: dataclasses.replace(w, a=moved(w.a), b=moved(w.b))
+            for path, w in adapter.weights.items()
+        }
+        biases = {path: moved(bias) for path, bias in adapter.biases.items()}
+        return dataclasses.replace(adapter, weights=weights, biases=biases)
+
+    def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
+        """The base's biases that a fresh adapter trains, as they are."""
+        biases: dict[str, Tensor] = {}
+        if adapter.recipe.bias == "none":
+            return biases
+        for parameter, layer in self.program.base.parameters():
+            module, _, kind = parameter.source.format(layer=layer).rpartition(".")
+            adapted = adapter.recipe.bias == "all" or module in adapter.weights
+            if kind == "bias" and parameter.role == "frozen" and adapted:
+                holder = self._weights.outer if layer is None else self._weights.layers[layer]
+                biases[module] = getattr(holder, python_name(parameter.name)).clone()
+        return biases
+
+    @property
+    def adapter_dtype(self) -> str:
+        """Dtype of adapters: fp32 over a half-precision base, as peft has it, else the base's."""
+        return "f64" if self.program.dtype == "f64" else "f32"
+
+    def _has_sites(self, adapter: Adapter) -> bool:
+        model = self._serving.model
+        there = {
+            parameter.source.format(layer=layer)
+            for parameter, layer in model.parameters()
+            if parameter.role == "adapter"
+        }
+        wanted = {f"{path}.lora_A" for path in adapter.weights}
+        wanted |= {f"{path}.bias" for path in adapter.biases}
+        return wanted <= there
+
+    # ------------------------------------------------------------------------------- finetuning
+
+    def training_runner(self, name: str) -> TrainingRunner:
+        """What computes losses and gradients of an adapter."""
+        adapter = self._adapter(name)
+        key = repr(sorted(adapter.weights)) + repr(sorted(adapter.biases))
+        if key not in self._training:
+            self._training[key] = self._specialiser.training(self.program, adapter.recipe)
+        return TrainingRunner(self._training[key], self._weights, adapter)
+
+
+_LISTS = ("stop", "stop_token_ids")
+
+
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
+    return adapter is not None, id(adapter)
+
+
