@@ -1,8 +1,8 @@
 """Fold a traced model to prologue · block × N · epilogue.
 
 A layer's nodes are told by their module path. What depends on positions and constants alone is the
-prologue's (tables of the rotary embedding), but for views, which each block that reads one makes
-again. The layers are then renamed to a canonical form, in which layers of one kind are equal graphs.
+prologue's (tables of the rotary embedding), but for views and for work on weights alone, which each
+block that reads one makes again. The layers are then renamed to a canonical form, in which layers of one kind are equal graphs.
 
     prologue(input_ids, position_ids) -> carried, invariants
     block(carried, invariants)        -> carried              once a layer
@@ -42,7 +42,8 @@ class _Fold:
         self.graph = graph
         self.layers_path = layers_path
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
-        self._positional = self._find_positional()
+        self._positional = self._depend_on({"position_ids"}, "constant")
+        self._weights = self._depend_on(set(), "frozen", "constant")
         self._count = 1 + max(
             (int(match[1]) for node in graph.nodes if (match := self._pattern.match(node.scope))),
             default=-1,
@@ -52,7 +53,7 @@ class _Fold:
         self._region = self._find_regions()
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
-        regions = [self._with_views(i) for i in range(PROLOGUE, self._count + 1)]
+        regions = [self._with_remade(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
         invariants = list(
@@ -98,10 +99,9 @@ class _Fold:
     def _parameter_names(self) -> frozenset[str]:
         return frozenset(self.graph.parameters_by_name)
 
-    def _find_positional(self) -> set[str]:
-        """Values that depend on positions and constants alone."""
-        names = {"position_ids"}
-        names.update(p.name for p in self.graph.parameters if p.role == "constant")
+    def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
+        """Values that depend on these inputs and on parameters of these roles alone."""
+        names = inputs | {p.name for p in self.graph.parameters if p.role in roles}
         for node in self.graph.nodes:
             if all(name in names for name in node.inputs):
                 names.update(value.name for value in node.outputs)
@@ -131,27 +131,30 @@ class _Fold:
     def _region_of(self, name: str) -> int:
         return self._region.get(self._producer_name(name), PROLOGUE)
 
-    def _is_free_view(self, node: Node) -> bool:
+    def _is_remade(self, node: Node) -> bool:
+        """Whether each region that reads a value makes it: positional views, and work on weights."""
+        if all(name in self._weights for name in node.inputs):
+            return True
         return node.name in self._positional and operator(node.op).is_view
 
-    def _with_views(self, region: int) -> list[Node]:
-        """The region's nodes, and before each reader the positional views that it reads."""
+    def _with_remade(self, region: int) -> list[Node]:
+        """The region's nodes, and before each reader what is made where it is read."""
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
                 if region != PROLOGUE:
-                    for view in self._views_before(node):
+                    for view in self._remade_before(node):
                         if view not in nodes:
                             nodes.append(view)
                 nodes.append(node)
         return nodes
 
-    def _views_before(self, node: Node) -> list[Node]:
+    def _remade_before(self, node: Node) -> list[Node]:
         views: list[Node] = []
         for name in node.inputs:
             producer = self.graph.producers.get(name)
-            if producer and self._is_free_view(producer):
-                views += [*self._views_before(producer), producer]
+            if producer and self._is_remade(producer):
+                views += [*self._remade_before(producer), producer]
         return views
 
     def _reads(self, nodes: Iterable[Node]) -> list[str]:

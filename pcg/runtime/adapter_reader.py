@@ -164,9 +164,11 @@ def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: LoraRec
         )
     site = recipe.site_of_target(path)
     if a.shape[0] != site.rank:
+        many = len(recipe.rank_pattern) > 1
         raise AdapterError(
             f"{file}: {path} has rank {a.shape[0]}, and {CONFIG} gives it {site.rank}, so that its "
             "scale is not known; the two files are not of one save"
+            + (", or rank_pattern was in another order (peft sorts the keys)" if many else "")
         )
     if (bias is not None) != recipe.lora_bias or (bias is not None and bias.shape != b.shape[:1]):
         shape = "no lora_B.bias" if bias is None else f"a lora_B.bias {list(bias.shape)}"

@@ -146,7 +146,7 @@ PATTERNS = [
 @settings(max_examples=25)
 @given(
     targets=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
-    | st.sampled_from(["all-linear", r".*_proj", r".*\.1\..*proj", r"(model|x)\..*mlp.*"]),
+    | st.sampled_from(["all-linear", r".*_proj", r".*\.1\..*proj", r"(model|x)\..*mlp\..*proj"]),
     exclude=st.none() | st.lists(st.sampled_from(NAMES), max_size=3) | st.sampled_from(PATTERNS),
     layers=st.none() | st.lists(st.integers(0, 11), max_size=3, unique=True),
     ranks=st.dictionaries(st.sampled_from(PATTERNS), st.integers(1, 9), max_size=3),
