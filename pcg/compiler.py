@@ -1,6 +1,6 @@
 """The compiler: from a model's configuration and PEFT recipes to a program.
 
-    trace → fold → raise → attach → differentiate → emit
+    trace → fold → raise → attach → differentiate → fuse → emit
 
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.errors import PassError, PcgError, UnsupportedError
+from pcg.errors import PassError, PcgError, ProgramError, SourceError, UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.printer import print_graphs
 from pcg.ir.program import ModelGraph, Program, Serving, Training, TrainingGraph
+from pcg.ir.program_folder import load_program
+from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
 from pcg.passes.attach import Bypasses, attach
 from pcg.passes.fold import fold
+from pcg.passes.fuse import fuse
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
 from pcg.passes.train import train_block, train_epilogue
@@ -36,7 +39,8 @@ from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
 from pcg.source import resolve
-from pcg.trace import Trace, trace
+from pcg.trace import Trace
+from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
@@ -84,7 +88,7 @@ class Compilation:
 
 
 def _trace(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, traced=trace(state.config, state.dtype, state.whole))
+    return dataclasses.replace(state, traced=trace_config(state.config, state.dtype, state.whole))
 
 
 def _fold(state: Compilation) -> Compilation:
@@ -115,6 +119,10 @@ def _differentiate(state: Compilation) -> Compilation:
     )
 
 
+def _fuse(state: Compilation) -> Compilation:
+    return dataclasses.replace(state, serving_model=fuse(_made(state.serving_model)))
+
+
 def _emit(state: Compilation) -> Compilation:
     model = _made(state.serving_model)
     serving = Serving(model, emit_serving(state.name, model))
@@ -136,6 +144,7 @@ PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
     ("raise", _raise),
     ("attach", _attach),
     ("differentiate", _differentiate),
+    ("fuse", _fuse),
     ("emit", _emit),
 )
 
@@ -302,6 +311,90 @@ def compile(
     return make_executor(
         program, Checkpoint.open(source, program.base_prefix), peft, source.directory, device
     )
+
+
+def load(
+    directory: str | os.PathLike[str],
+    weights: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    *,
+    trust_edits: bool = False,
+) -> Executor:
+    """Load a compiled folder and its weights: an executor that generates and finetunes.
+
+    Args:
+        directory: of a compiled program. Loading it runs its emitted source.
+        weights: directory or hub id that holds the weights; where they lay at compile time by
+            default.
+        device: of the weights; the GPU where there is one, else the CPU.
+        trust_edits: accept emitted source that was edited.
+    Raises:
+        PcgError: the folder or the weights are missing, damaged, or of another model.
+    """
+    folder = Path(directory).expanduser()
+    program = load_program(folder, trust_edits=trust_edits)
+    place = weights if weights is not None else read_manifest(folder).weights
+    if place is None:
+        raise ProgramError(
+            f"{folder} was compiled from a configuration alone; say where the weights of "
+            f"{program.name} lie: --weights PATH (weights=PATH)"
+        )
+    try:
+        source = resolve(place, weights=True)
+    except SourceError as error:
+        if weights is not None:
+            raise
+        raise ProgramError(
+            f"{folder} was compiled from {place}, whose weights cannot be used now ({error}); say "
+            "where they lie: --weights PATH (weights=PATH)"
+        ) from error
+    _check_same_model(program, source.config, os.fspath(place))
+    checkpoint = Checkpoint.open(source, program.base_prefix)
+    # A program compiled from a shipped config has no tokenizer; the weights come with one.
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    tokenizer_directory = folder if has_tokenizer else source.directory
+    return make_executor(program, checkpoint, None, tokenizer_directory, device)
+
+
+# Fields of a config.json that change no number of what runs.
+_NEUTRAL_FIELDS = (
+    "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
+    "pretraining_tp", "use_cache",
+)  # fmt: skip
+
+
+def _check_same_model(program: Program, config: Mapping[str, Any], where: str) -> None:
+    """Refuse weights whose configuration says another model; their shapes alone would not tell."""
+    both = sorted((program.config.keys() & config.keys()).difference(_NEUTRAL_FIELDS))
+    other = [
+        key
+        for key in both
+        if program.config[key] != config[key]
+        and (isinstance(config[key], int | float) or key == "model_type" or "rope" in key)
+        and "drop" not in key
+    ]
+    if other:
+        shown = ", ".join(f"{k}={config[k]!r}, not {program.config[k]!r}" for k in other[:3])
+        raise ProgramError(
+            f"the weights in {where} are of another model than the program's ({shown}); compile "
+            "that model, or give the weights of this one"
+        )
+
+
+def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace:
+    """Trace a model to a graph, before any pass; no weights are needed.
+
+    Args:
+        model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model.
+        dtype: torch's name of the dtype; the configuration's own by default.
+        whole: trace every layer instead of one of each kind (and one more).
+    Raises:
+        SourceError: the model cannot be found or read.
+        TraceError: it cannot be turned into a graph; names the operator and the module.
+    """
+    if isinstance(model, torch.nn.Module):
+        model = model.config.to_dict()  # type: ignore[union-attr,operator]
+    return trace_config(resolve(model).config, _dtype_name(dtype), whole)
 
 
 def make_executor(

@@ -26,7 +26,10 @@ PcgError
 ├── GenerationError            a request that cannot be served
 │   └── OutOfMemoryError       the memory pool is too small for it
 └── FinetuneError              a finetuning job that cannot go on
+    └── FinetuneInterrupted    Ctrl-C; says how to resume
 """
+
+from pathlib import Path
 
 
 class PcgError(Exception):
@@ -128,3 +131,18 @@ class OutOfMemoryError(GenerationError):
 
 class FinetuneError(PcgError):
     """A finetuning job cannot go on."""
+
+
+class FinetuneInterrupted(FinetuneError):
+    """A finetuning job was interrupted between two steps.
+
+    Args:
+        message: what, the numbers, the fix.
+        step: the last step that was done.
+        checkpoint: directory to resume from; None where none was written.
+    """
+
+    def __init__(self, message: str, step: int, checkpoint: Path | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.checkpoint = checkpoint

@@ -285,6 +285,10 @@ class Builder:
         )
         return self.append(Node(op, tuple(inputs), outputs, sorted_attributes, scope))
 
+    def forget(self, op: str, inputs: Sequence[str], attributes: Mapping[str, Attribute]) -> None:
+        """Make the next node like this one anew."""
+        self._made.pop(_node_key(op, inputs, tuple(sorted(attributes.items()))), None)
+
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
         if stem not in self.types and stem not in self.reserved:

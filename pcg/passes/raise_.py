@@ -206,12 +206,22 @@ def _rope(rewriter: Rewriter, node: Node) -> NewName | None:
                 continue
             style, x = found
             for same, cos in _orders(cast("Node", plain)):
-                if same != x:
+                if same != x or not _keeps_dtype(rewriter, node, x):
                     continue
                 tables = [_table(rewriter, table) for table in (cos, sin)]
                 size = int(node.output.type.shape[-1])
                 return rewriter.add("rope", x, *tables, style=style, rotary_dim=size)
     return None
+
+
+def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
+    """Whether a node has the dtype of x, or is rounded to it by all that read it."""
+    dtype = rewriter.graph.types[x].dtype
+    readers = rewriter.graph.consumers.get(node.name, ())
+    return node.output.type.dtype == dtype or (
+        node.name not in rewriter.graph.outputs
+        and all(reader.op == "cast" and reader.get("dtype") == dtype for reader in readers)
+    )
 
 
 def _orders(node: Node) -> tuple[tuple[str, str], tuple[str, str]]:

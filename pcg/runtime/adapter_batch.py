@@ -46,7 +46,8 @@ class SegmentedWeight:
     """One site's weights of the batch's adapters.
 
     Attributes:
-        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out].
+        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A's is a transposed view,
+            which the CPU's batched product reads faster.
         segments: which tokens use which.
         present: of each adapter, whether it has a weight here; its part of the stack is zeros else.
     """
@@ -201,12 +202,14 @@ def _stack(sites: Sequence[tuple[str, str]], adapters: Sequence[Adapter], layer:
         for i, part in enumerate(parts):
             if part is not None:
                 stack[i, : part.shape[0], : part.shape[1]] = part
+        if source.endswith(".lora_A"):
+            stack = stack.transpose(1, 2)
         stacks[name] = (stack, tuple(part is not None for part in parts))
     return stacks
 
 
 def _part(adapter: Adapter, path: str) -> Tensor | None:
-    """Aᵀ [in, r], scaled Bᵀ [r, out], or a bias [1, out]; None where the adapter has none."""
+    """A [r, in], scaled Bᵀ [r, out], or a bias [1, out]; None where the adapter has none."""
     module, _, kind = path.rpartition(".")
     if kind == "bias":
         bias = adapter.biases.get(module)
@@ -214,4 +217,4 @@ def _part(adapter: Adapter, path: str) -> Tensor | None:
     weights = adapter.weights.get(module)
     if weights is None:
         return None
-    return weights.a.t() if kind == "lora_A" else weights.b.t() * weights.scale
+    return weights.a if kind == "lora_A" else weights.b.t() * weights.scale

@@ -28,6 +28,27 @@ class Span:
     row: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Consecutive sequences of one new token each whose cache rows lie at equal distances.
+
+    Attributes:
+        start: index of the first one's span.
+        count: sequences.
+        row: first row that the first one attends to.
+        stride: rows from one sequence's first to the next one's.
+        longest: rows that the longest attends to.
+        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+    """
+
+    start: int
+    count: int
+    row: int
+    stride: int
+    longest: int
+    mask: Tensor | None
+
+
 class Batch:
     """Tokens, positions and spans of one step; what emitted attention asks of a batch.
 
@@ -46,6 +67,7 @@ class Batch:
         self.spans = tuple(spans)
         self.layer = 0
         self._cache = cache
+        self._groups: dict[int, list[DecodeGroup]] = {}
         positions = [s.context + i for s in self.spans for i in range(s.length)]
         self.positions = torch.tensor(positions, device=input_ids.device)
         if cache is not None:
@@ -60,6 +82,64 @@ class Batch:
         """Index of each span's last token, [spans]."""
         ends = [span.start + span.length - 1 for span in self.spans]
         return torch.tensor(ends, device=self.input_ids.device)
+
+    def decode_groups(self, window: int) -> list[DecodeGroup]:
+        """The spans, all of one token, in groups that attention can take in one call each.
+
+        A group's longest sequence may be at most half as long again as its mean, so that little is
+        read in vain.
+
+        Args:
+            window: rows that a token attends to at most; 0 for all.
+        """
+        if window not in self._groups:
+            runs = [self._seen(span, window) for span in self.spans]
+            self._groups[window] = [self._group(runs, *bounds) for bounds in self._cuts(runs)]
+        return self._groups[window]
+
+    @staticmethod
+    def _seen(span: Span, window: int) -> tuple[int, int]:
+        """First row and number of rows that a span's token attends to."""
+        length = span.context + 1
+        seen = min(length, window) if window else length
+        return span.row + length - seen, seen
+
+    def _cuts(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Start and end of each group."""
+        assert self._cache is not None
+        cuts: list[tuple[int, int]] = []
+        start, total, longest = 0, 0, 0
+        for i, (row, seen) in enumerate(runs):
+            stride = runs[start + 1][0] - runs[start][0] if i > start + 1 else row - runs[start][0]
+            longest, total = max(longest, seen), total + seen
+            joins = i == start or (
+                stride > 0
+                and row - runs[i - 1][0] == stride
+                and 2 * longest * (i - start + 1) <= 3 * total
+                and longest <= stride
+                and row + longest <= self._cache.rows
+            )
+            if not joins:
+                cuts.append((start, i))
+                start, total, longest = i, seen, seen
+        return [*cuts, (start, len(runs))]
+
+    def _group(self, runs: Sequence[tuple[int, int]], start: int, end: int) -> DecodeGroup:
+        lengths = [seen for _, seen in runs[start:end]]
+        longest = max(lengths)
+        stride = runs[start + 1][0] - runs[start][0] if end - start > 1 else 0
+        mask = None
+        if min(lengths) < longest:
+            device = self.input_ids.device
+            hidden = torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._cache_dtype, device=device)
+            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        return DecodeGroup(start, end - start, runs[start][0], stride, longest, mask)
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        assert self._cache is not None
+        return self._cache.keys[0].dtype
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write this layer's keys and values of the tokens; returns all rows, or None uncached."""

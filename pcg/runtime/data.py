@@ -53,12 +53,14 @@ class Dataset(Sequence[Example]):
         format: name of the rows' format; "document" for a plain text file.
         truncated: examples that were cut to the maximum length.
         dropped: rows left out because nothing was left to learn.
+        places: where each example comes from, as "train.jsonl line 7"; empty if that is not known.
     """
 
     examples: tuple[Example, ...]
     format: str
     truncated: int = 0
     dropped: int = 0
+    places: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -115,6 +117,7 @@ def load_examples(
         return _document(next(rows), tokenizer, max_length, append_eos)
     chosen: Format | None = FORMATS.get(format)
     examples: list[Example] = []
+    places: list[str] = []
     truncated = dropped = 0
     for row in rows:
         if chosen is None:
@@ -127,6 +130,7 @@ def load_examples(
             truncated += 1
         if example.targets:
             examples.append(example)
+            places.append(row.where)
         elif empty == "drop":
             dropped += 1
         else:
@@ -136,7 +140,7 @@ def load_examples(
         name = source if isinstance(source, str | Path) else "the data"
         raise DataError(f"no examples in {name}{left}")
     assert chosen is not None
-    return Dataset(tuple(examples), chosen.name, truncated, dropped)
+    return Dataset(tuple(examples), chosen.name, truncated, dropped, tuple(places))
 
 
 def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
@@ -215,7 +219,8 @@ def _document(row: Row, tokenizer: Tokenizer, max_length: int | None, append_eos
     examples = tuple(Example(ids, list(ids)) for ids in pieces if len(ids) > 1)
     if not examples or not row.value.strip():
         raise DataError(f"{row.where} is empty; there is nothing to learn")
-    return Dataset(examples, "document")
+    places = tuple(f"{row.where} from token {size * i}" for i in range(len(examples)))
+    return Dataset(examples, "document", places=places)
 
 
 def _nothing_to_learn(

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError
-from pcg.ir.program import Program, Serving, Training, python_name
+from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.ir.program import Program, Serving, Training
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
@@ -24,8 +24,11 @@ from pcg.runtime.adapters import (
     write_adapter,
 )
 from pcg.runtime.batch import whole_sequences
+from pcg.runtime.finetune_options import Data, FinetuneOptions
+from pcg.runtime.finetune_result import FinetuneResult, OnStep
+from pcg.runtime.finetuning import finetune
 from pcg.runtime.generation import Chunk, Completion, Generator, Request
-from pcg.runtime.model_runner import ModelRunner, TensorSource, load_weights
+from pcg.runtime.model_runner import BaseWeights, ModelRunner, TensorSource, load_weights
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
@@ -88,6 +91,11 @@ class Executor:
     def weights_bytes(self) -> int:
         """Bytes of the base's weights as held."""
         return self._weights.size_bytes
+
+    @property
+    def base_weights(self) -> BaseWeights:
+        """The frozen base's weights and constants."""
+        return self._weights
 
     @property
     def max_positions(self) -> int | None:
@@ -309,6 +317,11 @@ class Executor:
 
     def _prepared(self, adapter: Adapter) -> Adapter:
         """The adapter on this device in the program's adapter dtype, with its base's biases."""
+        if adapter.recipe.lora_bias:
+            raise UnsupportedError(
+                f"adapter {adapter.name!r} has lora_bias=True (a bias on lora_B), which pcg does "
+                "not run; train it without"
+            )
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
 
         def moved(tensor: Tensor) -> Tensor:
@@ -326,12 +339,10 @@ class Executor:
         biases: dict[str, Tensor] = {}
         if adapter.recipe.bias == "none":
             return biases
-        for parameter, layer in self.program.base.parameters():
-            module, _, kind = parameter.source.format(layer=layer).rpartition(".")
-            adapted = adapter.recipe.bias == "all" or module in adapter.weights
-            if kind == "bias" and parameter.role == "frozen" and adapted:
-                holder = self._weights.outer if layer is None else self._weights.layers[layer]
-                biases[module] = getattr(holder, python_name(parameter.name)).clone()
+        for source, tensor in self._weights.by_source(self.program.base):
+            module, _, kind = source.rpartition(".")
+            if kind == "bias" and (adapter.recipe.bias == "all" or module in adapter.weights):
+                biases[module] = tensor.clone()
         return biases
 
     @property
@@ -350,7 +361,42 @@ class Executor:
         wanted |= {f"{path}.bias" for path in adapter.biases}
         return wanted <= there
 
+    def refresh_adapter(self, name: str) -> None:
+        """Use an adapter's tensors as they are now, after they were changed in place."""
+        self._adapter(name)
+        self._stacks.forget()
+
     # ------------------------------------------------------------------------------- finetuning
+
+    def finetune(
+        self,
+        data: Data,
+        adapter: str = "default",
+        *,
+        peft: object = None,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> FinetuneResult:
+        """Train an adapter over the frozen base, with AdamW; the executor serves it as it changes.
+
+        Args:
+            data: a .jsonl or .txt file, rows, or `Example`s that are tokens already.
+            adapter: its name; one that is not there is made.
+            peft: the recipe of a new one, as `add_adapter` takes it; None is the one that the
+                program was compiled for under that name, else "lora".
+            on_step: told of each step when it is done, evaluated and saved.
+            options: the fields of `FinetuneOptions` (epochs, batch_size, learning_rate, eval_data,
+                checkpoint_dir, resume, …).
+        Returns:
+            The losses, and what else the job did; of all of it, where it was resumed.
+        Raises:
+            DataError: data that cannot be used, with file and line.
+            FinetuneError: bad options, a loss that is no number, a checkpoint that cannot be saved
+                or is of another job.
+            FinetuneInterrupted: Ctrl-C; the adapter is as after the last whole step.
+            UnsupportedError: a feature of the recipe that pcg does not train.
+        """
+        return finetune(self, data, adapter, FinetuneOptions.of(options), peft, on_step)
 
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""

@@ -154,7 +154,7 @@ class Generator:
         running: list[_Running] = []
         while waiting or running:
             admitted = self._admit(waiting, requests, limits, needs, cache)
-            step = sorted(admitted or running, key=_adapter_order)
+            step = sorted(admitted or running, key=lambda s: _adapter_order(s.request.adapter))
             tokens = self._step(step, cache)
             running += admitted
             for sequence, token in zip(step, tokens, strict=True):
@@ -180,7 +180,8 @@ class Generator:
     def _make_cache(self, needs: Sequence[int]) -> KvCache:
         types = kv_types(self._runner.model)
         row_bytes = sum(bytes_of_row(type_) for pair in types for type_ in pair)
-        rows = min(sum(needs), max(max(needs), CACHE_BYTES // row_bytes))
+        most = max(needs)
+        rows = most * min(len(needs), max(1, CACHE_BYTES // (row_bytes * most)))
         return KvCache(types, rows, self._device)
 
     def _admit(
@@ -191,32 +192,34 @@ class Generator:
         needs: Sequence[int],
         cache: KvCache,
     ) -> list[_Running]:
-        admitted: list[_Running] = []
+        chosen: list[int] = []
         tokens = 0
-        while waiting:
-            index = waiting[0]
-            request = requests[index]
-            tokens += len(request.prompt_ids)
-            fits = cache.longest_free_run >= needs[index]
-            if not fits or (admitted and tokens > PREFILL_TOKENS):
+        room = cache.free_runs_of(max(needs))
+        while waiting and len(chosen) < room:
+            tokens += len(requests[waiting[0]].prompt_ids)
+            if chosen and tokens > PREFILL_TOKENS:
                 break
-            waiting.popleft()
-            params = request.params
-            stop_ids = frozenset(params.stop_token_ids)
-            decoder = self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None
-            admitted.append(
-                _Running(
-                    index,
-                    request,
-                    cache.allocate(needs[index]),
-                    None if params.greedy else make_generator(params.seed),
-                    decoder,
-                    StopChecker(params.stop),
-                    stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-                    limits[index],
-                )
-            )
-        return admitted
+            chosen.append(waiting.popleft())
+        # Rows in the order of the batch, so that decoding reads them at equal distances.
+        chosen.sort(key=lambda index: _adapter_order(requests[index].adapter))
+        return [
+            self._start(index, requests[index], limits[index], cache.allocate(max(needs)))
+            for index in chosen
+        ]
+
+    def _start(self, index: int, request: Request, limit: int, run: Run) -> _Running:
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids)
+        return _Running(
+            index,
+            request,
+            run,
+            None if params.greedy else make_generator(params.seed),
+            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
+            StopChecker(params.stop),
+            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            limit,
+        )
 
     def _step(self, sequences: Sequence[_Running], cache: KvCache) -> list[int]:
         """Run the sequences' next tokens; returns the token sampled for each."""
@@ -240,6 +243,6 @@ class Generator:
         return sample(logits.float(), params, generators, history).tolist()  # type: ignore[no-any-return]
 
 
-def _adapter_order(sequence: _Running) -> tuple[bool, int]:
-    adapter = sequence.request.adapter
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
+    """Sequences without an adapter first, those of one adapter together."""
     return adapter is not None, id(adapter)

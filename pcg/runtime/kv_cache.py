@@ -59,9 +59,9 @@ class KvCache:
     def free_rows(self) -> int:
         return sum(run.capacity for run in self._free)
 
-    @property
-    def longest_free_run(self) -> int:
-        return max((run.capacity for run in self._free), default=0)
+    def free_runs_of(self, capacity: int) -> int:
+        """How many runs of that many rows are free."""
+        return sum(run.capacity // capacity for run in self._free)
 
     def allocate(self, capacity: int) -> Run:
         """Rows for one sequence, by first fit.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -38,9 +39,25 @@ class TensorSource(Protocol):
 class BaseWeights:
     """The frozen weights and constants, as the emitted functions read them: `w`."""
 
-    outer: SimpleNamespace
+    prologue: SimpleNamespace
     layers: tuple[SimpleNamespace, ...]
+    epilogue: SimpleNamespace
     size_bytes: int
+
+    def holders(self, model: ModelGraph) -> Iterator[tuple[Graph, int, SimpleNamespace]]:
+        """Each graph of the model with its layer's index (0 outside the layers) and weights."""
+        yield model.prologue, 0, self.prologue
+        for layer, block in enumerate(model.layers):
+            yield model.blocks[block], layer, self.layers[layer]
+        yield model.epilogue, 0, self.epilogue
+
+    def by_source(self, model: ModelGraph) -> Iterator[tuple[str, Tensor]]:
+        """The frozen tensors by their names in a checkpoint."""
+        for graph, layer, holder in self.holders(model):
+            for parameter in graph.parameters:
+                if parameter.role == "frozen":
+                    name = python_name(parameter.name)
+                    yield parameter.source.format(layer=layer), getattr(holder, name)
 
 
 def load_weights(program: Program, source: TensorSource, device: torch.device) -> BaseWeights:
@@ -49,17 +66,17 @@ def load_weights(program: Program, source: TensorSource, device: torch.device) -
     Raises:
         WeightsError: a tensor is missing, damaged or of another shape.
     """
-    outer = SimpleNamespace()
     layers = tuple(SimpleNamespace() for _ in program.base.layers)
+    weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace(), 0)
     loaded: dict[tuple[str, bool], Tensor] = {}
-    for parameter, layer in program.base.parameters():
-        key = (parameter.source.format(layer=layer), parameter.transposed)
-        if key not in loaded:
-            loaded[key] = _load(program, source, parameter, key[0], device)
-        holder = outer if layer is None else layers[layer]
-        setattr(holder, python_name(parameter.name), loaded[key])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in loaded.values()}
-    return BaseWeights(outer, layers, sum(storages.values()))
+    for graph, layer, holder in weights.holders(program.base):
+        for parameter in graph.parameters:
+            key = (parameter.source.format(layer=layer), parameter.transposed)
+            if key not in loaded:
+                loaded[key] = _load(program, source, parameter, key[0], device)
+            setattr(holder, python_name(parameter.name), loaded[key])
+    storages = {t.untyped_storage().data_ptr(): t.nbytes for t in loaded.values()}
+    return dataclasses.replace(weights, size_bytes=sum(storages.values()))
 
 
 def _load(
@@ -86,6 +103,52 @@ def load_functions(source: str, name: str) -> Functions:
     except Exception as error:
         raise ProgramError(f"the emitted source of {name} cannot be loaded: {error}") from error
     return namespace
+
+
+def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
+    """The weights as serving multiplies by them.
+
+    Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
+    faster for the few tokens of a decode step (benchmarks/generation.py).
+    """
+    packed: dict[tuple[int, ...], Tensor] = {}
+
+    def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
+        new = SimpleNamespace(**vars(holder))
+        for node in graph.nodes:
+            if node.op in ("linear", "linear_group"):
+                count = int(node.get("count", 1))  # type: ignore[arg-type]
+                for names in (node.inputs[1 : 1 + count], node.inputs[1 + count :]):
+                    _join(new, [python_name(n) for n in names if n in graph.types], packed)
+        return new
+
+    layers = zip(model.layers, weights.layers, strict=True)
+    return BaseWeights(
+        weights.prologue,
+        tuple(copy(model.blocks[block], layer) for block, layer in layers),
+        copy(model.epilogue, weights.epilogue),
+        weights.size_bytes,
+    )
+
+
+def _join(
+    holder: SimpleNamespace, names: Sequence[str], packed: dict[tuple[int, ...], Tensor]
+) -> None:
+    """Put the tensors of these names, joined and packed, under the first; None under the others."""
+    tensors: list[Tensor] = [getattr(holder, name) for name in names]
+    if not tensors:
+        return
+    key = tuple(id(tensor) for tensor in tensors)
+    if key not in packed:
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        half = whole.dtype in (torch.float32, torch.bfloat16)
+        if whole.dim() == 2 and whole.is_cpu and half and torch.backends.mkldnn.is_available():
+            whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
+        whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
+        packed[key] = whole
+    for name in names:
+        setattr(holder, name, None)
+    setattr(holder, names[0], packed[key])
 
 
 class LayerInputs:
@@ -115,7 +178,7 @@ class ModelRunner:
 
     def __init__(self, serving: Serving, weights: BaseWeights) -> None:
         self.model = serving.model
-        self.weights = weights
+        self.weights = lay_out(serving.model, weights)
         self._functions = load_functions(serving.source, "serving")
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
@@ -125,7 +188,7 @@ class ModelRunner:
         """What the last layer hands the epilogue, for all tokens; the cache is filled on the way."""
         shared = _as_tuple(
             self._functions["prologue"](
-                self.weights.outer, adapters.outer, batch, batch.input_ids, batch.positions
+                self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions
             )
         )
         carried: Sequence[Tensor] = shared[: self._inputs.carried]
@@ -144,8 +207,8 @@ class ModelRunner:
         inputs = self.hidden(batch, adapters)
         if rows is not None:
             inputs = [x[rows] for x in inputs]
-        outer = self.weights.outer
-        return self._functions["epilogue"](outer, adapters.outer, batch, *inputs)  # type: ignore[no-any-return]
+        weights = self.weights.epilogue
+        return self._functions["epilogue"](weights, adapters.outer, batch, *inputs)  # type: ignore[no-any-return]
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -37,11 +37,12 @@ class TrainingRunner:
         self._inputs = LayerInputs(training.model)
         model = training.model
         self._layers = [
-            _bind(model.blocks[block].parameters, adapter, layer)
+            _bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
-        self._outer = _bind(model.epilogue.parameters, adapter, 0)
+        self._outer = _bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
         self.parameters = _trained_tensors(model, adapter)
+        self._trained = {id(tensor) for tensor in self.parameters.values()}
         vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
         self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
 
@@ -71,7 +72,7 @@ class TrainingRunner:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(vars(self.weights.outer).values())).device  # type: ignore[no-any-return]
+        return next(iter(vars(self.weights.prologue).values())).device  # type: ignore[no-any-return]
 
     def _forward(
         self, batch: Batch, keep: bool = True
@@ -79,7 +80,7 @@ class TrainingRunner:
         model = self.training.model
         prologue = self._functions["prologue"]
         shared = prologue(
-            self.weights.outer, NO_ADAPTERS, batch, batch.input_ids, batch.positions
+            self.weights.prologue, NO_ADAPTERS, batch, batch.input_ids, batch.positions
         )
         shared = shared if isinstance(shared, tuple) else (shared,)
         carried: Sequence[Tensor] = shared[: self._inputs.carried]
@@ -114,7 +115,7 @@ class TrainingRunner:
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
         for chunk in rows.split(self._chunk):
             part = [x[chunk] for x in inputs]
-            arguments = (self.weights.outer, self._outer, batch, *part, targets[chunk])
+            arguments = (self.weights.epilogue, self._outer, batch, *part, targets[chunk])
             if weight is None:
                 total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
                 continue
@@ -149,27 +150,38 @@ class TrainingRunner:
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
             weight = getattr(bound, python_name(name)).weight
-            if weight.numel() == 0:
+            if id(weight) not in self._trained:
                 continue
             gradient = gradient.to(weight.dtype)
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
-def _bind(parameters: Sequence[Parameter], adapter: Adapter, layer: int) -> SimpleNamespace:
-    """The adapter's weights by attribute; a layer that it leaves out gets weights of rank 0."""
+def _bind(
+    parameters: Sequence[Parameter], adapter: Adapter, layer: int, weights: SimpleNamespace
+) -> SimpleNamespace:
+    """The adapter's weights by attribute.
+
+    A layer that the adapter leaves out gets weights of rank 0, and the base's own biases.
+    """
     bound = SimpleNamespace()
     for parameter in parameters:
         if parameter.role != "adapter":
             continue
         path = parameter.source.format(layer=layer)
-        setattr(bound, python_name(parameter.name), _weight(parameter, path, adapter))
+        weight = _weight(parameter, path, adapter)
+        if weight is None:
+            frozen = {p.source: p.name for p in parameters if p.role == "frozen"}
+            weight = AdapterWeight(getattr(weights, python_name(frozen[parameter.source])))
+        setattr(bound, python_name(parameter.name), weight)
     return bound
 
 
-def _weight(parameter: Parameter, path: str, adapter: Adapter) -> AdapterWeight:
+def _weight(parameter: Parameter, path: str, adapter: Adapter) -> AdapterWeight | None:
+    """The adapter's weight at a path; None for a bias that it does not have."""
     module, _, kind = path.rpartition(".")
     if kind == "bias":
-        return AdapterWeight(adapter.biases[module])
+        bias = adapter.biases.get(module)
+        return None if bias is None else AdapterWeight(bias)
     weights = adapter.weights.get(module)
     if weights is None:
         empty = torch.empty(0)
@@ -185,9 +197,9 @@ def _trained_tensors(model: ModelGraph, adapter: Adapter) -> Mapping[str, Tensor
     for parameter, layer in model.parameters():
         if parameter.role == "adapter":
             path = parameter.source.format(layer=layer)
-            weight = _weight(parameter, path, adapter).weight
-            if weight.numel():
-                tensors[path] = weight
+            bound = _weight(parameter, path, adapter)
+            if bound is not None and bound.weight.numel():
+                tensors[path] = bound.weight
     return tensors
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Weights(ABC):
     def load(
         self,
         name: str,
-        shape: Shape,
+        shape: Sequence[int],
         dtype: torch.dtype,
         transposed: bool = False,
         device: torch.device | str = "cpu",
@@ -85,6 +85,7 @@ class Weights(ABC):
             WeightsError: there is no such tensor, its shape is another, it is quantized, or the
                 file is damaged.
         """
+        shape = tuple(shape)
         found = self._find(name)
         if found is not None:
             self._check(name, found, shape[::-1] if transposed else shape)

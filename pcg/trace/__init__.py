@@ -24,6 +24,8 @@ class Trace:
         constants: values of the graph's constants.
         base_prefix: name of the base model within the causal LM.
         dtype: of weights and activations, in the IR's names.
+        attention: how transformers runs its attention by default: "sdpa" or "eager", through its
+            registry, or "own-sdpa" or "own-eager", within the architecture's own module.
     """
 
     graph: Graph
@@ -32,6 +34,7 @@ class Trace:
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
+    attention: str
 
 
 def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Trace:
@@ -54,4 +57,5 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
         constants,
         exported.base_prefix,
         floating,
+        exported.attention,
     )

@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from pcg.errors import PcgError, TraceError, UnsupportedError
 
 _IMPLEMENTATION = "pcg"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""`dynamic_rope_update` in transformers' modeling_rope_utils.py handles these by length."""
 
 
 @torch.library.custom_op("pcg::attention", mutates_args=())
@@ -59,6 +61,17 @@ def _experts(
 @_experts.register_fake
 def _(x, indices, weights, gate_up, down):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("pcg::take", mutates_args=())
+def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """x[..., [index], ...]: one entry of a dim, copied."""
+    return x.narrow(dim, index, 1).clone()
+
+
+@_take.register_fake
+def _(x, dim, index):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x.narrow(dim, index, 1))
 
 
 def _attention_interface(
@@ -102,6 +115,8 @@ class Exported:
             that it holds.
         base_prefix: name of the base model within the causal LM, as `model`.
         config: the model's configuration.
+        attention: how transformers runs its attention by default: "sdpa" or "eager", through its
+            registry, or "own-sdpa" or "own-eager", within the architecture's own module.
     """
 
     program: torch.export.ExportedProgram
@@ -111,6 +126,7 @@ class Exported:
     checkpoint_names: Mapping[str, str]
     base_prefix: str
     config: Any
+    attention: str
 
 
 def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Exported:
@@ -127,7 +143,7 @@ def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fa
         parsed = _parse(config)
         with _torch_dtype(dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")):
             errors = []
-            for implementation in (_IMPLEMENTATION, "eager"):
+            for implementation in (_IMPLEMENTATION, "sdpa", "eager"):
                 try:
                     return _export_with(implementation, parsed, whole)
                 except _NotThisWay as error:
@@ -156,7 +172,9 @@ def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
     if implementation == _IMPLEMENTATION and not _has_marker(program):
         raise _NotThisWay("the model does not call it")
     prefix = str(getattr(model, "base_model_prefix", ""))
-    return Exported(program, path, schedule, constants, names, prefix, config)
+    kind = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    attention = kind if implementation == _IMPLEMENTATION else f"own-{kind}"
+    return Exported(program, path, schedule, constants, names, prefix, config, attention)
 
 
 def _has_marker(program: torch.export.ExportedProgram) -> bool:
@@ -169,12 +187,56 @@ def _parse(config: Mapping[str, Any]) -> Any:
     fields = dict(config)
     model_type = str(fields.pop("model_type", ""))
     if model_type not in CONFIG_MAPPING:
+        if "auto_map" in fields:
+            raise UnsupportedError(
+                f"model_type {model_type!r} comes with code of its own (auto_map), which pcg does not "
+                "run; use a model that transformers implements"
+            )
         raise TraceError(f"transformers knows no model_type {model_type!r}; is it up to date?")
     try:
         parsed = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
         raise TraceError(f"transformers refuses the configuration of this {model_type}: {error}") from error
+    _check_supported(parsed)
     return parsed
+
+
+def _check_supported(config: Any) -> None:
+    """Refuse by name what would trace to another model than the configuration means."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedError(f"{kind} is no causal LM in transformers; pcg compiles causal LMs")
+    text = config.get_text_config()
+    if text is not config:
+        raise UnsupportedError(
+            f"{kind} is more than a language model; pcg compiles its text_config alone, a "
+            f"{text.model_type}"
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise UnsupportedError(
+            f"this {kind} is quantized (quantization_config={quantization}); use a checkpoint with "
+            "unquantized weights"
+        )
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedError(
+                f"this {kind} has rope_type={rope_type!r}, whose frequencies change with the length "
+                "of the sequence; pcg does rope types that are a function of the position"
+            )
+
+
+def _rope_types(parameters: object) -> set[str]:
+    """The rope types that a configuration names, for all layers or for each type of layer."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = parameters.get("rope_type")
+    found = {str(own)} if own else set()
+    return found.union(*map(_rope_types, parameters.values()))
 
 
 def _build(config: Any, implementation: str) -> nn.Module:
@@ -290,7 +352,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
     inputs["use_cache"], shapes["use_cache"] = False, None
     try:
-        with _ListIndexAsSlice():
+        with _ListIndexAsTake():
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
@@ -299,8 +361,8 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
         raise _NotThisWay(f"torch.export cannot trace {type(model).__name__}: {line}") from error
 
 
-class _ListIndexAsSlice(TorchFunctionMode):
-    """x[..., [i], :] as x[..., i:i+1, :]: on the meta device an index tensor loses its numbers."""
+class _ListIndexAsTake(TorchFunctionMode):
+    """x[..., [i], :] as one operator: on the meta device an index tensor loses its numbers."""
 
     def __torch_function__(
         self,
@@ -310,14 +372,22 @@ class _ListIndexAsSlice(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
-            args = (args[0], tuple(map(self._entry, args[1])))
+            x, entries = args
+            lists = [position for position, entry in enumerate(entries) if _is_index_list(entry)]
+            if len(lists) == 1 and all(_is_whole(e) for e in entries if not _is_index_list(e)):
+                after = len(entries) - lists[0]
+                dim = x.dim() - after if Ellipsis in entries[: lists[0]] else lists[0]
+                (index,) = entries[lists[0]]
+                return torch.ops.pcg.take(x, dim, index % x.shape[dim])
         return func(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _entry(index: Any) -> Any:
-        if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
-            return slice(index[0], index[0] + 1 or None)
-        return index
+
+def _is_index_list(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 1 and isinstance(entry[0], int)
+
+
+def _is_whole(entry: Any) -> bool:
+    return entry is Ellipsis or (isinstance(entry, slice) and entry == slice(None))
 
 
 def _most_tokens(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ refused with its module path.
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from pcg.errors import TraceError, TypeCheckError
-from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.trace.export import Exported
 from pcg.trace.scores import ScoreAttention, find_scores
@@ -47,12 +47,41 @@ class Imported:
         return -self.tags[dim % len(self.tags) :].count("d")
 
 
+class _TraceBuilder(Builder):
+    """Keeps what the model computes twice, which eager PyTorch keeps twice for backward.
+
+    What depends on positions and constants alone is still made once. The first rewrite of `raise`
+    merges the rest.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._activations = {"input_ids"}
+
+    def add_many(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        *,
+        name: str = "",
+        scope: str = "",
+        **attributes: Attribute,
+    ) -> tuple[str, ...]:
+        is_activation = any(i in self._activations for i in inputs)
+        if is_activation:
+            self.forget(op, inputs, attributes)
+        names = super().add_many(op, inputs, name=name, scope=scope, **attributes)
+        if is_activation:
+            self._activations.update(names)
+        return names
+
+
 class Importer:
     """State of one import; `rules` in `pcg.trace.rules` add nodes through it."""
 
     def __init__(self, exported: Exported) -> None:
         self.exported = exported
-        self.builder = Builder("model")
+        self.builder = _TraceBuilder("model")
         self.values: dict[Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self._scores: dict[Node, ScoreAttention] = {}
@@ -260,7 +289,8 @@ class Importer:
         """A recognised attention: q, k, v in whatever layout, to the layout of the product."""
         found = self._scores[node]
         q, k, v = (self.tensor(n) for n in (found.q, found.k, found.v))
-        inputs = [self.reshape(x.name, self._heads(x)) for x in (q, k, v)]
+        dtype = self.dtype(node.meta["val"])
+        inputs = [self._narrowed(self.reshape(x.name, self._heads(x)), dtype) for x in (q, k, v)]
         attributes: dict[str, Any] = {"scale": found.scale, "window": found.window, "softcap": 0.0}
         if found.slopes:
             slopes = self.constant("alibi_slopes", torch.tensor(found.slopes, dtype=torch.float32))
@@ -273,6 +303,14 @@ class Importer:
             tags = "b" + tags[1:]
         result = Imported(out, tags, shape)
         return Imported(self.reshape(out, result.features()), tags, shape)
+
+    def _narrowed(self, name: str, dtype: str) -> str:
+        """The value in the attention's dtype; before the model widens it, as attention does itself."""
+        producer = next((node for node in self.builder.nodes if node.name == name), None)
+        if producer and producer.op == "cast":
+            source = producer.inputs[0]
+            name = source if self.builder.types[source].dtype == dtype else name
+        return self.cast(name, dtype)
 
     def _heads(self, x: Imported) -> tuple[int, ...]:
         features = x.features()

@@ -230,7 +230,15 @@ def _slice(importer: Importer, node: Node) -> Imported:
     return sliced(importer, x, dim, start, stop, step)
 
 
-def sliced(importer: Importer, x: Imported, dim: int, start: int, stop: int, step: int = 1) -> Imported:
+def sliced(
+    importer: Importer,
+    x: Imported,
+    dim: int,
+    start: int,
+    stop: int,
+    step: int = 1,
+    copied: bool = False,
+) -> Imported:
     if (start, stop, step) == (0, x.shape[dim], 1):
         return x
     if start >= stop:
@@ -238,6 +246,8 @@ def sliced(importer: Importer, x: Imported, dim: int, start: int, stop: int, ste
     attributes = {"dim": x.feature_dim(dim), "start": start, "stop": stop}
     if step != 1:
         attributes["step"] = step
+    if copied:
+        attributes["copied"] = True
     shape = list(x.shape)
     shape[dim] = len(range(start, stop, step))
     return Imported(importer.add("slice", x.name, **attributes), x.tags, tuple(shape))
@@ -371,7 +381,7 @@ def _index(importer: Importer, node: Node) -> Imported:
         data = importer.data(index)
         if data is not None and data.numel() == 1 and data.dim() == 1:
             position = int(data.item()) % (x.shape[dim] or 1)
-            return sliced(importer, x, dim, position, position + 1)
+            return sliced(importer, x, dim, position, position + 1, copied=True)
         if "t" not in x.tags and "t" in index.tags and dim == 0 and len(x.tags) == 2:
             ids = importer.reshape(index.name, ())
             return Imported(importer.add("embedding", x.name, ids), index.tags + "d", importer.shape(node))
@@ -464,6 +474,14 @@ def _attention(importer: Importer, node: Node) -> Imported:
     return Imported(out, "btdd", importer.shape(node))
 
 
+def _take(importer: Importer, node: Node) -> Imported:
+    x = importer.tensor(node.args[0])
+    dim, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+    if x.tags[dim] != "d":
+        raise importer.refusal(node, "it takes some of the tokens")
+    return sliced(importer, x, dim, index, index + 1, copied=True)
+
+
 def _experts(importer: Importer, node: Node) -> Imported:
     inputs = [importer.tensor(a) for a in node.args]
     x = inputs[0]
@@ -540,4 +558,5 @@ RULES: dict[str, Rule] = {
     "aten.view": _reshape,
     "pcg.attention": _attention,
     "pcg.experts": _experts,
+    "pcg.take": _take,
 }

@@ -1,8 +1,9 @@
 """Recognise attention written out as matmul, softmax, matmul, and what is added to its scores.
 
 Some architectures (Falcon, GPT-J, BLOOM, MPT) keep an attention of their own. In their exported graph
-the probabilities are `softmax(scale · q kᵀ + bias)`, where the bias depends on positions alone. It
-is evaluated, at two lengths, with ordinary PyTorch, and must be
+the probabilities are `softmax(scale · q kᵀ + bias)`, or the whole is one scaled_dot_product_attention
+with that bias as its mask. The bias depends on positions alone. It is evaluated, at two lengths, with
+ordinary PyTorch, and must be
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
 
@@ -24,7 +25,9 @@ from pcg.errors import TraceError
 _aten = torch.ops.aten
 _SOFTMAX = {_aten.softmax.int, _aten._softmax.default}
 _PRODUCT = {_aten.matmul.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mm.default}
+_CALL = _aten.scaled_dot_product_attention.default
 _HIDDEN = -1e4
+_HALF = (torch.bfloat16, torch.float16)
 _LENGTHS = (6, 9)
 
 
@@ -54,7 +57,9 @@ def find_scores(
     """
     found: dict[Node, ScoreAttention] = {}
     for node in graph.nodes:
-        if node.target in _PRODUCT and node.target is not _aten.baddbmm.default:
+        if node.target is _CALL:
+            found[node] = _recognise_call(node, constants)
+        elif node.target in _PRODUCT and node.target is not _aten.baddbmm.default:
             softmax = _probabilities(node.args[0])
             if softmax is not None:
                 found[node] = _recognise(node, softmax, constants)
@@ -86,11 +91,50 @@ def _recognise(
 ) -> ScoreAttention:
     product = _score_product(softmax)
     q, k = (product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2])
-    measured = [_measure(softmax, product, constants, tokens) for tokens in _LENGTHS]
+    measured = []
+    for tokens in _LENGTHS:
+        scores = [
+            _evaluate(softmax.args[0], product, constants, tokens, fill).to(torch.float64)  # type: ignore[arg-type]
+            for fill in (0.0, 1.0)
+        ]
+        measured.append(_measure(softmax, *(x.reshape(-1, tokens, tokens) for x in scores)))
+    return ScoreAttention(q, k, node.args[1], *_agreed(softmax, measured))  # type: ignore[arg-type]
+
+
+def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
+    names = [argument.name for argument in _CALL._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("dropout_p"):
+        raise _refusal(node, "it drops probabilities")
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    scale = given.get("scale") or q.meta["val"].shape[-1] ** -0.5  # type: ignore[union-attr]
+    measured = []
+    for tokens in _LENGTHS:
+        bias = torch.zeros(1, tokens, tokens, dtype=torch.float64)
+        if given.get("is_causal"):
+            bias.masked_fill_(torch.ones(tokens, tokens).triu(1) > 0, -torch.inf)
+        mask = given.get("attn_mask")
+        if mask is not None:
+            bias = _additive(_evaluate(mask, None, constants, tokens, 0.0))  # type: ignore[arg-type]
+            bias = bias.broadcast_to(*bias.shape[:-2], tokens, tokens).reshape(-1, tokens, tokens)
+        measured.append(_measure(node, bias, bias + scale))  # type: ignore[operator]
+    return ScoreAttention(q, k, v, *_agreed(node, measured))  # type: ignore[arg-type]
+
+
+def _additive(mask: torch.Tensor) -> torch.Tensor:
+    """What a mask adds to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(torch.float64)
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
+
+
+def _agreed(
+    node: Node, measured: list[tuple[float, int, tuple[float, ...]]]
+) -> tuple[float, int, tuple[float, ...]]:
+    """What was measured at every length alike."""
     if any(abs(a - b) > 1e-6 for a, b in zip(*map(_numbers, measured), strict=True)):
-        raise _refusal(softmax, f"its scores change with the length: {measured[0]}, {measured[1]}")
-    scale, window, slopes = measured[0]
-    return ScoreAttention(q, k, node.args[1], scale, window, slopes)  # type: ignore[arg-type]
+        raise _refusal(node, f"its scores change with the length: {measured[0]}, {measured[1]}")
+    return measured[0]
 
 
 def _numbers(measured: tuple[float, int, tuple[float, ...]]) -> list[float]:
@@ -122,15 +166,10 @@ def _is_square(node: Node) -> bool:
 
 
 def _measure(
-    softmax: Node, product: Node, constants: Mapping[str, torch.Tensor], tokens: int
+    softmax: Node, zeros: torch.Tensor, ones: torch.Tensor
 ) -> tuple[float, int, tuple[float, ...]]:
-    """Scale, window and slopes, from the scores at one length."""
-    zeros, ones = (
-        _evaluate(softmax.args[0], product, constants, tokens, fill)  # type: ignore[arg-type]
-        for fill in (0.0, 1.0)
-    )
-    heads = zeros.numel() // (tokens * tokens)
-    zeros, ones = zeros.reshape(heads, tokens, tokens), ones.reshape(heads, tokens, tokens)
+    """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all zeros and all ones."""
+    tokens = zeros.shape[-1]
     visible = zeros > _HIDDEN
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
     if not (visible == visible[0]).all():
@@ -157,12 +196,15 @@ def _measure(
 
 def _evaluate(
     root: Node,
-    product: Node,
+    product: Node | None,
     constants: Mapping[str, torch.Tensor],
     tokens: int,
     fill: float,
 ) -> torch.Tensor:
-    """The value of a node in fp32 on the CPU, with the product's entries all set to `fill`."""
+    """The value of a node on the CPU, with the product's entries all set to `fill`.
+
+    Half-precision values are widened once made: a bias rounded to bf16 is not linear any more.
+    """
     values: dict[Node, Any] = {}
 
     def size(x: Any) -> int:
@@ -171,7 +213,9 @@ def _evaluate(
     def value(node: Any) -> Any:
         if isinstance(node, Node):
             if node not in values:
-                values[node] = compute(node)
+                made = compute(node)
+                is_half = isinstance(made, torch.Tensor) and made.dtype in _HALF
+                values[node] = made.to(torch.float32) if is_half else made
             return values[node]
         if isinstance(node, list | tuple):
             return type(node)(value(item) for item in node)
@@ -204,7 +248,7 @@ def _evaluate(
             return arguments[0][arguments[1]]
         return node.target(*arguments, **keywords)
 
-    return value(root).to(torch.float64)  # type: ignore[no-any-return]
+    return value(root)  # type: ignore[no-any-return]
 
 
 def _refusal(node: Node, why: str) -> TraceError:

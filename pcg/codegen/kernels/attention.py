@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+_attend = torch.nn.functional.scaled_dot_product_attention
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -37,12 +38,35 @@ class Span(Protocol):
     row: int
 
 
+class DecodeGroup(Protocol):
+    """Sequences of one new token each whose cache rows lie at equal distances.
+
+    Attributes:
+        start: index of the first one's span; the others follow.
+        count: sequences.
+        row: first row that the first one attends to.
+        stride: rows from one sequence's first to the next one's.
+        longest: rows that the longest attends to.
+        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+    """
+
+    start: int
+    count: int
+    row: int
+    stride: int
+    longest: int
+    mask: Tensor | None
+
+
 class AttentionBatch(Protocol):
     """What attention asks of a batch: spans that cover all tokens in order, and the cache."""
 
     spans: Sequence[Span]
     uniform_length: int
     """Length of every span where all are equal and have no context, else 0."""
+
+    def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
+        """The spans, all of one token, in groups; `window` limits the rows seen, 0 does not."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write the tokens' keys and values into this layer's cache and return the whole cache.
@@ -81,6 +105,8 @@ def attention(
     plain = not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     if cache is None and plain and batch.uniform_length:
         return _uniform(batch, q, k, v, scale, window, alibi)
+    if cache is not None and plain and alibi is None and all(s.length == 1 for s in batch.spans):
+        return _decode(batch, q, *cache, scale, window), None
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = None if cache else q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
     for span in batch.spans:
@@ -90,9 +116,6 @@ def attention(
         else:
             seen = slice(span.row, span.row + span.context + span.length)
             keys, values = cache[0][seen], cache[1][seen]
-        if cache is not None and plain and span.length == 1 and alibi is None:
-            out[new] = _decode(q[new], keys, values, scale, window)
-            continue
         bias = _bias(span, q, window, alibi)
         if plain and q.is_cpu:
             o, logsum = _flash(q[new][None], keys[None], values[None], scale, bias)
@@ -164,17 +187,27 @@ def _uniform(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
-    """One token against its sequence; heads that share a KV head are rows of one product.
+def _decode(
+    batch: AttentionBatch, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
+) -> Tensor:
+    """One token of each sequence against its own rows; heads that share a KV head are one product.
 
-    q: [1, H, D]; keys, values: [m, K, D] give [1, H, D].
+    Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on into
+    their own spare rows, which the mask hides.
+
+    q: [T, H, D]; keys, values: [rows, K, D] give [T, H, D].
     """
-    if window and keys.shape[0] > window:
-        keys, values = keys[-window:], values[-window:]
-    kv_heads = keys.shape[1]
-    grouped = q.view(1, kv_heads, -1, q.shape[-1])
-    keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+    kv_heads, size = keys.shape[1:]
+    (row, head, one), (v_row, v_head, _) = keys.stride(), values.stride()
+    grouped = q.view(q.shape[0], kv_heads, -1, size)
+    outs = []
+    for group in batch.decode_groups(window):
+        shape = (group.count, kv_heads, group.longest, size)
+        k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
+        v = values.as_strided(shape, (group.stride * v_row, v_head, v_row, one), group.row * v_row)
+        part = grouped[group.start : group.start + group.count]
+        outs.append(_attend(part, k, v, attn_mask=group.mask, scale=scale))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(q.shape)
 
 

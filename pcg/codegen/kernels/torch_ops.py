@@ -8,6 +8,8 @@ already, and each adapter's tokens are one segment of the batch.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from pcg.codegen.kernels.attention import attention, attention_backward
 
 __all__ = ["attention", "attention_backward"]
+
+_packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -31,10 +35,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, round_
     y = wide * scale
     if weight is None:
         return y.to(x.dtype)
+    if wide is x:  # nothing is rounded
+        return y.mul_(weight + offset if offset else weight)
     if round_first:
-        return (y.to(x.dtype).mul_(weight) if not offset else y.to(x.dtype) * (weight + offset)).to(
-            x.dtype
-        )
+        y = y.to(x.dtype)
+        return (y * (weight + offset if offset else weight)).to(x.dtype)
     return y.mul_(_wide(weight) + offset if offset else weight).to(x.dtype)
 
 
@@ -77,14 +82,31 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float
 def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding that pairs dim i with i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
     n, half = cos.shape[-1], cos.shape[-1] // 2
+    if n == x.shape[-1] and x.shape[0] <= _FEW_TOKENS:
+        return torch.addcmul(x * cos.unsqueeze(1), torch.roll(x, half, -1), _signed(sin))
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if n < x.shape[-1]:
-        y[..., n:] = x[..., n:]
-    low, high = x[..., :half], x[..., half:n]
-    torch.mul(low, cos[..., :half], out=y[..., :half]).addcmul_(high, sin[..., :half], value=-1)
-    torch.mul(high, cos[..., half:], out=y[..., half:n]).addcmul_(low, sin[..., half:])
-    return y
+    turned = x[..., :n]
+    y = turned * cos
+    y[..., :half].addcmul_(x[..., half:n], sin[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y if n == x.shape[-1] else torch.cat((y, x[..., n:]), -1)
+
+
+_FEW_TOKENS = 128
+"""Up to here a call costs more than its arithmetic, so fewer calls win."""
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """sin with its first half negated, [T, 1, n]; remembered, as all layers of a step share it."""
+    global _last_signed
+    if _last_signed is None or _last_signed[0]() is not sin:
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[:, :half], sin[:, half:]), -1).unsqueeze(1)
+        _last_signed = (weakref.ref(sin), signed)
+    return _last_signed[1]
+
+
+_last_signed: tuple[weakref.ref[Tensor], Tensor] | None = None
 
 
 def rope_half_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -134,6 +156,25 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ (+ b); the weight plain, or packed by oneDNN."""
+    if weight.is_mkldnn:
+        return _packed_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
+
+
+def linear_group(
+    x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None] = ()
+) -> Sequence[Tensor]:
+    """The linear operators of x; joined where the first weight holds all, and the others are None."""
+    first, bias = weights[0], biases[0] if biases else None
+    assert first is not None
+    if weights[1] is not None:
+        padded = biases or [None] * len(weights)
+        return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
+    return linear(x, first, bias).split(first.group_sizes, -1)  # type: ignore[no-any-return]
+
+
 # ------------------------------------------------------------------------------ bypass networks
 
 
@@ -144,7 +185,8 @@ def shrink(x: Tensor, a: Any) -> Any:
     """
     if a is None:
         return None
-    x = x.to(a.weight.dtype)
+    if x.dtype != a.weight.dtype:
+        x = x.to(a.weight.dtype)
     if a.segments is None:
         return F.linear(x, a.weight)
     return _segmented_product(x[a.segments.start :], a.weight, a.segments)
@@ -178,7 +220,7 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
         return torch.bmm(x.view(count, segments.uniform, -1), weight).flatten(0, 1)
     if segments.gather is not None:
         return torch.bmm(x[segments.gather], weight).flatten(0, 1)[segments.places]
-    parts = x.split(segments.sizes)
+    parts = x.split(list(segments.sizes))
     return torch.cat([part @ weight[i] for i, part in enumerate(parts)])
 
 

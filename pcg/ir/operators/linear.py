@@ -33,7 +33,7 @@ class Linear(Operator):
         return (x.with_shape((*x.shape[:-1], weight.shape[0])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"F.linear({', '.join(inputs)})"
+        return f"K.linear({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dx = context.add("linear_backward", context.incoming, context.input(1))
@@ -44,6 +44,35 @@ class Linear(Operator):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[0].elements * inputs[0].shape[-1]
+
+
+class LinearGroup(Operator):
+    """Linear operators of one input as one product: y_i = x W_iᵀ (+ b_i).
+
+    Inputs: x, the `count` weights, then their biases where `bias`.
+    """
+
+    name = "linear_group"
+    inputs = (3, 65)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        if len(types) != 1 + count * (2 if attributes["bias"] else 1):
+            raise TypeCheckError(f"linear_group has {len(types)} inputs and {dict(attributes)}")
+        groups = [(types[0], *types[1 + i :: count]) for i in range(count)]
+        return tuple(out for group in groups for out in Linear().infer(group, {}))
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        return ("", *(str(i) for i in range(1, count)))
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        weights = ", ".join(inputs[1 : 1 + count])
+        biases = ", ".join(inputs[1 + count :])
+        return f"K.linear_group({inputs[0]}, ({weights})" + (f", ({biases}))" if biases else ")")
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
 
 
 class LinearBackward(Operator):
@@ -222,6 +251,7 @@ OPERATORS: tuple[Operator, ...] = (
     ExpandBackward(),
     Linear(),
     LinearBackward(),
+    LinearGroup(),
     Outer(),
     ScaledOuter(),
     Shrink(),

@@ -68,7 +68,11 @@ class Permute(Operator):
 
 
 class Slice(Operator):
-    """x[..., start:stop:step, ...] along one feature dim."""
+    """x[..., start:stop:step, ...] along one feature dim.
+
+    `copied` says that the traced model takes it by an index list, of which eager PyTorch makes a
+    copy; here it is a view.
+    """
 
     name = "slice"
     is_view = True
@@ -81,6 +85,8 @@ class Slice(Operator):
             raise TypeCheckError(f"slice {start}:{stop} is outside dim {dim} of {types[0]}")
         shape = list(types[0].shape)
         shape[dim] = len(range(start, stop, cast("int", attributes.get("step", 1))))
+        if attributes.get("copied", True) is not True:
+            raise TypeCheckError("the attribute copied of slice is True or missing")
         return (types[0].with_shape(tuple(shape)),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -90,7 +96,7 @@ class Slice(Operator):
         return f"{inputs[0]}[..., {', '.join([bounds] + [':'] * (-dim - 1))}]"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        attributes = context.attributes
+        attributes = {k: v for k, v in context.attributes.items() if k != "copied"}
         size = int(context.input_type(0).shape[cast("int", attributes["dim"])])
         return [context.add("slice_backward", context.incoming, size=size, **attributes)]
 

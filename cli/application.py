@@ -1,0 +1,126 @@
+"""The application: its commands, and what becomes of an error.
+
+    PcgError, OSError      error: …     exit 1
+    any other exception    error: …     exit 1, and says that it is a bug
+    wrong usage            typer's box  exit 2
+    Ctrl-C                 interrupted  exit 130
+
+With --debug the first two are raised, with their tracebacks.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pcg import __version__
+from pcg.errors import FinetuneInterrupted, PcgError
+
+from .compile import compile_command
+from .console import fail
+from .doctor import doctor_command
+from .explain import explain_command
+from .finetune import finetune_command
+from .models import models_command
+from .run import run_command
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class Group(TyperGroup):
+    """The commands, with --debug anywhere on the line, and errors as one line each."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move --debug to the front, where the application takes it."""
+        end = args.index("--") if "--" in args else len(args)
+        if "--debug" in args[:end]:
+            rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
+            args = ["--debug", *rest]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; turn what it raises into a line and an exit status."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            fail("interrupted")
+            raise typer.Exit(INTERRUPTED) from error
+        except FinetuneInterrupted as error:
+            fail(str(error))
+            raise typer.Exit(INTERRUPTED) from error
+        except Exception as error:
+            # typer's own (a usage error, an exit), and a reader of our output that has gone.
+            own = type(error).__module__.partition(".")[0] in ("click", "typer")
+            gone = isinstance(error, OSError) and error.errno == errno.EPIPE
+            if own or gone or ctx.params.get("debug"):
+                raise
+            fail(f"error: {_message(error)}")
+            raise typer.Exit(1) from error
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, PcgError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    return (
+        f"{type(error).__name__}: {error}\nThis is a bug in pcg; --debug shows where it happened."
+    )
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: [cyan]pcg explain meta-llama/Llama-3.1-8B --peft lora[/]",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"pcg {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Compile, serve and finetune many adapters over one frozen language model."""
+
+
+def _example(*lines: str) -> str:
+    return "\n\n".join(["Example:", *(f"[cyan]{line}[/]" for line in lines)])
+
+
+app.command("explain", epilog=_example("pcg explain llama-3.1-70b --batch 1 --seq 1024"))(
+    explain_command
+)
+app.command("compile", epilog=_example("pcg compile examples/checkpoint --rank 8 -o program"))(
+    compile_command
+)
+app.command(
+    "run",
+    epilog=_example(
+        'pcg run program --prompt "def main(" --adapter tests=adapters/unittest --stream'
+    ),
+)(run_command)
+app.command(
+    "finetune",
+    epilog=_example(
+        "pcg finetune program --data train.jsonl --adapter mine --output adapters/mine"
+    ),
+)(finetune_command)
+app.command("models", epilog=_example("pcg models --json"))(models_command)
+app.command("doctor", epilog=_example("pcg doctor"))(doctor_command)

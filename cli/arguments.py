@@ -1,0 +1,155 @@
+"""The arguments that several commands share: the model, its recipe, where it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RECIPE = "Recipe"
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models that ship with pcg, for shells."""
+    from pcg.source import shipped
+
+    return [name for name in shipped() if name.lower().startswith(incomplete.lower())]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Directory with a config.json, hub id, or a model of [cyan]pcg models[/].",
+        autocompletion=complete_model,
+        show_default=False,
+        metavar="MODEL",
+    ),
+]
+Runnable = Annotated[
+    str,
+    typer.Argument(
+        help="Compiled program, or a directory or hub id of a model with weights.",
+        autocompletion=complete_model,
+        show_default=False,
+        metavar="DIR_OR_MODEL",
+    ),
+]
+Peft = Annotated[
+    str,
+    typer.Option(
+        help="lora, none, or the directory of an adapter whose recipe to take.",
+        metavar="lora|none|PATH",
+        rich_help_panel=RECIPE,
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        help="LoRA rank. 16 by default.", show_default=False, rich_help_panel=RECIPE, metavar="R"
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        help="LoRA alpha; the scale is alpha / rank. Twice the rank by default.",
+        show_default=False,
+        rich_help_panel=RECIPE,
+        metavar="ALPHA",
+    ),
+]
+Targets = Annotated[
+    str | None,
+    typer.Option(
+        help="Modules to adapt: names parted by commas, or all-linear, the default.",
+        show_default=False,
+        rich_help_panel=RECIPE,
+        metavar="NAME,…",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16, float16 or float64; the model's own by default.",
+        show_default=False,
+        metavar="DTYPE",
+    ),
+]
+TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.", metavar="N")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="As torch names it; a GPU where there is one, else the CPU.",
+        show_default=False,
+        metavar="DEVICE",
+    ),
+]
+WeightsPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Where the weights of a compiled program lie, if no longer where it found them.",
+        show_default=False,
+        metavar="PATH",
+    ),
+]
+TrustEdits = Annotated[
+    bool, typer.Option("--trust-edits", help="Run a program whose emitted source was edited.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+def adapters_of(values: list[str]) -> dict[str, Path]:
+    """Adapters by name, from `name=path` each."""
+    adapters: dict[str, Path] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not (name and equals and path):
+            raise typer.BadParameter(f"{value!r}; use NAME=PATH", param_hint="--adapter")
+        if name in adapters:
+            raise typer.BadParameter(f"two adapters are called {name!r}", param_hint="--adapter")
+        adapters[name] = Path(path).expanduser()
+    return adapters
+
+
+def peft_of(
+    peft: str, rank: int | None = None, alpha: float | None = None, targets: str | None = None
+) -> Any:
+    """What the options of the recipe mean, as `pcg.compile` takes it.
+
+    Raises:
+        typer.BadParameter: options that do not go together.
+        AdapterError: a number out of its range.
+    """
+    given = {"--rank": rank, "--alpha": alpha, "--targets": targets}
+    options = [name for name, value in given.items() if value is not None]
+    if peft.lower() != "lora" and options:
+        raise typer.BadParameter(f"it has no effect with --peft {peft}", param_hint=options[0])
+    if peft.lower() == "none":
+        return None
+    if peft.lower() == "lora":
+        return lora_of(rank, alpha, targets) if options else "lora"
+    if not Path(peft).expanduser().is_dir():
+        raise typer.BadParameter(
+            f"{peft!r} is neither lora nor none nor the directory of an adapter",
+            param_hint="--peft",
+        )
+    path = Path(peft).expanduser()
+    return {path.resolve().name: path}
+
+
+def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
+    """The default recipe with what was given in place of its own."""
+    from pcg.ir.recipe import ALL_LINEAR, LoraRecipe
+
+    recipe = LoraRecipe.default()
+    modules: str | tuple[str, ...] = ALL_LINEAR
+    if targets is not None and targets.lower() != ALL_LINEAR:
+        modules = tuple(name.strip() for name in targets.split(",") if name.strip())
+        if not modules:
+            raise typer.BadParameter("it names no module", param_hint="--targets")
+    rank = recipe.rank if rank is None else rank
+    return dataclasses.replace(
+        recipe, rank=rank, alpha=2 * rank if alpha is None else alpha, target_modules=modules
+    )

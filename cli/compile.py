@@ -1,0 +1,127 @@
+"""`pcg compile`: a model and a recipe to the folder of a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .arguments import Alpha, Dtype, Json, Model, Peft, Rank, Targets, TensorParallel, peft_of
+from .console import busy, count_text, err, print_json, size_text, table, time_text
+
+if TYPE_CHECKING:
+    from pcg.compiler import PassRecord
+    from pcg.ir.program_manifest import Manifest
+    from pcg.source import ModelSource
+
+
+def compile_command(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of the program.", metavar="DIR"),
+    ] = None,
+    peft: Peft = "lora",
+    rank: Rank = None,
+    alpha: Alpha = None,
+    targets: Targets = None,
+    tp: TensorParallel = 1,
+    dtype: Dtype = None,
+    print_after: Annotated[
+        list[str] | None,
+        typer.Option(help="Print the graphs after this pass. Repeatable.", metavar="PASS"),
+    ] = None,
+    dump_dir: Annotated[
+        Path | None,
+        typer.Option(help="Write the graphs after every pass to this folder.", metavar="DIR"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compile a model and a recipe to a program.
+
+    A program is a folder: the graphs as text, the emitted source, the plan, a report. Weights are
+    not needed, and not copied: the program remembers where they lie.
+    """
+    if output is None and not print_after and dump_dir is None:
+        raise typer.BadParameter("say where the program goes", param_hint="-o")
+    if json and print_after:
+        raise typer.BadParameter("it does not go with --json", param_hint="--print-after")
+    from pcg.source import resolve
+
+    # Both know in milliseconds what is wrong, and torch takes seconds.
+    source = resolve(model)
+    recipe = peft_of(peft, rank, alpha, targets)
+
+    with busy("starting"):
+        from pcg import compiler
+        from pcg.ir.program_folder import save_program
+    names = [name for name, _ in compiler.PIPELINE]
+    unknown = sorted(set(print_after or ()) - set(names))
+    if unknown:
+        raise typer.BadParameter(
+            f"there is no pass {unknown[0]!r}; the passes are {', '.join(names)}",
+            param_hint="--print-after",
+        )
+    dump = compiler.dump_to(dump_dir) if dump_dir is not None else None
+    records: list[PassRecord] = []
+
+    def observe(record: PassRecord) -> None:
+        records.append(record)
+        if record.name in (print_after or ()):
+            print(f"# after {record.name}\n{record.text()}")
+        if dump is not None:
+            dump(record)
+
+    with busy(f"compiling {source.name}"):
+        program = compiler.compile_program(model, recipe, tp=tp, dtype=dtype, observe=observe)
+        manifest = None
+        if output is not None:
+            explain = getattr(compiler, "explain", None)
+            report = explain and explain(model, recipe, tp=tp, dtype=dtype).to_json()
+            manifest = save_program(
+                program,
+                output,
+                weights=_weights(model, source),
+                tokenizer_directory=source.directory,
+                report=report,
+            )
+    if json:
+        print_json(_summary(program.name, records, output, manifest))
+    else:
+        _print_passes(program.name, records, output, manifest)
+
+
+def _weights(model: str, source: ModelSource) -> str | None:
+    """Where the weights lie: the directory that was given, or the id on the hub."""
+    if Path(model).expanduser().exists():
+        return None if source.directory is None else str(source.directory.resolve())
+    return source.name
+
+
+def _summary(
+    name: str, records: list[PassRecord], output: Path | None, manifest: Manifest | None
+) -> dict[str, object]:
+    passes = [{"pass": r.name, "nodes": r.nodes, "seconds": round(r.seconds, 4)} for r in records]
+    return {
+        "model": name,
+        "passes": passes,
+        "output": None if output is None else str(output),
+        "files": [] if manifest is None else sorted(manifest.files),
+    }
+
+
+def _print_passes(
+    name: str, records: list[PassRecord], output: Path | None, manifest: Manifest | None
+) -> None:
+    console = err()
+    rows = table("pass", "nodes", "time", right=("nodes", "time"))
+    for record in records:
+        rows.add_row(record.name, f"{record.nodes:,}", time_text(record.seconds))
+    console.print(rows)
+    if output is None or manifest is None:
+        return
+    size_bytes = sum((output / file).stat().st_size for file in manifest.files)
+    files = count_text(len(manifest.files) + 1, "file")
+    console.print(f"\n{name} → {output}: {files}, {size_text(size_bytes)}", soft_wrap=True)
+    console.print(f'run it: pcg run {output} --prompt "…"', style="dim", soft_wrap=True)

@@ -1,0 +1,102 @@
+"""What `pcg run` shows: prompts and their continuations, whole or as they are made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .console import out
+
+if TYPE_CHECKING:
+    from pcg.runtime.generation import Chunk, Completion
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, and the adapter to continue it with; None is the base."""
+
+    text: str
+    adapter: str | None
+
+
+def wait_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+    """Gather the completions."""
+    done: dict[int, Completion] = {}
+    for chunk in chunks:
+        if chunk.completion is not None:
+            done[chunk.index] = chunk.completion
+    return [done[index] for index in range(len(prompts))]
+
+
+def print_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+    """Print the completions when all are done."""
+    done = wait_completions(chunks, prompts)
+    for index, completion in enumerate(done):
+        _head(prompts, index)
+        _text(completion.text)
+        _text("\n")
+    return done
+
+
+def stream_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+    """Print the first completion that is not done as it is made; the others wait for their turn."""
+    waiting: list[list[str]] = [[] for _ in prompts]
+    done: dict[int, Completion] = {}
+    current = 0
+    _head(prompts, current)
+    for chunk in chunks:
+        waiting[chunk.index].append(chunk.text)
+        if chunk.completion is not None:
+            done[chunk.index] = chunk.completion
+        while current < len(prompts):
+            _text("".join(waiting[current]))
+            waiting[current].clear()
+            if current not in done:
+                break
+            _text("\n")
+            current += 1
+            if current < len(prompts):
+                _head(prompts, current)
+    return [done[index] for index in range(len(prompts))]
+
+
+def _head(prompts: list[Prompt], index: int) -> None:
+    """The prompt, dim, below a line that says whose it is where there are several."""
+    prompt = prompts[index]
+    console = out()
+    if len(prompts) > 1:
+        if index:
+            console.print()
+        console.print(f"── {index + 1} · {prompt.adapter or 'base'} ──", style="bold cyan")
+    console.print(prompt.text, style="dim", end="", soft_wrap=True)
+    console.file.flush()
+
+
+def _text(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def summary_of(
+    model: str, prompts: list[Prompt], done: list[Completion], tokens: int, seconds: float
+) -> dict[str, Any]:
+    """The completions as JSON, in the order of the prompts."""
+    return {
+        "model": model,
+        "completions": [
+            {
+                "prompt": prompt.text,
+                "adapter": prompt.adapter,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "prompt_tokens": completion.prompt_tokens,
+            }
+            for prompt, completion in zip(prompts, done, strict=True)
+        ],
+        "tokens": tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_s": round(tokens / seconds, 1),
+    }

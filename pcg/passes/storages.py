@@ -1,0 +1,147 @@
+"""Which values of a graph share memory: views and what they are views of.
+
+A value's *layout* is the stride of each of its feature dims in its storage. A reshape is a view
+where the layout allows it (torch's computeStride), else a copy, so that an expanded head or a slice
+out of a fused projection is followed as eager PyTorch follows it. The token dim is never regrouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+import sympy
+
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.types import DTYPE_BYTES, TensorType
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that one or several values share.
+
+    Attributes:
+        name: of the value that it was made for.
+        op: the operator that made it; "input" or "parameter" where none did.
+        type: of that value.
+    """
+
+    name: str
+    op: str
+    type: TensorType
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is resident, whatever backward needs."""
+        return self.op == "parameter"
+
+    def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:
+        """Its bytes with so many tokens."""
+        one = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
+        return one * tokens if self.type.is_token_wise else sympy.Integer(one)
+
+
+class Storages:
+    """The storage of each value of a graph.
+
+    Args:
+        graph: its nodes are added one by one, in order, by `add`.
+        eager: follow eager Hugging Face code, where an entry taken by an index list is a copy.
+    """
+
+    def __init__(self, graph: Graph, *, eager: bool) -> None:
+        self._eager = eager
+        self._types = dict(graph.types)
+        self._storages: dict[str, Storage] = {}
+        self._layouts: dict[str, tuple[int, ...]] = {}
+        for value in graph.inputs:
+            self.make(value.name, "input", value.type)
+        for parameter in graph.parameters:
+            self.make(parameter.name, "parameter", parameter.type)
+
+    @classmethod
+    def of(cls, graph: Graph, *, eager: bool = False) -> Storages:
+        """The storages of all values of a graph."""
+        storages = cls(graph, eager=eager)
+        for node in graph.nodes:
+            storages.add(node)
+        return storages
+
+    def __getitem__(self, name: str) -> Storage:
+        return self._storages[name]
+
+    def make(self, name: str, op: str, type_: TensorType) -> Storage:
+        """Memory of its own for a value."""
+        storage = Storage(name, op, type_)
+        self._storages[name] = storage
+        self._layouts[name] = _contiguous(type_.features)
+        return storage
+
+    def add(self, node: Node) -> None:
+        """The storages of a node's outputs."""
+        layout = self._view_layout(node) if operator(node.op).is_view else None
+        if layout is None:
+            for value in node.outputs:
+                self.make(value.name, node.op, value.type)
+            return
+        self._storages[node.name] = self._storages[node.inputs[0]]
+        self._layouts[node.name] = layout
+
+    def _view_layout(self, node: Node) -> tuple[int, ...] | None:
+        """The layout of a view's output; None where it has to be a copy."""
+        source = self._types[node.inputs[0]]
+        old, new = source.features, node.output.type.features
+        layout = self._layouts[node.inputs[0]]
+        if node.op == "reshape":
+            return _regrouped(old, layout, new)
+        if node.op == "permute":
+            lead = int(source.is_token_wise)
+            dims = cast("tuple[int, ...]", node.attribute("dims"))[lead:]
+            return tuple(layout[dim - lead] for dim in dims)
+        if node.op == "expand":
+            pairs = zip(old, new, layout, strict=True)
+            return tuple(stride if a == b else 0 for a, b, stride in pairs)
+        if node.op == "slice":
+            if self._eager and node.get("copied"):
+                return None
+            dim = cast("int", node.attribute("dim"))
+            step = cast("int", node.get("step", 1))
+            last = len(layout) + dim
+            return tuple(stride * (step if i == last else 1) for i, stride in enumerate(layout))
+        return _contiguous(new)
+
+
+def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(sizes)
+    for i in reversed(range(len(sizes) - 1)):
+        strides[i] = strides[i + 1] * sizes[i + 1]
+    return tuple(strides)
+
+
+def _regrouped(
+    old: Sequence[int], layout: Sequence[int], new: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The strides of a tensor viewed with other sizes; None where no strides can say it.
+
+    Source: at::detail::computeStride of ATen/TensorUtils.cpp.
+    """
+    if not old or not new:
+        return (1,) * len(new)
+    strides = [1] * len(new)
+    target = len(new) - 1
+    base, have, want = layout[-1], 1, 1
+    for dim in reversed(range(len(old))):
+        have *= old[dim]
+        if dim == 0 or (old[dim - 1] != 1 and layout[dim - 1] != have * base):
+            while target >= 0 and (want < have or new[target] == 1):
+                strides[target] = want * base
+                want *= new[target]
+                target -= 1
+            if want != have:
+                return None
+            if dim > 0:
+                base, have, want = layout[dim - 1], 1, 1
+    return tuple(strides)

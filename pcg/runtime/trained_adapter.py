@@ -1,0 +1,160 @@
+"""The adapter that a finetuning job trains: found, made or taken from a checkpoint.
+
+Training changes tensors in place, so the job's adapter shares none with the caller or with a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pcg.errors import FinetuneError, UnsupportedError
+from pcg.ir.recipe import LoraRecipe, Site
+from pcg.runtime.adapters import Adapter, check_fits, recipe_from
+
+if TYPE_CHECKING:
+    from pcg.runtime.executor import Executor
+
+_SAMPLES = 64
+
+
+def start_adapter(
+    executor: Executor, name: str, peft: object, seed: int, saved: Adapter | None
+) -> Adapter:
+    """Put the adapter to train into the executor.
+
+    Args:
+        executor: that serves and trains it.
+        name: of the adapter.
+        peft: the recipe of a new one, as `Executor.add_adapter` takes it; None is the one that the
+            program was compiled for under that name, else "lora".
+        seed: of a new one's weights.
+        saved: from a checkpoint, to go on with.
+    Raises:
+        FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
+        UnsupportedError: a feature of the recipe that pcg does not train.
+    """
+    there = executor.adapters.get(name)
+    if there is not None and peft is not None:
+        if isinstance(peft, str | os.PathLike) and peft != "lora":
+            raise FinetuneError(
+                f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
+                "another; leave peft out, or remove the adapter first"
+            )
+        wanted = _sites_of_recipe(executor, recipe_from(peft))
+        _check_same(name, "peft=", wanted, "the adapter that is there", _sites(there))
+    if saved is not None:
+        if there is not None:
+            _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
+        elif peft is not None and not (isinstance(peft, str | os.PathLike) and peft != "lora"):
+            wanted = _sites_of_recipe(executor, recipe_from(peft))
+            _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
+        base = executor.program.base
+        check_fits(saved, base.linear_modules(), executor.program.name, base.output_module)
+        _check_trainable(saved.recipe, name)
+        return executor.put_adapter(owned(saved))
+    if there is not None:
+        _check_trainable(there.recipe, name)
+        return executor.put_adapter(owned(there))
+    if peft is None:
+        compiled = executor.program.recipes.get(name)
+        peft = "lora" if compiled is None else LoraRecipe(**compiled)
+    if not isinstance(peft, str | os.PathLike):
+        _check_trainable(recipe_from(peft), name)
+    made = executor.add_adapter(name, peft, seed=seed)
+    try:
+        _check_trainable(made.recipe, name)
+        return executor.put_adapter(owned(made))
+    except BaseException:
+        executor.remove_adapter(name)
+        raise
+
+
+def owned(adapter: Adapter) -> Adapter:
+    """The adapter with copies of its tensors."""
+    weights = {
+        path: dataclasses.replace(
+            w, a=w.a.clone(), b=w.b.clone(), bias=None if w.bias is None else w.bias.clone()
+        )
+        for path, w in adapter.weights.items()
+    }
+    biases = {path: bias.clone() for path, bias in adapter.biases.items()}
+    return dataclasses.replace(adapter, weights=weights, biases=biases)
+
+
+def overwrite(adapter: Adapter, values: Adapter) -> None:
+    """Copy values into an adapter's own tensors."""
+    with torch.no_grad():
+        for path, weights in adapter.weights.items():
+            for tensor, value in zip(weights.tensors, values.weights[path].tensors, strict=True):
+                tensor.copy_(value)
+        for path, bias in adapter.biases.items():
+            bias.copy_(values.biases[path])
+
+
+def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
+    """A checksum of samples of every weight, to notice that the base is another.
+
+    Args:
+        weights: with their names.
+    """
+    checksum = 0
+    for name, tensor in weights:
+        head = f"{name} {tuple(tensor.shape)}".encode()
+        stride = max(1, tensor.numel() // _SAMPLES)
+        samples = tensor.detach().reshape(-1)[::stride][:_SAMPLES].to("cpu", torch.float64)
+        checksum = zlib.crc32(samples.numpy().tobytes(), zlib.crc32(head, checksum))
+    return checksum
+
+
+def _check_trainable(recipe: LoraRecipe, name: str) -> None:
+    if recipe.dropout:
+        raise UnsupportedError(
+            f"the recipe of adapter {name!r} has lora_dropout={recipe.dropout:g}, and pcg trains "
+            "without dropout; set it to 0 (of a saved adapter: in its adapter_config.json)"
+        )
+    if recipe.lora_bias:
+        raise UnsupportedError(
+            f"the recipe of adapter {name!r} has lora_bias=True (a bias on lora_B), which pcg does "
+            "not train; set it to False"
+        )
+
+
+_Sites = tuple[Mapping[str, Site], str]
+
+
+def _sites(adapter: Adapter) -> _Sites:
+    sites = {path: Site(w.rank, w.scale) for path, w in adapter.weights.items()}
+    return sites, adapter.recipe.bias
+
+
+def _sites_of_recipe(executor: Executor, recipe: LoraRecipe) -> _Sites:
+    base = executor.program.base
+    model_type = str(executor.program.config["model_type"])
+    return recipe.sites(tuple(base.linear_modules()), base.output_module, model_type), recipe.bias
+
+
+def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
+    """Refuse to go on with an adapter of another recipe."""
+    difference = ""
+    if first[1] != second[1]:
+        difference = f'bias="{first[1]}" and {other} "{second[1]}"'
+    for path in [*first[0], *second[0]]:
+        a, b = first[0].get(path), second[0].get(path)
+        if a != b and not difference:
+            difference = f"{_words(a)} at {path} and {other} {_words(b)}"
+    if difference:
+        raise FinetuneError(
+            f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "
+            "checkpoint_dir"
+        )
+
+
+def _words(site: Site | None) -> str:
+    return "none" if site is None else f"rank {site.rank} with scale {site.scale:g}"

@@ -1,0 +1,107 @@
+"""What transformers and peft make of a small random model: the oracle of the family tests."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor
+
+NEW_TOKENS = 32
+
+
+def random_model(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A transformers model whose every parameter matters: no weight is zero, no scale is one."""
+    fields = dict(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about options of generation
+        parsed = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.data.copy_(0.08 * noise)
+        else:
+            parameter.data.add_(0.1 * noise)
+    return model.to(dtype).eval()
+
+
+def with_adapter(model: Any, targets: str | Sequence[str], rank: int, seed: int = 1) -> Any:
+    """A copy of the model wrapped by peft, whose adapter does something."""
+    chosen = targets if isinstance(targets, str) else list(targets)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=chosen, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
+        wrapped = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in lora_parameters(wrapped).values():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return wrapped
+
+
+def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
+    """The adapter's parameters by pcg's name: the module's path, and lora_A or lora_B."""
+    return {
+        name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def load_saved(model: Any, directory: Path) -> Any:
+    """The model with an adapter that peft itself reads from files."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, sequence: Sequence[int]) -> Tensor:
+    return model(torch.tensor([sequence]), use_cache=False).logits[0]
+
+
+def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+    """The most likely continuation, by transformers' own generate with its KV cache."""
+    ids = torch.tensor([prompt])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def loss_and_gradients(
+    wrapped: Any, sequences: Sequence[Sequence[int]]
+) -> tuple[float, dict[str, Tensor]]:
+    """The summed loss, and the gradients of the mean loss over all target tokens."""
+    count = sum(len(sequence) - 1 for sequence in sequences)
+    total = torch.zeros((), dtype=torch.float64)
+    wrapped.zero_grad()
+    for sequence in sequences:
+        ids = torch.tensor([sequence])
+        out = wrapped(ids, use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(out, ids[0, 1:], reduction="sum")
+        (loss / count).backward()
+        total += loss.detach()
+    gradients = {name: parameter.grad for name, parameter in lora_parameters(wrapped).items()}
+    return float(total), {name: g.clone() for name, g in gradients.items() if g is not None}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, by the largest number expected."""
+    return float((found - expected).abs().max() / expected.abs().max())

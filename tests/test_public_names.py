@@ -1,0 +1,122 @@
+"""`import pcg`: what it offers, and that it costs nothing until it is used."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import pcg
+from pcg.errors import ConfigError, ProgramError, WeightsError
+from pcg.ir.program_folder import save_program
+from tests import tiny_llama
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from pcg.compiler import compile_program
+
+    path = tmp_path_factory.mktemp("programs") / "program"
+    save_program(compile_program(model), path, weights=model, tokenizer_directory=model)
+    return path
+
+
+def test_importing_pcg_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pcg; pcg.PcgError; "
+        "print([n for n in ('torch', 'transformers', 'sympy', 'rich', 'numpy') if n in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_name_is_there() -> None:
+    for name in pcg.__all__:
+        assert getattr(pcg, name) is not None
+    assert set(pcg.__all__) <= set(dir(pcg))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = pcg.nonsense
+
+
+def test_every_error_is_public() -> None:
+    from pcg import errors
+
+    types = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    there = {name for name, value in types.items() if issubclass(value, errors.PcgError)}
+    assert there <= set(pcg.__all__)
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pcg.__version__ == project["version"]
+
+
+def test_trace_stays_a_function_beside_its_package(model: Path) -> None:
+    import pcg.trace.export
+    from pcg.trace import Trace
+
+    by_path = pcg.trace(model)
+    assert isinstance(by_path, Trace)
+    by_config = pcg.trace(json.loads((model / "config.json").read_text()))
+    by_module = pcg.trace(LlamaForCausalLM.from_pretrained(model))
+    assert by_path.graph == by_config.graph == by_module.graph
+
+
+def test_loaded_folder_computes_what_the_model_does(folder: Path, model: Path) -> None:
+    executor = pcg.load(folder)
+    ids = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = LlamaForCausalLM.from_pretrained(model)(ids).logits
+    torch.testing.assert_close(executor.logits(ids), expected, rtol=1e-4, atol=1e-5)
+    by_model = pcg.compile(model).generate("def add(", max_new_tokens=8)
+    assert executor.generate("def add(", max_new_tokens=8) == by_model
+
+
+def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:
+    other = tiny_llama.save(tmp_path / "finetuned", seed=1)
+    ids = [[1, 2, 3]]
+    one, two = pcg.load(folder), pcg.load(folder, weights=other)
+    assert not torch.equal(one.logits(ids)[0], two.logits(ids)[0])
+
+
+def test_weights_of_another_model(folder: Path, tmp_path: Path) -> None:
+    other = tiny_llama.save(tmp_path / "other", rms_norm_eps=1e-3)
+    with pytest.raises(ProgramError, match=r"rms_norm_eps=0.001, not 1e-06.*weights of this one"):
+        pcg.load(folder, weights=other)
+
+
+def test_weights_that_are_gone(folder: Path, model: Path, tmp_path: Path) -> None:
+    from pcg.ir.program_folder import load_program
+
+    program = load_program(folder)
+    save_program(program, tmp_path / "moved", weights=tmp_path / "gone")
+    with pytest.raises(ProgramError, match=r"compiled from .*gone.*--weights PATH \(weights=PATH"):
+        pcg.load(tmp_path / "moved")
+    save_program(program, tmp_path / "bare")
+    with pytest.raises(ProgramError, match=r"from a configuration alone; say where the weights"):
+        pcg.load(tmp_path / "bare")
+    executor = pcg.load(tmp_path / "bare", weights=model)
+    assert executor.tokenizer is not None  # that of the weights
+    with pytest.raises(ConfigError):
+        pcg.load(tmp_path / "bare", weights=tmp_path)
+    with pytest.raises(WeightsError):
+        pcg.load(tmp_path / "bare", weights=tiny_llama_without_weights(tmp_path))
+
+
+def tiny_llama_without_weights(tmp_path: Path) -> Path:
+    directory = tmp_path / "no-weights"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(tiny_llama.config()))
+    return directory
