@@ -66,6 +66,9 @@ def _message(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    # torch's; ours is a PcgError. torch is not imported to ask.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {error}; use fewer or shorter sequences at a time"
     return (
         f"{type(error).__name__}: {error}\nThis is a bug in pcg; --debug shows where it happened."
     )

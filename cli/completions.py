@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from .console import out
 
 if TYPE_CHECKING:
@@ -45,8 +47,9 @@ def stream_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[C
     waiting: list[list[str]] = [[] for _ in prompts]
     done: dict[int, Completion] = {}
     current = 0
-    _head(prompts, current)
-    for chunk in chunks:
+    for count, chunk in enumerate(chunks):
+        if not count:  # not before it is known that the prompts can be continued
+            _head(prompts, current)
         waiting[chunk.index].append(chunk.text)
         if chunk.completion is not None:
             done[chunk.index] = chunk.completion
@@ -70,8 +73,7 @@ def _head(prompts: list[Prompt], index: int) -> None:
         if index:
             console.print()
         console.print(f"── {index + 1} · {prompt.adapter or 'base'} ──", style="bold cyan")
-    console.print(prompt.text, style="dim", end="", soft_wrap=True)
-    console.file.flush()
+    typer.secho(prompt.text, dim=True, nl=False)  # rich would expand tabs
 
 
 def _text(text: str) -> None:

@@ -48,6 +48,7 @@ REQUIREMENTS = (
     Requirement("transformers", "5.17", None, "tracing"),
     Requirement("safetensors", purpose="weights"),
     Requirement("tokenizers", purpose="text"),
+    Requirement("jinja2", "3.1.6", None, "chat templates"),
     Requirement("sympy", purpose="formulas"),
     Requirement("networkx", purpose="graphs"),
     Requirement("numpy", purpose="arrays"),

@@ -60,6 +60,7 @@ def _drop_identity(rewriter: Rewriter, node: Node) -> NewName | None:
     neutral = (
         (node.op in ("mul", "div") and scalar == 1 and not node.get("reversed"))
         or (node.op == "add" and scalar == 0)
+        or (node.op == "concat" and len(node.inputs) == 1)
         or (node.op in ("reshape", "cast", "expand") and node.output.type == source)
     )
     if neutral and node.output.type == source:
@@ -295,18 +296,23 @@ def _activation(rewriter: Rewriter, node: Node) -> NewName | None:
         return None
     nodes, leaves = _elementwise_cone(rewriter, node)
     ops = {n.op for n in nodes}
-    if len(leaves) != 1 or not ops & {"tanh", "sigmoid"}:
+    if len(leaves) != 1 or not ops & {"tanh", "sigmoid", "pointwise"}:
         return None
     (leaf,) = leaves
     if rewriter.graph.types[leaf] != node.output.type:
         return None
-    for name, attributes in (("gelu", {"approximate": "tanh"}), ("silu", {})):
-        if _same_function(tuple(nodes), leaf, node.name, name):
-            return rewriter.add(name, leaf, **attributes)
+    for name, attributes in _ACTIVATIONS:
+        if _same_function(tuple(nodes), leaf, node.name, name, attributes):
+            return rewriter.add(name, leaf, **dict(attributes))
     return None
 
 
-_ARITHMETIC = ("add", "mul", "pow", "tanh", "sigmoid", "neg")
+_ACTIVATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("gelu", (("approximate", "none"),)),
+    ("gelu", (("approximate", "tanh"),)),
+    ("silu", ()),
+)
+_ARITHMETIC = ("add", "div", "mul", "neg", "pointwise", "pow", "sigmoid", "tanh")
 
 
 def _elementwise_cone(rewriter: Rewriter, root: Node) -> tuple[list[Node], set[str]]:
@@ -328,7 +334,13 @@ def _elementwise_cone(rewriter: Rewriter, root: Node) -> tuple[list[Node], set[s
 
 
 @lru_cache(maxsize=256)
-def _same_function(nodes: tuple[Node, ...], leaf: str, root: str, name: str) -> bool:
+def _same_function(
+    nodes: tuple[Node, ...],
+    leaf: str,
+    root: str,
+    name: str,
+    attributes: tuple[tuple[str, str], ...],
+) -> bool:
     """Whether the nodes compute a known activation, to 1e-7 on a grid in fp64."""
     import torch
     import torch.nn.functional as F
@@ -340,7 +352,7 @@ def _same_function(nodes: tuple[Node, ...], leaf: str, root: str, name: str) -> 
         arguments = [f"values[{source!r}]" for source in node.inputs]
         source = operator(node.op).source(arguments, dict(node.attributes))
         values[node.name] = eval(source, namespace, {"values": values})
-    known = F.gelu(grid, approximate="tanh") if name == "gelu" else F.silu(grid)
+    known = eval(operator(name).source(["grid"], dict(attributes)), namespace, {"grid": grid})
     return bool((values[root] - known).abs().max() < 1e-7)
 
 

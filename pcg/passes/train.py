@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pcg.errors import UnsupportedError
 from pcg.ir.graph import Builder, Graph
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
@@ -34,7 +35,16 @@ def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:
 
     Both take the hidden states and `targets` [T]; the first also the gradient of each token's loss,
     and gives the loss [T], the hidden states' gradient, and the trained parameters'.
+
+    Raises:
+        UnsupportedError: something is to be trained before the first layer; it is named.
     """
+    for parameter in model.prologue.parameters:
+        if parameter.role == "adapter":
+            raise UnsupportedError(
+                f"{parameter.source} lies before the first layer, where pcg runs adapters but does "
+                "not finetune them; leave it out (exclude_modules, or bias other than 'all')"
+            )
     builder = Builder.extending(model.epilogue)
     targets = builder.input("targets", tensor("i64", TOKENS))
     loss = builder.add("cross_entropy", [model.epilogue.outputs[0], targets], name="loss")

@@ -233,8 +233,11 @@ class Generator:
         batch = Batch(torch.tensor(ids, device=self._device), spans, cache)
         adapters = [sequence.request.adapter for sequence in sequences]
         bound = self._stacks.bind(adapters, [span.length for span in spans])
-        rows = None if len(ids) == len(spans) else batch.last_tokens
-        logits = self._runner.logits(batch, bound, rows)
+        if len(ids) == len(spans):
+            logits = self._runner.logits(batch, bound)
+        else:
+            last = self._stacks.bind(adapters, [1] * len(spans))
+            logits = self._runner.logits(batch, bound, batch.last_tokens, last)
         params = [sequence.request.params for sequence in sequences]
         generators = [sequence.generator for sequence in sequences]
         history = None

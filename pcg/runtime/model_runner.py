@@ -141,14 +141,22 @@ def _join(
     key = tuple(id(tensor) for tensor in tensors)
     if key not in packed:
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        half = whole.dtype in (torch.float32, torch.bfloat16)
-        if whole.dim() == 2 and whole.is_cpu and half and torch.backends.mkldnn.is_available():
+        if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
             whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
         whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
         packed[key] = whole
     for name in names:
         setattr(holder, name, None)
     setattr(holder, names[0], packed[key])
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
 
 
 class LayerInputs:
@@ -202,13 +210,28 @@ class ModelRunner:
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
 
     @torch.inference_mode()
-    def logits(self, batch: Batch, adapters: Bound, rows: Tensor | None = None) -> Tensor:
-        """Logits [rows, V] of some tokens of the batch, or of all."""
+    def logits(
+        self,
+        batch: Batch,
+        adapters: Bound,
+        rows: Tensor | None = None,
+        row_adapters: Bound | None = None,
+    ) -> Tensor:
+        """Logits of all tokens of the batch, or of some.
+
+        Args:
+            batch: the tokens.
+            adapters: bound to all tokens.
+            rows: indices of the tokens wanted, [rows]; None for all.
+            row_adapters: bound to those, for bypass networks of the epilogue.
+        Returns:
+            [T or rows, V].
+        """
         inputs = self.hidden(batch, adapters)
         if rows is not None:
             inputs = [x[rows] for x in inputs]
-        weights = self.weights.epilogue
-        return self._functions["epilogue"](weights, adapters.outer, batch, *inputs)  # type: ignore[no-any-return]
+        outer = (adapters if row_adapters is None else row_adapters).outer
+        return self._functions["epilogue"](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

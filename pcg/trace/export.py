@@ -141,7 +141,9 @@ def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fa
     """
     with _quiet():
         parsed = _parse(config)
-        with _torch_dtype(dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")):
+        dtype = dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")
+        parsed.dtype = getattr(torch, dtype)
+        with _torch_dtype(dtype):
             errors = []
             for implementation in (_IMPLEMENTATION, "sdpa", "eager"):
                 try:

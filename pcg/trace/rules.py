@@ -282,8 +282,6 @@ def _concat(importer: Importer, node: Node) -> Imported:
     parts = [part for part in parts if part.name]  # without empty slices
     dim = int(node.args[1] if len(node.args) > 1 else 0)  # type: ignore[arg-type]
     first = parts[0]
-    if len(parts) == 1:
-        return first
     if any(part.tags != first.tags for part in parts) or first.tags[dim] != "d":
         raise importer.refusal(node, "it joins along tokens, or different layouts")
     name = importer.add("concat", *(part.name for part in parts), dim=first.feature_dim(dim))

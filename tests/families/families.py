@@ -44,7 +44,8 @@ class Family:
         usual: modules that LoRA usually goes to; what peft takes by default, where it knows.
         layers_field: name of the number of layers.
         per_layer: fields that hold one entry a layer, made from the number of layers.
-        extra: a variant whose numbers are checked in the slow run only.
+        excluded: linear modules that an adapter on all-linear leaves out.
+        extra: a variant whose numbers are checked with 2 layers in the slow run only.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Family:
     usual: tuple[str, ...] = ()
     layers_field: str = "num_hidden_layers"
     per_layer: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
     extra: bool = False
 
     def config(self, layers: int, **changes: Any) -> dict[str, Any]:
@@ -103,8 +105,8 @@ _OPT = {
 }
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 _FALCON = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY, **_TOKENS}
-_MPT = {"d_model": 64, "n_heads": 4, "vocab_size": VOCABULARY, "max_seq_len": 64, **_TOKENS}
-_BLOOM = {"hidden_size": 64, "n_head": 4, "vocab_size": VOCABULARY, **_TOKENS}
+_MPT = {"d_model": 96, "n_heads": 6, "vocab_size": VOCABULARY, "max_seq_len": 64, **_TOKENS}
+_BLOOM = {"hidden_size": 96, "n_head": 6, "vocab_size": VOCABULARY, **_TOKENS}
 _GEMMA = _of(_LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=WINDOW)
 
 FAMILIES: tuple[Family, ...] = (
@@ -133,7 +135,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3", "qwen3", _of(_LLAMA, head_dim=24)),
     Family("opt", "opt", _OPT),
     Family("opt-post_norm", "opt", _of(_OPT, do_layer_norm_before=False)),
-    Family("opt-projected", "opt", _of(_OPT, word_embed_proj_dim=32), extra=True),
+    Family(
+        "opt-projected",
+        "opt",
+        _of(_OPT, word_embed_proj_dim=32),
+        excluded=("project_in",),
+        extra=True,
+    ),
     Family("gpt2", "gpt2", _GPT, layers_field="n_layer"),
     Family(
         "gpt2-scaled_by_layer",

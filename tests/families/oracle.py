@@ -33,11 +33,21 @@ def random_model(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, 
     return model.to(dtype).eval()
 
 
-def with_adapter(model: Any, targets: str | Sequence[str], rank: int, seed: int = 1) -> Any:
+def with_adapter(
+    model: Any,
+    targets: str | Sequence[str],
+    *,
+    rank: int,
+    excluded: Sequence[str] = (),
+    seed: int = 1,
+) -> Any:
     """A copy of the model wrapped by peft, whose adapter does something."""
-    chosen = targets if isinstance(targets, str) else list(targets)
     config = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=chosen, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=list(excluded) or None,
+        task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
@@ -55,6 +65,13 @@ def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
         for name, parameter in wrapped.named_parameters()
         if parameter.requires_grad
     }
+
+
+def save(wrapped: Any, directory: Path) -> None:
+    """Write the adapter as peft does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped.save_pretrained(directory)
 
 
 def load_saved(model: Any, directory: Path) -> Any:

@@ -229,7 +229,10 @@ def remove(name: str) -> Callable[[Path], None]:
     [
         (remove("manifest.json"), r"has no manifest.json: it is not a program; compile it: pcg"),
         (remove("base.pcg"), r"base.pcg is missing from .*program; compile it"),
-        (write("manifest.json", b'{"format": 1,'), r"manifest.json is damaged at line 1, column 14"),
+        (
+            write("manifest.json", b'{"format": 1,'),
+            r"is damaged at line 1, column 14",
+        ),
         (write("manifest.json", b"\xff{}"), r"damaged: byte 0 is not UTF-8"),
         (write("manifest.json", b"[]"), r"holds a list, not an object"),
         (set_field(format=FORMAT + 1), rf"of format {FORMAT + 1}, written by pcg .*; update pcg"),
@@ -240,9 +243,12 @@ def remove(name: str) -> Callable[[Path], None]:
         (set_field(surprise=1), r'has "surprise", which no manifest has'),
         (set_field(files={}), r"names no base.pcg"),
         (set_field(files={"../x": "00"}), r"names '../x', which is no file of it"),
-        (append("serving.py", "# mine\n"), r"serving.py was edited .*--trust-edits \(trust_edits=T"),
+        (
+            append("serving.py", "# mine\n"),
+            r"serving.py was edited .*--trust-edits \(trust_ed",
+        ),
         (append("report.json", "\n"), r"report.json was edited"),
-        (append("plan.json", " "), r"plan.json is damaged or was edited .*only the emitted source"),
+        (append("plan.json", " "), r"plan.json is damaged or was edited .*only the emitted"),
         (append("training.pcg", "#"), r"training.pcg is damaged or was edited"),
         (write("constants.safetensors", b""), r"constants.safetensors is damaged or was edited"),
     ],
@@ -266,7 +272,7 @@ def test_trusted_edits(program: Program, folder: Path) -> None:
     loaded = load_program(folder, trust_edits=True)
     assert loaded.serving.source == program.serving.source + "# mine\n"
     append("base.pcg", "# mine\n")(folder)
-    with pytest.raises(ProgramError, match="base.pcg is damaged or was edited"):
+    with pytest.raises(ProgramError, match=r"base.pcg is damaged or was edited"):
         load_program(folder, trust_edits=True)
 
 

@@ -1,0 +1,210 @@
+"""The report of `pcg.explain`: what a model needs under a recipe, in bytes, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = (
+    "weights",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "kv_cache",
+    "activations",
+    "workspace",
+)
+"""The kinds of memory, in the order of a report."""
+
+_STAGES = {
+    "eager": "transformers + peft, autograd",
+    "pruned": "pcg, what gradients read",
+}
+_BAR_CELLS = 28
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one way to train keeps for backward.
+
+    Attributes:
+        stage: its name.
+        bytes: of the whole model.
+        bytes_per_block: of one layer, on average over all but the first.
+        recompute_flops_ratio: floating-point operations done again, as a share of the forward's.
+    """
+
+    stage: str
+    bytes: int
+    bytes_per_block: int
+    recompute_flops_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the training program, and what is done with it.
+
+    Attributes:
+        tensor: its graph and value.
+        op: the operator that made it.
+        shape: sizes in this batch.
+        dtype: torch's name.
+        bytes: of one of it.
+        formula: the same in B and S.
+        needed_by: operators of backward that read it.
+        decision: "save".
+        reason: why.
+        layers: how many of it there are.
+    """
+
+    tensor: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    formula: str
+    needed_by: tuple[str, ...]
+    decision: str
+    reason: str
+    layers: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `pcg.explain` found; memory is in bytes of one rank.
+
+    `memory_bytes` has, for one finetuning step of `batch` sequences of `seq` tokens:
+
+    - weights: the base model's parameters;
+    - adapters: the trainable parameters, in fp32 over half precision as peft has them;
+    - gradients: one for each trainable parameter, in its dtype;
+    - optimizer: AdamW's two moments in fp32;
+    - kv_cache: keys and values of batch · seq tokens, for the requests served beside it;
+    - activations: what pcg's training program keeps for backward (stage `pruned`; `eager` where
+      pcg cannot train the model);
+    - workspace: the most intermediate values alive at once in one layer's forward or backward, or
+      in the loss over one chunk of tokens, beside all of these; without an operator's temporaries.
+    """
+
+    model: str
+    architecture: str
+    peft: str | None
+    tp: int
+    batch: int
+    seq: int
+    dtype: str
+    layers: int
+    parameters: Mapping[str, int]
+    memory_bytes: Mapping[str, int]
+    activations: tuple[Stage, ...]
+    formulas: Mapping[str, str]
+    saved: tuple[SavedTensor, ...] = ()
+    parallel: Mapping[str, Sequence[Any]] = field(
+        default_factory=lambda: {"base": [], "bypass": []}
+    )
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data: docs and the CLI's `--json` state the schema."""
+        fields = dataclasses.asdict(self)
+        fields["parameters"] = dict(self.parameters)
+        fields["memory_bytes"] = dict(self.memory_bytes)
+        fields["formulas"] = dict(self.formulas)
+        fields["activations"] = [dataclasses.asdict(stage) for stage in self.activations]
+        fields["saved"] = [
+            dataclasses.asdict(row) | {"shape": list(row.shape), "needed_by": list(row.needed_by)}
+            for row in self.saved
+        ]
+        fields["parallel"] = {key: list(rows) for key, rows in self.parallel.items()}
+        fields["notes"] = list(self.notes)
+        return fields
+
+    def to_text(self, tensors: bool = False) -> str:
+        """The report as monospaced text of at most 100 columns, formulas apart.
+
+        Args:
+            tensors: list every kept tensor.
+        """
+        parts = [self._heading(), self._memory()]
+        if self.activations:
+            parts.append(self._stages())
+        if tensors and self.saved:
+            parts.append(self._tensors())
+        parts.append(self._formulas())
+        if self.notes:
+            parts.append([f"* {note}" for note in self.notes])
+        return "\n\n".join("\n".join(lines) for lines in parts)
+
+    # --------------------------------------------------------------------------------- text
+
+    def _heading(self) -> list[str]:
+        base, trainable = self.parameters["base"], self.parameters["trainable"]
+        share = f" ({trainable / base:.2%} of the base)" if trainable else ""
+        ranks = "one rank" if self.tp == 1 else f"{self.tp} ranks"
+        return [
+            f"{self.model}  ·  {self.architecture}  ·  {self.layers} layers  ·  {self.dtype}",
+            f"{self.peft or 'no adapters'}  ·  batch {self.batch} × {self.seq:,} tokens  ·  {ranks}",
+            "",
+            f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
+        ]
+
+    def _memory(self) -> list[str]:
+        total = self.memory_bytes["total"]
+        lines = ["memory of a rank       GiB"]
+        for kind in (*KINDS, "total"):
+            size = self.memory_bytes[kind]
+            line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
+            lines.append(line.rstrip())
+        return lines
+
+    def _stages(self) -> list[str]:
+        most = max(stage.bytes for stage in self.activations)
+        lines = ["kept for backward      GiB   MiB a layer   recomputed"]
+        for stage in self.activations:
+            lines.append(
+                f"  {stage.stage:<14}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+                f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16)}"
+                f"  {_STAGES.get(stage.stage, '')}".rstrip()
+            )
+        return lines
+
+    def _tensors(self) -> list[str]:
+        wide = max(len(row.tensor) for row in self.saved)
+        lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  shape, and what reads it in backward"]
+        for row in self.saved:
+            shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
+            lines.append(
+                f"{row.tensor:<{wide}}  {row.bytes / 2**20:>9,.3f}  {row.layers:>6}  {shape}  "
+                f"{', '.join(row.needed_by)}"
+            )
+        return lines
+
+    def _formulas(self) -> list[str]:
+        lines = ["bytes, for B sequences of S tokens"]
+        return lines + [f"  {name:<12}= {formula}" for name, formula in self.formulas.items()]
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes in GiB; more places for what is small."""
+    size = size_bytes / 2**30
+    return "0" if not size_bytes else f"{size:,.2f}" if size >= 0.1 else f"{size:.4f}"
+
+
+def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
+    """A bar whose length is the share of the whole, to an eighth of a cell; never none for some."""
+    eighths = round(8 * cells * part / whole) if whole else 0
+    if part:
+        eighths = max(eighths, 1)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BLOCKS[rest] if rest else "")
+
+
+def count_text(number: int) -> str:
+    """A number of parameters as people say it: 8.03 B, 41.9 M."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
+    return f"{number}"
