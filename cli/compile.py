@@ -77,8 +77,7 @@ def compile_command(
         program = compiler.compile_program(model, recipe, tp=tp, dtype=dtype, observe=observe)
         manifest = None
         if output is not None:
-            explain = getattr(compiler, "explain", None)
-            report = explain and explain(model, recipe, tp=tp, dtype=dtype).to_json()
+            report = compiler.explain(model, recipe, tp=tp, dtype=dtype).to_json()
             manifest = save_program(
                 program,
                 output,

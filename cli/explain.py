@@ -42,4 +42,4 @@ def explain_command(
     if json:
         print_json(report.to_json())
     else:
-        print(report.to_text())
+        print(report.to_text(tensors=tensors))

@@ -43,6 +43,7 @@ from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
+    from pcg.report import Report
     from pcg.runtime.executor import Executor
 
 
@@ -395,6 +396,69 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     return trace_config(resolve(model).config, _dtype_name(dtype), whole)
+
+
+def explain(
+    model: Any,
+    peft: object = "lora",
+    *,
+    tp: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+) -> Report:
+    """Account for the memory of a finetuning step, and say what is kept for backward and why.
+
+    Args:
+        model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
+            no weights are needed.
+        peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory}.
+        tp: tensor-parallel degree.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype; the configuration's own by default.
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    from pcg.passes.account import Account, Asked, account
+    from pcg.passes.adapter_use import AdapterUse, adapter_use
+
+    if tp != 1:
+        raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
+    if isinstance(model, torch.nn.Module):
+        model = model.config.to_dict()  # type: ignore[union-attr,operator]
+    source, recipes = resolve(model), recipes_of(peft)
+    asked = Asked(source.name, source.config, recipes, batch, seq)
+
+    def use_of(base: ModelGraph) -> AdapterUse:
+        return adapter_use(base, recipes, str(source.config["model_type"]))
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return use_of(base).bypasses(_adapter_dtype(base.dtype))
+
+    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype))
+    folded = run_passes(state, last="fold")
+    unraised, traced = _made(folded.base), _made(folded.traced)
+    attached = run_passes(folded, first="raise", last="attach")
+    refusal = ""
+    try:
+        attached = run_passes(attached, first="differentiate", last="differentiate")
+    except UnsupportedError as error:
+        refusal = str(error)
+    return account(
+        Account(
+            unraised,
+            _made(attached.base),
+            attached.training_model,
+            attached.training_blocks,
+            attached.training_epilogue[0] if attached.training_epilogue else None,
+            use_of(unraised),
+            _adapter_dtype(unraised.dtype),
+            traced.attention,
+            refusal,
+        ),
+        asked,
+    )
 
 
 def make_executor(

@@ -188,9 +188,9 @@ class Report:
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes in GiB; more places for what is small."""
+    """Bytes in GiB; two more places for what is small."""
     size = size_bytes / 2**30
-    return "0" if not size_bytes else f"{size:,.2f}" if size >= 0.1 else f"{size:.4f}"
+    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
 
 
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:

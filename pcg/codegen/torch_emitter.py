@@ -7,6 +7,7 @@ module's path. In training functions a value is deleted after its last use.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from pcg.errors import CodegenError
@@ -14,6 +15,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program import python_name
 
+WIDTH = 100
 HEADER = '''"""{title}
 
 Emitted by pcg for PyTorch. {note}
@@ -59,9 +61,10 @@ def emit_function(
     lines = [f"def {name}({', '.join(['w', 'a', 'batch', *packed, *inputs])}):"]
     lines += [f'    """{doc}', ""]
     lines += [f"    {value.name}: {value.type}" for value in graph.inputs]
-    lines += [f"    -> {', '.join(f'{n}: {graph.types[n]}' for n in graph.outputs)}", '    """']
+    lines += [f"    -> {output}: {graph.types[output]}" for output in graph.outputs]
+    lines.append('    """')
     if kept:
-        lines.append(f"    {', '.join(map(python_name, kept))}, = kept")
+        lines += _wrapped([f"{python_name(n)}," for n in kept], "(", ") = kept")
         lines.append("    del kept")
     last_use = _last_uses(graph) if free else {}
     scope = None
@@ -69,12 +72,11 @@ def emit_function(
         if node.scope != scope:
             scope = node.scope
             lines.append(f"    # {scope or 'layer'}")
-        lines.append(f"    {_statement(node, expressions)}")
+        lines += _statement(node, expressions)
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    groups = outputs if outputs is not None else None
-    lines.append(f"    return {_returned(graph.outputs, groups, expressions)}")
+    lines += _returned(graph.outputs, outputs, expressions)
     return "\n".join(lines) + "\n"
 
 
@@ -91,12 +93,36 @@ def _expressions(graph: Graph) -> dict[str, str]:
     return expressions
 
 
-def _statement(node: Node, expressions: Mapping[str, str]) -> str:
+def _statement(node: Node, expressions: Mapping[str, str]) -> list[str]:
     entry = operator(node.op)
     arguments = [expressions[name] for name in node.inputs]
     source = entry.source(arguments, dict(node.attributes))
     targets = ", ".join(expressions[value.name] for value in node.outputs)
-    return f"{targets} = {source}"
+    line = f"    {targets} = {source}"
+    if len(line) <= WIDTH or not source.endswith(")") or "(" not in source:
+        return [line]
+    # The operator's call, with its arguments on lines of their own.
+    call, _, inner = source.partition("(")
+    words = [f"{part}," for part in inner.removesuffix(")").split(", ")]
+    words[-1] = words[-1].removesuffix(",")
+    return _wrapped(words, f"{targets} = {call}(", ")")
+
+
+def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
+    """`opening words closing` on one line if it fits, else the words filled over lines."""
+    line = f"    {opening}{' '.join(words)}{closing}"
+    if len(line) <= WIDTH:
+        return [line]
+    indent = " " * 8
+    filled = textwrap.fill(
+        " ".join(words),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [f"    {opening}", *filled.splitlines(), f"    {closing}"]
 
 
 def _last_uses(graph: Graph) -> dict[int, list[str]]:
@@ -117,11 +143,13 @@ def _last_uses(graph: Graph) -> dict[int, list[str]]:
 
 def _returned(
     outputs: Sequence[str], groups: Sequence[Sequence[str]] | None, expressions: Mapping[str, str]
-) -> str:
+) -> list[str]:
     if groups is None:
-        return ", ".join(expressions[name] for name in outputs)
-    parts = []
-    for group in groups:
-        names = [expressions[name] for name in group]
-        parts.append(f"({', '.join(names)}{',' if len(names) == 1 else ''})")
-    return ", ".join(parts)
+        return [f"    return {', '.join(expressions[name] for name in outputs)}"]
+    lines: list[str] = []
+    names = []
+    for i, group in enumerate(groups):
+        words = [f"{expressions[name]}," for name in group]
+        lines += _wrapped(words, f"group_{i} = (", ")")
+        names.append(f"group_{i}")
+    return [*lines, f"    return {', '.join(names)}"]

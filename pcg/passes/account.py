@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import sympy
 
+from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.eager_memory import SEQUENCES, TOKENS_OF_BATCH, Eager, eager_memory
 from pcg.passes.kept_memory import (
     KeptMemory,
@@ -32,6 +36,39 @@ MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
 """AdamW's two moments of one parameter."""
 
 
+LOSS_CHUNK_BYTES = 32 * 2**20
+"""Logits in fp32 of one chunk of the loss; `pcg.runtime.training_runner.CHUNK_BYTES`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a report is about.
+
+    Attributes:
+        model: its name.
+        config: its config.json.
+        recipes: of the adapters, by name.
+        batch: sequences of a step.
+        seq: tokens of each.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    recipes: Mapping[str, LoraRecipe]
+    batch: int
+    seq: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("batch", self.batch), ("seq", self.seq)):
+            if type(number) is not int or number < 1:
+                raise UnsupportedError(f"{name}={number!r}; use an int of at least 1")
+
+    @property
+    def at(self) -> dict[sympy.Symbol, int]:
+        """What the symbols of formulas stand for."""
+        return {SEQUENCES: self.batch, CONTEXT: self.seq}
+
+
 @dataclass(frozen=True)
 class Account:
     """What is accounted for.
@@ -42,11 +79,10 @@ class Account:
         training: with bypass networks attached; None without adapters.
         blocks: its differentiated blocks; empty where pcg cannot train the model.
         epilogue: the loss, forward and backward in one graph; None likewise.
-        eager: how eager PyTorch runs the model; None without adapters.
-        trainable: number of trainable parameters, of all adapters.
-        adapter_dtype: of them.
-        loss_chunk: tokens of one chunk of the loss.
-        notes: what the reader has to know.
+        use: what the recipes train.
+        adapter_dtype: of the adapters' parameters.
+        attention: as `pcg.trace.Trace.attention`.
+        refusal: why pcg cannot train the model; empty where it can.
     """
 
     unraised: ModelGraph
@@ -54,67 +90,80 @@ class Account:
     training: ModelGraph | None
     blocks: Sequence[TrainingGraph]
     epilogue: Graph | None
-    eager: Eager | None
-    trainable: int
+    use: AdapterUse
     adapter_dtype: str
-    loss_chunk: int
-    notes: tuple[str, ...] = ()
+    attention: str
+    refusal: str = ""
 
 
-def account(
-    what: Account, *, model: str, architecture: str, peft: str | None, batch: int, seq: int
-) -> Report:
-    """The report of one model, recipe and batch."""
-    at = {SEQUENCES: batch, CONTEXT: seq}
+def account(what: Account, asked: Asked) -> Report:
+    """The report of one model, its recipes and a batch."""
+    use, at = what.use, asked.at
     stages: list[Stage] = []
-    notes = list(what.notes)
+    notes: list[str] = []
     kept: KeptMemory | None = None
     activations = sympy.Integer(0)
-    if what.eager is not None:
-        found = eager_memory(what.unraised, what.eager)
+    if use.trainable:
+        eager = Eager(
+            use.ranks, what.attention, asked.seq, use.biases, what.adapter_dtype, use.dropout
+        )
+        found = eager_memory(what.unraised, eager)
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
-        notes += _eager_notes(what.unraised, what.eager)
+        notes += _eager_notes(what.unraised, eager)
     if what.training is not None and what.blocks:
         kept = kept_memory(what.training, what.blocks)
         activations = kept.total
         stages.append(_stage("pruned", kept.total, kept.layers, at))
-    elif what.eager is not None:
-        notes.append("activations are eager's, and workspace is of the forward alone")
-    base, weights = _weights(what.base)
-    trained = DTYPE_BYTES[what.adapter_dtype] * what.trainable
-    formulas = dict(
-        zip(
-            KINDS,
-            (
-                sympy.Integer(weights),
-                sympy.Integer(trained),
-                sympy.Integer(trained),
-                sympy.Integer(MOMENT_BYTES * what.trainable),
-                _kv_cache(what.base) * TOKENS_OF_BATCH,
-                activations,
-                _workspace(what, batch, seq),
-            ),
-            strict=True,
+    elif use.trainable:
+        notes.append(
+            f"pruned: pcg does not finetune this yet ({what.refusal}); activations are eager's, and "
+            "workspace is of the forward alone"
         )
+    elements, weights = _weights(what.base)
+    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * use.trainable)
+    sizes = (
+        sympy.Integer(weights),
+        trained,
+        trained,
+        sympy.Integer(MOMENT_BYTES * use.trainable),
+        _kv_cache(what.base) * TOKENS_OF_BATCH,
+        activations,
+        _workspace(what, asked),
     )
-    formulas["total"] = sympy.Add(*formulas.values())
+    formulas = dict(zip(KINDS, sizes, strict=True)) | {"total": sympy.Add(*sizes)}
     return Report(
-        model=model,
-        architecture=architecture,
-        peft=peft,
+        model=asked.model,
+        architecture=str((asked.config.get("architectures") or [asked.config["model_type"]])[0]),
+        peft=_recipes_text(asked.recipes),
         tp=1,
-        batch=batch,
-        seq=seq,
+        batch=asked.batch,
+        seq=asked.seq,
         dtype=TORCH_NAMES[what.base.dtype],
         layers=len(what.base.layers),
-        parameters={"base": base, "trainable": what.trainable},
+        parameters={"base": elements, "trainable": use.trainable},
         memory_bytes={kind: _number(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: _text(formulas[name]) for name in ("activations", "total")},
         saved=tuple(_saved(row, at) for row in kept.tensors) if kept else (),
         notes=tuple(notes),
     )
+
+
+def _recipes_text(recipes: Mapping[str, LoraRecipe]) -> str | None:
+    """The recipes in words; None for none."""
+    texts = [_recipe_text(recipe) for recipe in recipes.values()]
+    if len(texts) == 1:
+        return texts[0]
+    named = [f"{name} ({text})" for name, text in zip(recipes, texts, strict=True)]
+    return f"{len(named)} adapters: {', '.join(named)}" if named else None
+
+
+def _recipe_text(recipe: LoraRecipe) -> str:
+    targets = recipe.target_modules
+    where = "its family's modules" if targets is None else targets
+    text = f"LoRA r{recipe.rank} on {where if isinstance(where, str) else ', '.join(where)}"
+    return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 
 def _number(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
@@ -184,14 +233,15 @@ def _kv_cache(model: ModelGraph) -> int:
     return sum(of_block[index] for index in model.layers)
 
 
-def _workspace(what: Account, batch: int, seq: int) -> sympy.Expr:
+def _workspace(what: Account, asked: Asked) -> sympy.Expr:
     """The most bytes of intermediate values at once, as a formula of the graph that needs them."""
-    tokens = batch * seq
+    tokens = asked.batch * asked.seq
     found: list[sympy.Expr] = []
     if what.training is not None and what.blocks and what.epilogue is not None:
         transients = training_transients(what.training, what.blocks, tokens)
         found += [item.formula(TOKENS_OF_BATCH) for item in transients]
-        chunk = min(tokens, what.loss_chunk)
+        vocabulary = int(what.base.epilogue.types[what.base.epilogue.outputs[0]].shape[-1])
+        chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
         symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
         carried = what.base.epilogue.inputs[: len(what.base.blocks[0].outputs)]
         gradients = sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
@@ -201,8 +251,8 @@ def _workspace(what: Account, batch: int, seq: int) -> sympy.Expr:
         model = what.training or what.base
         found += [transient(block, tokens).formula(TOKENS_OF_BATCH) for block in model.blocks]
         # Only the last token of each sequence gets logits.
-        found.append(transient(model.epilogue, batch).formula(SEQUENCES))
-    return max(found, key=lambda formula: _number(formula, {SEQUENCES: batch, CONTEXT: seq}))
+        found.append(transient(model.epilogue, asked.batch).formula(SEQUENCES))
+    return max(found, key=lambda formula: _number(formula, asked.at))
 
 
 def _saved(row: KeptTensor, at: Mapping[sympy.Symbol, int]) -> SavedTensor:

@@ -75,6 +75,10 @@ def kept_memory(model: ModelGraph, blocks: Sequence[TrainingGraph]) -> KeptMemor
         _block_tensors(block, training, model.layers.count(index))
         for index, (block, training) in enumerate(zip(model.blocks, blocks, strict=True))
     ]
+    keeps_output = [
+        _keeps_output(block, training, rows)
+        for block, training, rows in zip(model.blocks, blocks, found, strict=True)
+    ]
     shared: dict[str, KeptTensor] = {}
     layers: list[sympy.Expr] = []
     kept_before = False
@@ -88,9 +92,7 @@ def kept_memory(model: ModelGraph, blocks: Sequence[TrainingGraph]) -> KeptMemor
                 shared.setdefault(row.tensor.partition(".")[2], row)
         counted = [row for row in own if not (kept_before and row.tensor == carried)]
         layers.append(sympy.Add(*(row.size_bytes for row in counted)))
-        storages = Storages.of(blocks[index].forward)
-        output = storages[block.outputs[0]].name
-        kept_before = any(row.tensor == f"{block.name}.{output}" for row in own)
+        kept_before = keeps_output[index]
     outside = [_shared(name, row) for name, row in shared.items()]
     outside += _read_by_loss(model, skip_first=kept_before)
     block_rows = [
@@ -101,6 +103,12 @@ def kept_memory(model: ModelGraph, blocks: Sequence[TrainingGraph]) -> KeptMemor
     ]
     total = sympy.Add(*(row.size_bytes for row in outside))
     return KeptMemory(tuple(layers), total, (*block_rows, *outside))
+
+
+def _keeps_output(block: Graph, training: TrainingGraph, rows: Sequence[KeptTensor]) -> bool:
+    """Whether the memory of the first output is kept in the block that makes it."""
+    output = Storages.of(training.forward)[block.outputs[0]].name
+    return any(row.tensor == f"{block.name}.{output}" for row in rows)
 
 
 def _block_tensors(block: Graph, training: TrainingGraph, layers: int) -> list[KeptTensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
-from pcg.ir.program import Program, Serving, Training
+from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
@@ -64,7 +64,9 @@ class Executor:
         self._eos_ids = eos_ids
         self._adapters: dict[str, Adapter] = {}
         self._weights = load_weights(program, weights, device)
-        self._training: dict[str, Training] = {}
+        self._training: dict[frozenset[str], Training] = {}
+        if program.training is not None:
+            self._training[_model_sites(program.training.model)] = program.training
         self._use(program.serving)
 
     def _use(self, serving: Serving) -> None:
@@ -351,15 +353,7 @@ class Executor:
         return "f64" if self.program.dtype == "f64" else "f32"
 
     def _has_sites(self, adapter: Adapter) -> bool:
-        model = self._serving.model
-        there = {
-            parameter.source.format(layer=layer)
-            for parameter, layer in model.parameters()
-            if parameter.role == "adapter"
-        }
-        wanted = {f"{path}.lora_A" for path in adapter.weights}
-        wanted |= {f"{path}.bias" for path in adapter.biases}
-        return wanted <= there
+        return _sites(adapter) <= _model_sites(self._serving.model)
 
     def refresh_adapter(self, name: str) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place."""
@@ -401,13 +395,30 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
-        key = repr(sorted(adapter.weights)) + repr(sorted(adapter.biases))
+        key = _sites(adapter)
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         return TrainingRunner(self._training[key], self._weights, adapter)
 
 
 _LISTS = ("stop", "stop_token_ids")
+
+
+def _sites(adapter: Adapter) -> frozenset[str]:
+    """What the adapter attaches to: modules with a bypass, and biases."""
+    return frozenset({f"{path}.lora_A" for path in adapter.weights}) | frozenset(
+        f"{path}.bias" for path in adapter.biases
+    )
+
+
+def _model_sites(model: ModelGraph) -> frozenset[str]:
+    """What a program's bypass networks attach to, in the same form."""
+    sources = (
+        parameter.source.format(layer=layer)
+        for parameter, layer in model.parameters()
+        if parameter.role == "adapter"
+    )
+    return frozenset(source for source in sources if not source.endswith(".lora_B"))
 
 
 def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:

@@ -277,8 +277,8 @@ def test_compile_options_that_do_not_go_together(model: Path, tmp_path: Path) ->
 
 
 class FakeReport:
-    def to_text(self) -> str:
-        return "the text"
+    def to_text(self, tensors: bool = False) -> str:
+        return f"the text, {tensors=}"
 
     def to_json(self) -> dict[str, Any]:
         return {"model": "tiny"}
@@ -291,8 +291,8 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
         calls.append((args, options))
         return FakeReport()
 
-    monkeypatch.setattr("pcg.compiler.explain", explain, raising=False)
-    assert output_of("explain", model) == "the text\n"
+    monkeypatch.setattr("pcg.compiler.explain", explain)
+    assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
     options = ("--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64")
     text = output_of("explain", model, *options, "--dtype", "float16", "--json")
@@ -300,8 +300,20 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     ((_, recipe), sizes) = calls.pop()
     assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
     assert sizes == {"tp": 2, "batch": 3, "seq": 64, "dtype": "float16"}
-    output_of("explain", model, "--peft", "none")
+    assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
     assert calls.pop()[0][1] is None
+
+
+def test_explain_a_model_that_ships() -> None:
+    report = json.loads(output_of("explain", "llama-3.2-1b", "--seq", "64", "--json"))
+    assert report["model"] == "meta-llama/Llama-3.2-1B"
+    assert report["parameters"]["base"] == 1_235_814_400
+    assert_one_error(run("explain", "llama-3.2-1b", "--targets", "q_porj"), "did you mean q_proj")
+
+
+def test_compile_adds_the_report(program: Path) -> None:
+    report = json.loads((program / "report.json").read_text())
+    assert report["memory_bytes"]["total"] > 0
 
 
 # ---------------------------------------------------------------------------------------------- run

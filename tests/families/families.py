@@ -139,7 +139,7 @@ FAMILIES: tuple[Family, ...] = (
         "opt-projected",
         "opt",
         _of(_OPT, word_embed_proj_dim=32),
-        excluded=("project_in",),
+        excluded=("project_in", "project_out"),
         extra=True,
     ),
     Family("gpt2", "gpt2", _GPT, layers_field="n_layer"),

@@ -70,7 +70,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(family, base, wrapped, saved, executor)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (11,) * 5], ids=["ragged", "uniform"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (40,) * 5], ids=["ragged", "uniform"])
 def test_logits_with_and_without_adapters_in_one_batch(case: Case, lengths: Sequence[int]) -> None:
     sequences = prompts(lengths)
     found = case.executor.logits(sequences, list(ADAPTERS))
@@ -93,7 +93,7 @@ def test_greedy_tokens_of_a_ragged_batch(case: Case) -> None:
 
 @pytest.mark.parametrize("adapter", ["all", "usual"])
 def test_gradients_of_every_parameter(case: Case, adapter: str) -> None:
-    sequences = prompts((13, 7, 13, 4))
+    sequences = prompts((40, 7, 13, 40, 37))
     runner = case.executor.training_runner(adapter)
     for parameter in runner.parameters.values():
         parameter.grad = None

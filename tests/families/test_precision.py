@@ -56,13 +56,3 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(name: str) -> None:
         assert ours.dtype == torch.bfloat16
         error = (ours.float() - truth).norm() / truth.norm()
         assert error < 1.25 * (theirs - truth).norm() / truth.norm()
-
-
-def test_an_adapter_before_the_first_layer_runs_and_is_not_finetuned() -> None:
-    """OPT projects its embeddings where they are narrower than the layers."""
-    base = oracle.random_model(BY_NAME["opt-projected"].config(2))
-    executor = compiler.compile(base)
-    fields = {"peft_type": "LORA", "r": 4, "target_modules": ["project_in", "q_proj"]}
-    executor.add_adapter("a", fields)
-    with pytest.raises(UnsupportedError, match=r"model\.decoder\.project_in\.lora_A lies before"):
-        executor.training_runner("a")

@@ -80,7 +80,13 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float
 
 
 def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding that pairs dim i with i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
+    """Rotary embedding that pairs dim i with i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D.
+
+    Tables of a wider dtype than x's (OLMo-2) turn it in theirs.
+    """
+    if cos.dtype != x.dtype:
+        wide = torch.promote_types(x.dtype, cos.dtype)
+        return rope_half(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
     n, half = cos.shape[-1], cos.shape[-1] // 2
     if n == x.shape[-1] and x.shape[0] <= _FEW_TOKENS:
         return torch.addcmul(x * cos.unsqueeze(1), torch.roll(x, half, -1), _signed(sin))

@@ -1,0 +1,45 @@
+"""Adapters outside the layers: on the head, and on what lies before the first layer."""
+
+from __future__ import annotations
+
+import pytest
+
+import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
+from tests.families import oracle
+from tests.families.families import BY_NAME
+from tests.families.test_numbers import TOLERANCE, prompts
+
+HEADS = {"llama3": ("lm_head", "q_proj"), "opt-projected": ("project_out", "fc1")}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("lengths", [(9, 4, 6), (7, 7, 7)], ids=["ragged", "uniform"])
+def test_adapter_on_the_head(name: str, lengths: tuple[int, ...]) -> None:
+    base = oracle.random_model(BY_NAME[name].config(2))
+    wrapped = oracle.with_adapter(base, HEADS[name], rank=4)
+    executor = compiler.compile(base)
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(HEADS[name])}
+    adapter = executor.add_adapter("a", fields)
+    for path, parameter in oracle.lora_parameters(wrapped).items():
+        module, _, kind = path.rpartition(".")
+        weights = adapter.weights[module]
+        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+    sequences, names = prompts(lengths), ["a", None, "a"]
+    models = [wrapped, base, wrapped]
+    found = executor.logits(sequences, names)
+    for logits, sequence, model in zip(found, sequences, models, strict=True):
+        assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
+    completions = executor.generate(sequences, names, max_new_tokens=8, ignore_eos=True)
+    expected = [oracle.greedy(m, s, 8) for m, s in zip(models, sequences, strict=True)]
+    assert [list(completion.token_ids) for completion in completions] == expected
+
+
+def test_an_adapter_before_the_first_layer_runs_and_is_not_finetuned() -> None:
+    """OPT projects its embeddings where they are narrower than the layers."""
+    base = oracle.random_model(BY_NAME["opt-projected"].config(2))
+    executor = compiler.compile(base)
+    fields = {"peft_type": "LORA", "r": 4, "target_modules": ["project_in", "q_proj"]}
+    executor.add_adapter("a", fields)
+    with pytest.raises(UnsupportedError, match=r"model\.decoder\.project_in\.lora_A lies before"):
+        executor.training_runner("a")
