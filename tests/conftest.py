@@ -4,6 +4,8 @@ import os
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before torch starts its threads: bits may depend on their number, here and in processes we start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

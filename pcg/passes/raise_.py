@@ -47,7 +47,7 @@ def raise_graph(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
     graph = rewrite(graph, (_drop_identity, _join_reshapes))
     graph = rewrite(graph, (_layer_norm, _rms_norm, _linear_bias, _rope, _activation))
     graph = rewrite(graph, (_plain_rms_norm, _partial_rope, _drop_identity, _join_reshapes))
-    graph = rewrite(graph, (_unrepeat_heads,))
+    graph = rewrite(graph, (_unrepeat_heads, _drop_identity, _join_reshapes))
     return graph.renamed(readable_names(graph, inputs or {}))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TypeAlias
 
@@ -32,6 +33,7 @@ class Segments:
         gather: [adapters, largest size], token of each place of a padded batch; None where padding
             would more than double the work.
         places: where each token is in the padded batch, [tokens from start].
+        batched: (adapters, size, -1) where all tokens are in segments of one size, else None.
     """
 
     start: int
@@ -39,6 +41,11 @@ class Segments:
     uniform: int
     gather: Tensor | None
     places: Tensor | None
+
+    @cached_property
+    def batched(self) -> tuple[int, int, int] | None:
+        uniform = not self.start and self.uniform and len(self.sizes) > 1
+        return (len(self.sizes), self.uniform, -1) if uniform else None
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class AdapterStacks:
             for p in graph.parameters
             if p.role == "adapter"
         ]
+        self._last: tuple[object, Bound] | None = None
         self._stacks: OrderedDict[tuple[int, ...], list[_Stacks]] = OrderedDict()
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Bound:
@@ -119,6 +127,12 @@ class AdapterStacks:
         start, chosen, merged = _merge(adapters, sizes)
         if not chosen:
             return self._none
+        key = (tuple(map(id, chosen)), start, tuple(merged))
+        if self._last is None or self._last[0] != key:
+            self._last = (key, self._bind(start, chosen, merged))
+        return self._last[1]
+
+    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         stacks = self._stacked(chosen)
         segments = _segments(start, merged, next(iter(chosen[0].weights.values())).a.device)
         namespaces = [
@@ -129,6 +143,7 @@ class AdapterStacks:
 
     def forget(self) -> None:
         """Drop the stacks, after an adapter has changed or gone."""
+        self._last = None
         self._stacks.clear()
 
     def _stacked(self, adapters: Sequence[Adapter]) -> list[_Stacks]:

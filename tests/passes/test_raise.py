@@ -454,10 +454,8 @@ graph @attn(%q: f32[T, 4, 8], %k: f32[T, 2, 8], %v: f32[T, 2, 8], %cos: f32[T, 8
 """,
         """
 graph @attn(%q: f32[T, 4, 8], %k: f32[T, 2, 8], %v: f32[T, 2, 8], %cos: f32[T, 8], %sin: f32[T, 8]) {
-  %reshape: f32[T, 2, 8] = reshape(%k) {shape=(-1, 2, 8)}
-  %rope: f32[T, 2, 8] = rope(%reshape, %cos, %sin) {rotary_dim=8, style="half"}
-  %reshape_1: f32[T, 2, 8] = reshape(%v) {shape=(-1, 2, 8)}
-  %attention: f32[T, 4, 8], %attention_lse: f32[T, 4] = attention(%q, %rope, %reshape_1) {scale=0.5, softcap=0.0, window=0}
+  %rope: f32[T, 2, 8] = rope(%k, %cos, %sin) {rotary_dim=8, style="half"}
+  %attention: f32[T, 4, 8], %attention_lse: f32[T, 4] = attention(%q, %rope, %v) {scale=0.5, softcap=0.0, window=0}
   return %attention
 }
 """,
@@ -554,12 +552,15 @@ def test_every_family_is_in_the_table() -> None:
     assert sorted(BLOCKS) == sorted(str(family) for family in FAMILIES)
 
 
+ROUNDED = "cohere cohere-qk_norm gemma2 gemma3 gptj granite llama3 olmo2 phi3 qwen3".split()
+"""Families that round, or widen, between the pieces of an operator; others in the slow run."""
+
 CASES = [
     pytest.param(
         str(family),
         dtype,
         id=f"{family}-{dtype}",
-        marks=[pytest.mark.slow] if family.extra and dtype == "bfloat16" else [],
+        marks=[pytest.mark.slow] if dtype == "bfloat16" and str(family) not in ROUNDED else [],
     )
     for family in FAMILIES
     for dtype in ("float32", "bfloat16")

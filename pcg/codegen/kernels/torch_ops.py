@@ -191,29 +191,35 @@ def shrink(x: Tensor, a: Any) -> Any:
     """
     if a is None:
         return None
-    if x.dtype != a.weight.dtype:
-        x = x.to(a.weight.dtype)
-    if a.segments is None:
-        return F.linear(x, a.weight)
-    return _segmented_product(x[a.segments.start :], a.weight, a.segments)
+    segments, weight = a.segments, a.weight
+    if x.dtype != weight.dtype:
+        x = x.to(weight.dtype)
+    if segments is None:
+        return F.linear(x, weight)
+    if segments.batched is not None:
+        return torch.bmm(x.view(segments.batched), weight)  # stays [adapters, tokens, r]
+    return _segmented_product(x[segments.start :], weight, segments)
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
         return y
-    if b.segments is None:
+    segments, weight = b.segments, b.weight
+    if segments is None:
         if y.dtype == s.dtype:
-            return torch.addmm(y, s, b.weight.t(), alpha=b.scale)
-        return torch.addmm(y.to(s.dtype), s, b.weight.t(), alpha=b.scale).to(y.dtype)
-    rows, segments = y[b.segments.start :], b.segments
-    if segments.uniform and y.dtype == s.dtype and len(segments.sizes) > 1:
-        batched = (len(segments.sizes), segments.uniform, -1)
-        rows.view(batched).baddbmm_(s.view(batched), b.weight)
+            return torch.addmm(y, s, weight.t(), alpha=b.scale)
+        return torch.addmm(y.to(s.dtype), s, weight.t(), alpha=b.scale).to(y.dtype)
+    if segments.batched is not None:
+        rows = y.view(segments.batched)
+        if y.dtype == s.dtype:
+            rows.baddbmm_(s, weight)
+        else:
+            rows.add_(torch.bmm(s, weight))
     elif len(segments.sizes) == 1 and y.dtype == s.dtype:
-        rows.addmm_(s, b.weight[0])
+        y[segments.start :].addmm_(s, weight[0])
     else:
-        rows.copy_(rows + _segmented_product(s, b.weight, segments))
+        y[segments.start :].add_(_segmented_product(s, weight, segments))
     return y
 
 
@@ -224,7 +230,7 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
         return x @ weight[0]
     if segments.uniform:
         return torch.bmm(x.view(count, segments.uniform, -1), weight).flatten(0, 1)
-    if segments.gather is not None:
+    if segments.gather is not None and x.shape[0] <= _FEW_TOKENS:
         return torch.bmm(x[segments.gather], weight).flatten(0, 1)[segments.places]
     parts = x.split(list(segments.sizes))
     return torch.cat([part @ weight[i] for i, part in enumerate(parts)])
