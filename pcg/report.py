@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Any
 
 KINDS = (
@@ -19,8 +20,8 @@ KINDS = (
 """The kinds of memory, in the order of a report."""
 
 _STAGES = {
-    "eager": "transformers + peft, autograd",
-    "pruned": "pcg, what gradients read",
+    "eager": "transformers + peft",
+    "pruned": "pcg",
 }
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -108,7 +109,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data: docs and the CLI's `--json` state the schema."""
+        """The report as plain data, which `pcg explain --json` prints."""
         fields = dataclasses.asdict(self)
         fields["parameters"] = dict(self.parameters)
         fields["memory_bytes"] = dict(self.memory_bytes)
@@ -135,7 +136,9 @@ class Report:
             parts.append(self._tensors())
         parts.append(self._formulas())
         if self.notes:
-            parts.append([f"* {note}" for note in self.notes])
+            parts.append(
+                [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in self.notes]
+            )
         return "\n\n".join("\n".join(lines) for lines in parts)
 
     # --------------------------------------------------------------------------------- text
@@ -144,9 +147,10 @@ class Report:
         base, trainable = self.parameters["base"], self.parameters["trainable"]
         share = f" ({trainable / base:.2%} of the base)" if trainable else ""
         ranks = "one rank" if self.tp == 1 else f"{self.tp} ranks"
+        step = f"batch {self.batch} × {self.seq:,} tokens"
         return [
             f"{self.model}  ·  {self.architecture}  ·  {self.layers} layers  ·  {self.dtype}",
-            f"{self.peft or 'no adapters'}  ·  batch {self.batch} × {self.seq:,} tokens  ·  {ranks}",
+            f"{self.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
             "",
             f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
         ]
@@ -163,12 +167,12 @@ class Report:
     def _stages(self) -> list[str]:
         most = max(stage.bytes for stage in self.activations)
         lines = ["kept for backward      GiB   MiB a layer   recomputed"]
-        for stage in self.activations:
-            lines.append(
-                f"  {stage.stage:<14}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
-                f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16)}"
-                f"  {_STAGES.get(stage.stage, '')}".rstrip()
-            )
+        lines += [
+            f"  {stage.stage:<14}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+            f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
+            f"  {_STAGES.get(stage.stage, '')}".rstrip()
+            for stage in self.activations
+        ]
         return lines
 
     def _tensors(self) -> list[str]:

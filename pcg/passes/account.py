@@ -22,7 +22,8 @@ from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.passes.adapter_use import AdapterUse
-from pcg.passes.eager_memory import SEQUENCES, TOKENS_OF_BATCH, Eager, eager_memory
+from pcg.passes.eager_memory import eager_memory
+from pcg.passes.eager_walk import Eager
 from pcg.passes.kept_memory import (
     KeptMemory,
     KeptTensor,
@@ -30,6 +31,7 @@ from pcg.passes.kept_memory import (
     training_transients,
     transient,
 )
+from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.report import KINDS, Report, SavedTensor, Stage
 
 MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
@@ -117,8 +119,8 @@ def account(what: Account, asked: Asked) -> Report:
         stages.append(_stage("pruned", kept.total, kept.layers, at))
     elif use.trainable:
         notes.append(
-            f"pruned: pcg does not finetune this yet ({what.refusal}); activations are eager's, and "
-            "workspace is of the forward alone"
+            f"pruned: pcg does not finetune this yet ({what.refusal}); activations are eager's, "
+            "and workspace is of the forward alone"
         )
     elements, weights = _weights(what.base)
     trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * use.trainable)
@@ -195,7 +197,7 @@ def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
             "the experts' own weights get no adapters"
         )
     if eager.attention.endswith("eager"):
-        yield "eager: transformers has no SDPA attention for this architecture; S × S scores are kept"
+        yield "eager: transformers has no SDPA for this architecture; scores [S, S] are kept"
     if eager.attention == "own-eager":
         yield (
             "eager: read off the graph of the architecture's own modules; what they save by hand "

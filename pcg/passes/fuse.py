@@ -1,8 +1,9 @@
-"""Fuse what one call can do: linear operators of one input become one product.
+"""Fuse what one call can do: linear operators of one input, and the LoRA beside them.
 
-    q = x Wqᵀ,  k = x Wkᵀ,  v = x Wvᵀ      →      q, k, v = x [Wq; Wk; Wv]ᵀ
+    q = x Wqᵀ,  k = x Wkᵀ,  v = x Wvᵀ                q, k, v = x [Wq; Wk; Wv]ᵀ
+    y = x Wᵀ,  s = shrink(x, A),  z = expand_add(y, s, B)      z = lora_linear(x, W, A, B)
 
-The runtime joins the weights once at load. Bypass networks stay with their own outputs.
+The runtime joins the base's weights once at load, and the adapters' when they enter a batch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pcg.ir.program import ModelGraph
 
 
 def fuse(model: ModelGraph) -> ModelGraph:
-    """The model with linear operators of one input joined."""
-    return model.map(fuse_linears)
+    """The model with linear operators of one input joined, and LoRA joined to them."""
+    return model.map(lambda graph: fuse_lora(fuse_linears(graph)))
 
 
 def fuse_linears(graph: Graph) -> Graph:
@@ -40,3 +41,40 @@ def _joined(nodes: list[Node]) -> Node:
         (("bias", bool(biases)), ("count", len(nodes))),
         os.path.commonprefix([node.scope + "." for node in nodes]).rpartition(".")[0],
     )
+
+
+def fuse_lora(graph: Graph) -> Graph:
+    """The graph with the LoRA of linear operators joined to them, where each output has one."""
+    new: dict[str, Node] = {}
+    dropped: set[str] = set()
+    for node in graph.nodes:
+        if node.op not in ("linear", "linear_group"):
+            continue
+        pairs = [_lora_of(graph, node.inputs[0], value.name) for value in node.outputs]
+        if any(pair is None for pair in pairs):
+            continue
+        shrinks, expands = zip(*(pair for pair in pairs if pair is not None), strict=True)
+        count = len(pairs)
+        biased = len(node.inputs) == 1 + 2 * count
+        # At the place of the base's product, whose inputs are all there.
+        new[node.name] = Node(
+            "lora_linear",
+            (*node.inputs, *(n.inputs[1] for n in shrinks), *(n.inputs[2] for n in expands)),
+            tuple(n.output for n in expands),
+            (("bias", biased), ("count", count)),
+            node.scope,
+        )
+        dropped |= {n.name for n in (*shrinks, *expands)}
+    nodes = tuple(new.get(n.name, n) for n in graph.nodes if n.name not in dropped)
+    return graph.replace(nodes=nodes)
+
+
+def _lora_of(graph: Graph, x: str, y: str) -> tuple[Node, Node] | None:
+    """The shrink of x and the expand_add onto y, where y is read by nothing else."""
+    readers = graph.consumers.get(y, ())
+    if len(readers) != 1 or readers[0].op != "expand_add" or readers[0].inputs[0] != y:
+        return None
+    shrink = graph.producers.get(readers[0].inputs[1])
+    if shrink is None or shrink.op != "shrink" or shrink.inputs[0] != x:
+        return None
+    return shrink, readers[0]

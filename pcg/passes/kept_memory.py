@@ -3,8 +3,8 @@
     kept      = Σ layers storages(kept of the block) + what layers share + what the loss reads
     transient = max over graphs, max over nodes: storages alive there that are not counted elsewhere
 
-Values that are views of one another are kept once. A block's input is the output of the block before
-it, so it counts in one of the two. Temporaries within an operator are not values and not counted.
+Values that are views of one another are kept once. A block's input is the output of the one before
+it, so it counts in one of the two. Temporaries within an operator are no values and not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import sympy
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import DTYPE_BYTES, TensorType, tensor
-from pcg.passes.eager_memory import TOKENS_OF_BATCH
-from pcg.passes.storages import Storages
+from pcg.passes.storages import TOKENS_OF_BATCH, Storages
 
 
 @dataclass(frozen=True)

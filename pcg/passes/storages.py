@@ -16,7 +16,13 @@ import sympy
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
+from pcg.ir.operators.model import CONTEXT
 from pcg.ir.types import DTYPE_BYTES, TensorType
+
+SEQUENCES = sympy.Symbol("B", integer=True, positive=True)
+"""Sequences of a batch; each has S tokens, `pcg.ir.operators.model.CONTEXT`."""
+
+TOKENS_OF_BATCH = SEQUENCES * CONTEXT
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ are in the batch, as they are from one decode step to the next.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, python_name
 from pcg.runtime.adapters import Adapter
 
@@ -65,6 +66,26 @@ class SegmentedWeight:
 
 
 @dataclass(frozen=True)
+class JoinedLora:
+    """The LoRA of the batch's adapters at linear operators of one input.
+
+    Attributes:
+        a: [adapters, in, ranks], the ranks of all outputs one behind the other.
+        b: for each output, [adapters, rank, out], scaled; empty where joined.
+        joined_b: [adapters, ranks, outs], each output's in its own rows and columns; None where that
+            would read more zeros than the calls it saves are worth.
+        ranks: of each output.
+        segments: which tokens use which adapter.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    joined_b: Tensor | None
+    ranks: list[int]
+    segments: Segments
+
+
+@dataclass(frozen=True)
 class AdapterWeight:
     """One adapter's weight for all tokens: A [r, in], B [out, r], or a bias [out]."""
 
@@ -73,7 +94,7 @@ class AdapterWeight:
     segments: None = None
 
 
-_Stacks: TypeAlias = dict[str, tuple[Tensor, tuple[bool, ...]]]
+_Stacks: TypeAlias = dict[str, Callable[[Segments], object]]
 
 
 class _NoAdapters:
@@ -100,20 +121,9 @@ class AdapterStacks:
     def __init__(self, model: ModelGraph, kept: int = 4) -> None:
         self._kept = kept
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
-        self._layer_sites = [
-            [
-                (python_name(p.name), p.source)
-                for p in model.blocks[block].parameters
-                if p.role == "adapter"
-            ]
-            for block in model.layers
-        ]
-        self._outer_sites = [
-            (python_name(p.name), p.source)
-            for graph in (model.prologue, model.epilogue)
-            for p in graph.parameters
-            if p.role == "adapter"
-        ]
+        blocks = [_Sites.of(block) for block in model.blocks]
+        self._layers = [blocks[block] for block in model.layers]
+        self._outer = (_Sites.of(model.prologue), _Sites.of(model.epilogue))
         self._last: tuple[object, Bound] | None = None
         self._stacks: OrderedDict[tuple[int, ...], list[_Stacks]] = OrderedDict()
 
@@ -136,8 +146,7 @@ class AdapterStacks:
         stacks = self._stacked(chosen)
         segments = _segments(start, merged, next(iter(chosen[0].weights.values())).a.device)
         namespaces = [
-            _Namespace({name: SegmentedWeight(w, segments, p) for name, (w, p) in layer.items()})
-            for layer in stacks
+            _Namespace({name: make(segments) for name, make in layer.items()}) for layer in stacks
         ]
         return Bound(namespaces[-1], namespaces[:-1])
 
@@ -149,14 +158,119 @@ class AdapterStacks:
     def _stacked(self, adapters: Sequence[Adapter]) -> list[_Stacks]:
         key = tuple(id(adapter) for adapter in adapters)
         if key not in self._stacks:
-            layers = [
-                _stack(sites, adapters, layer) for layer, sites in enumerate(self._layer_sites)
-            ]
-            self._stacks[key] = [*layers, _stack(self._outer_sites, adapters, 0)]
+            layers = [sites.stack(adapters, layer) for layer, sites in enumerate(self._layers)]
+            prologue, epilogue = (sites.stack(adapters, 0) for sites in self._outer)
+            self._stacks[key] = [*layers, prologue | epilogue]
             while len(self._stacks) > self._kept:
                 self._stacks.popitem(last=False)
         self._stacks.move_to_end(key)
         return self._stacks[key]
+
+
+@dataclass(frozen=True)
+class _Sites:
+    """What a graph reads of adapters.
+
+    Attributes:
+        joined: for each lora_linear operator, the attribute that holds all of it, and for each of its
+            outputs the module's path and size.
+        single: attribute and source of every other adapter parameter.
+    """
+
+    joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    single: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Sites:
+        parameters = graph.parameters_by_name
+        joined, names = [], set()
+        for node in graph.nodes:
+            if node.op == "lora_linear":
+                count = len(node.outputs)
+                a_names = node.inputs[-2 * count : -count]
+                names.update(node.inputs[-2 * count :])
+                modules = tuple(
+                    (parameters[a].source.removesuffix(".lora_A"), value.type.features[0])
+                    for a, value in zip(a_names, node.outputs, strict=True)
+                )
+                joined.append((python_name(a_names[0]), modules))
+        single = tuple(
+            (python_name(p.name), p.source)
+            for p in graph.parameters
+            if p.role == "adapter" and p.name not in names
+        )
+        return cls(tuple(joined), single)
+
+    def stack(self, adapters: Sequence[Adapter], layer: int) -> _Stacks:
+        """What a layer's attributes are, but for the segments; sites that no adapter has stay out."""
+        stacks: _Stacks = {}
+        for name, source in self.single:
+            parts = [_part(adapter, source.format(layer=layer)) for adapter in adapters]
+            whole = _padded(parts)
+            if whole is not None:
+                present = tuple(part is not None for part in parts)
+                if source.endswith(".lora_A"):
+                    whole = whole.transpose(1, 2)
+                stacks[name] = partial(_segmented, whole, present)
+        for name, modules in self.joined:
+            made = _join(adapters, [(path.format(layer=layer), out) for path, out in modules])
+            if made is not None:
+                stacks[name] = made
+        return stacks
+
+
+def _segmented(weight: Tensor, present: tuple[bool, ...], segments: Segments) -> SegmentedWeight:
+    return SegmentedWeight(weight, segments, present)
+
+
+JOINED_BYTES = 2**20
+"""A joined B, zeros included, is read whole from the cache up to about here; its own parts beyond."""
+
+
+def _join(
+    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]]
+) -> Callable[[Segments], JoinedLora] | None:
+    """The LoRA of several modules of one input; None where no adapter has any of them."""
+    a_parts, b_parts = [], []
+    for path, _ in modules:
+        a_parts.append(_padded([_part(adapter, f"{path}.lora_A") for adapter in adapters]))
+        b_parts.append(_padded([_part(adapter, f"{path}.lora_B") for adapter in adapters]))
+    present = [a for a in a_parts if a is not None]
+    if not present:
+        return None
+    count, _, in_ = present[0].shape
+    a = [present[0].new_zeros(count, 0, in_) if part is None else part for part in a_parts]
+    b = [
+        present[0].new_zeros(count, 0, out) if part is None else part
+        for part, (_, out) in zip(b_parts, modules, strict=True)
+    ]
+    ranks = [part.shape[1] for part in a]
+    outs = [out for _, out in modules]
+    joined = None
+    if len(modules) == 1:
+        joined = b[0]
+    elif count * sum(ranks) * sum(outs) * b[0].element_size() <= JOINED_BYTES:
+        joined = b[0].new_zeros(count, sum(ranks), sum(outs))
+        row = column = 0
+        for part, rank, out in zip(b, ranks, outs, strict=True):
+            joined[:, row : row + rank, column : column + out] = part
+            row, column = row + rank, column + out
+    whole_a = torch.cat(a, 1).transpose(1, 2)
+    rest = () if joined is not None else tuple(b)
+    return lambda segments: JoinedLora(whole_a, rest, joined, ranks, segments)
+
+
+def _padded(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts stacked, zeros for missing rows, columns and parts; None where all are missing."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    rows, columns = (max(part.shape[i] for part in present) for i in (0, 1))
+    stack = present[0].new_zeros(len(parts), rows, columns)
+    for i, part in enumerate(parts):
+        if part is not None:
+            stack[i, : part.shape[0], : part.shape[1]] = part
+    return stack
 
 
 class _Namespace(SimpleNamespace):
@@ -201,26 +315,6 @@ def _segments(start: int, sizes: Sequence[int], device: torch.device) -> Segment
         places[first : first + size] = torch.arange(i * largest, i * largest + size)
         first += size
     return Segments(start, tuple(sizes), 0, gather.to(device), places.to(device))
-
-
-def _stack(sites: Sequence[tuple[str, str]], adapters: Sequence[Adapter], layer: int) -> _Stacks:
-    """Stacks by attribute name, of the sites that any of the adapters has."""
-    stacks: _Stacks = {}
-    for name, source in sites:
-        path = source.format(layer=layer)
-        parts = [_part(adapter, path) for adapter in adapters]
-        present = [part for part in parts if part is not None]
-        if not present:
-            continue
-        rows, columns = (max(part.shape[i] for part in present) for i in (0, 1))
-        stack = present[0].new_zeros(len(parts), rows, columns)
-        for i, part in enumerate(parts):
-            if part is not None:
-                stack[i, : part.shape[0], : part.shape[1]] = part
-        if source.endswith(".lora_A"):
-            stack = stack.transpose(1, 2)
-        stacks[name] = (stack, tuple(part is not None for part in parts))
-    return stacks
 
 
 def _part(adapter: Adapter, path: str) -> Tensor | None:

@@ -146,8 +146,8 @@ class Batch:
         if self._cache is None:
             return None
         keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
-        keys.index_copy_(0, self._rows, k)
-        values.index_copy_(0, self._rows, v)
+        keys.index_copy_(1, self._rows, k.transpose(0, 1))
+        values.index_copy_(1, self._rows, v.transpose(0, 1))
         return keys, values
 
 

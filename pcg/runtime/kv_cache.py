@@ -1,6 +1,7 @@
 """The KV cache: rows of keys and values, each sequence's in one run, none padded.
 
-A layer's cache is two tensors [rows, kv_heads, head_dim]; a row holds one token. A sequence owns
+A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token. Heads come first,
+so that what one head reads of a sequence lies together. A sequence owns
 `capacity` consecutive rows from its admission to its end.
 """
 
@@ -52,7 +53,8 @@ class KvCache:
         for pair in types:
             for store, type_ in zip((self.keys, self.values), pair, strict=True):
                 dtype = getattr(torch, TORCH_NAMES[type_.dtype])
-                store.append(torch.zeros((rows, *type_.features), dtype=dtype, device=device))
+                heads, size = type_.features
+                store.append(torch.zeros((heads, rows, size), dtype=dtype, device=device))
         self._free = [Run(0, rows)] if rows else []
 
     @property

@@ -116,9 +116,12 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
     def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
         new = SimpleNamespace(**vars(holder))
         for node in graph.nodes:
-            if node.op in ("linear", "linear_group"):
+            if node.op in ("linear", "linear_group", "lora_linear"):
                 count = int(node.get("count", 1))  # type: ignore[arg-type]
-                for names in (node.inputs[1 : 1 + count], node.inputs[1 + count :]):
+                biased = node.get("bias", len(node.inputs) == 3)
+                groups = [node.inputs[1 : 1 + count]]
+                groups += [node.inputs[1 + count : 1 + 2 * count]] if biased else []
+                for names in groups:
                     _join(new, [python_name(n) for n in names if n in graph.types], packed)
         return new
 

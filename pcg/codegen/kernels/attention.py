@@ -72,7 +72,7 @@ class AttentionBatch(Protocol):
         """Write the tokens' keys and values into this layer's cache and return the whole cache.
 
         Returns:
-            Keys and values of all rows, [rows, K, D], or None when the batch keeps no cache.
+            Keys and values of all rows, [K, rows, D], or None when the batch keeps no cache.
         """
 
 
@@ -115,7 +115,7 @@ def attention(
             keys, values = k[new], v[new]
         else:
             seen = slice(span.row, span.row + span.context + span.length)
-            keys, values = cache[0][seen], cache[1][seen]
+            keys, values = (rows[:, seen].transpose(0, 1) for rows in cache)
         bias = _bias(span, q, window, alibi)
         if plain and q.is_cpu:
             o, logsum = _flash(q[new][None], keys[None], values[None], scale, bias)
@@ -195,10 +195,10 @@ def _decode(
     Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on into
     their own spare rows, which the mask hides.
 
-    q: [T, H, D]; keys, values: [rows, K, D] give [T, H, D].
+    q: [T, H, D]; keys, values: [K, rows, D] give [T, H, D].
     """
-    kv_heads, size = keys.shape[1:]
-    (row, head, one), (v_row, v_head, _) = keys.stride(), values.stride()
+    kv_heads, _, size = keys.shape
+    (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()
     grouped = q.view(q.shape[0], kv_heads, -1, size)
     outs = []
     for group in batch.decode_groups(window):

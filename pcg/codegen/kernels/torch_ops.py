@@ -169,6 +169,49 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def lora_linear(
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    a: Sequence[Any],
+    b: Sequence[Any],
+) -> Sequence[Tensor]:
+    """Linear operators of x with each token's own LoRA; the first of `a` holds that of all.
+
+    A joined LoRA (`pcg/runtime/adapter_batch.py`) has one stack A [adapters, in, ranks] for all
+    outputs, and either one stack B [adapters, ranks, outs] or one of each output.
+    """
+    first, bias = weights[0], biases[0] if biases else None
+    assert first is not None
+    y = linear(x, first, bias)
+    lora = a[0]
+    sizes = first.group_sizes
+    if lora is None:
+        return y.split(sizes, -1) if len(sizes) > 1 else (y,)  # type: ignore[no-any-return]
+    segments = lora.segments
+    if x.dtype != lora.a.dtype:
+        x = x.to(lora.a.dtype)
+    if segments.batched is None:
+        s = _segmented_product(x[segments.start :], lora.a, segments)
+        rows = y[segments.start :]
+        if lora.joined_b is not None:
+            rows.add_(_segmented_product(s, lora.joined_b, segments))
+        else:
+            parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
+            for part, out, weight in parts:
+                out.add_(_segmented_product(part, weight, segments))
+    else:
+        s = torch.bmm(x.view(segments.batched), lora.a)
+        rows = y.view(segments.batched)
+        if lora.joined_b is not None:
+            rows.baddbmm_(s, lora.joined_b) if y.dtype == s.dtype else rows.add_(s @ lora.joined_b)
+        else:
+            parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
+            for part, out, weight in parts:
+                out.baddbmm_(part, weight) if y.dtype == s.dtype else out.add_(part @ weight)
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)  # type: ignore[no-any-return]
+
+
 def linear_group(
     x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None] = ()
 ) -> Sequence[Tensor]:
@@ -229,7 +272,7 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
     if count == 1:
         return x @ weight[0]
     if segments.uniform:
-        return torch.bmm(x.view(count, segments.uniform, -1), weight).flatten(0, 1)
+        return torch.bmm(x.reshape(count, segments.uniform, -1), weight).flatten(0, 1)
     if segments.gather is not None and x.shape[0] <= _FEW_TOKENS:
         return torch.bmm(x[segments.gather], weight).flatten(0, 1)[segments.places]
     parts = x.split(list(segments.sizes))

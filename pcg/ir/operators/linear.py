@@ -75,6 +75,42 @@ class LinearGroup(Operator):
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
 
 
+class LoraLinear(Operator):
+    """Linear operators of one input with their LoRA: z_i = x W_iᵀ (+ b_i) + scale · (x A_iᵀ) B_iᵀ.
+
+    Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B.
+    """
+
+    name = "lora_linear"
+    inputs = (4, 129)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        count, x = int(attributes["count"]), types[0]  # type: ignore[arg-type]
+        bases = 2 * count if attributes["bias"] else count
+        if len(types) != 1 + bases + 2 * count:
+            raise TypeCheckError(f"lora_linear has {len(types)} inputs and {dict(attributes)}")
+        outs = []
+        for i in range(count):
+            (y,) = Linear().infer((x, *types[1 + i : 1 + bases : count]), {})
+            a, b = types[1 + bases + i], types[1 + bases + count + i]
+            outs += ExpandAdd().infer((y, *Shrink().infer((x, a), {}), b), {})
+        return tuple(outs)
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        return ("", *(str(i) for i in range(1, count)))
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        groups = [inputs[i : i + count] for i in range(1, len(inputs), count)]
+        if not attributes["bias"]:
+            groups.insert(1, [])
+        arguments = ", ".join(f"({', '.join(g)}{',' if len(g) == 1 else ''})" for g in groups)
+        return f"K.lora_linear({inputs[0]}, {arguments})" + ("[0]" if count == 1 else "")
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
+
+
 class LinearBackward(Operator):
     """dx = dy W, the input gradient of a linear operator."""
 
@@ -252,6 +288,7 @@ OPERATORS: tuple[Operator, ...] = (
     Linear(),
     LinearBackward(),
     LinearGroup(),
+    LoraLinear(),
     Outer(),
     ScaledOuter(),
     Shrink(),

@@ -1,0 +1,44 @@
+"""A small MLP layer as text IR, and a model of two of them."""
+
+from __future__ import annotations
+
+from pcg.ir.parser import parse_graph
+from pcg.ir.program import ModelGraph
+
+MLP = """
+graph @block_0(%x: f32[T, 4]) {
+  frozen %norm.weight: f32[4] = "model.layers.{layer}.norm.weight"
+  frozen %up.weight: f32[6, 4] = "model.layers.{layer}.up.weight"
+  frozen %down.weight: f32[4, 6] = "model.layers.{layer}.down.weight"
+  frozen %down.bias: f32[4] = "model.layers.{layer}.down.bias"
+  %norm: f32[T, 4] = rms_norm(%x, %norm.weight) {eps=1e-06, offset=0.0, round_first=True}  @norm
+  %up: f32[T, 6] = linear(%norm, %up.weight)  @up
+  %relu: f32[T, 6] = relu(%up)
+  %down: f32[T, 4] = linear(%relu, %down.weight, %down.bias)  @down
+  %add: f32[T, 4] = add(%x, %down)
+  return %add
+}
+"""
+
+PROLOGUE = """
+graph @prologue(%input_ids: i64[T], %position_ids: i64[T]) {
+  frozen %embed.weight: f32[9, 4] = "embed.weight"
+  %embed: f32[T, 4] = embedding(%embed.weight, %input_ids)  @embed
+  return %embed
+}
+"""
+
+EPILOGUE = """
+graph @epilogue(%x: f32[T, 4]) {
+  frozen %embed.weight: f32[9, 4] = "embed.weight"
+  %head: f32[T, 9] = linear(%x, %embed.weight)  @head
+  return %head
+}
+"""
+
+
+def mlp_model() -> ModelGraph:
+    """Two layers of the MLP; the head is tied to the embeddings."""
+    return ModelGraph(
+        parse_graph(PROLOGUE), (parse_graph(MLP),), (0, 0), parse_graph(EPILOGUE)
+    )

@@ -1,0 +1,212 @@
+"""Backward graphs as text: what is saved, what is built, what is refused; and their numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.parser import parse_graph
+from pcg.ir.types import TOKENS, tensor
+from pcg.ir.verifier import verify
+from pcg.passes.attach import Bypasses, attach
+from pcg.passes.differentiate import differentiate
+from pcg.passes.train import train_block, train_epilogue
+from tests.passes.evaluate import evaluate, random_values
+from tests.passes.mlp import mlp_model
+
+UP, DOWN, HEAD = "model.layers.{layer}.up", "model.layers.{layer}.down", "head"
+
+
+def adapted(*sites: str) -> Graph:
+    return attach(mlp_model(), Bypasses(dict.fromkeys(sites, 2))).blocks[0]
+
+
+def test_text() -> None:
+    found = differentiate(adapted(DOWN), ["x"])
+    verify(found.forward)
+    verify(found.backward)
+    # Of the frozen products nothing is saved; of relu and the norm, what their gradients read.
+    assert found.forward.outputs == ("add", "down_s", "relu")
+    assert (found.saved, found.inputs) == (("down_s", "relu"), ("x",))
+    assert found.trained == ("down.lora_A", "down.lora_B")
+    after = """
+graph @block_0_backward(%d_add: f32[T, 4], %down_s: f32[T, 2], %relu: f32[T, 6], %x: f32[T, 4]) {
+  adapter %down.lora_B: f32[4, 2] = "model.layers.{layer}.down.lora_B"
+  adapter %down.lora_A: f32[2, 6] = "model.layers.{layer}.down.lora_A"
+  frozen %down.weight: f32[4, 6] = "model.layers.{layer}.down.weight"
+  frozen %up.weight: f32[6, 4] = "model.layers.{layer}.up.weight"
+  frozen %norm.weight: f32[4] = "model.layers.{layer}.norm.weight"
+  %d_down_s: f32[T, 2] = expand_backward(%d_add, %down.lora_B)  @down
+  %d_down.lora_B: f32[4, 2] = scaled_outer(%d_add, %down_s, %down.lora_B)  @down
+  %shrink_backward: f32[T, 6] = shrink_backward(%d_down_s, %down.lora_A)  @down
+  %d_down.lora_A: f32[2, 6] = outer(%d_down_s, %relu)  @down
+  %linear_backward: f32[T, 6] = linear_backward(%d_add, %down.weight)  @down
+  %d_relu: f32[T, 6] = add(%shrink_backward, %linear_backward)  @down
+  %d_up: f32[T, 6] = relu_backward(%d_relu, %relu)
+  %d_norm: f32[T, 4] = linear_backward(%d_up, %up.weight)  @up
+  %rms_norm_backward: f32[T, 4] = rms_norm_backward(%d_norm, %x, %norm.weight) {eps=1e-06, offset=0.0}  @norm
+  %d_x: f32[T, 4] = add(%d_add, %rms_norm_backward)  @norm
+  return %d_x, %d_down.lora_A, %d_down.lora_B
+}
+"""
+    assert str(found.backward) == str(parse_graph(after))
+
+
+def test_without_the_inputs_gradient_the_chain_ends_at_the_adapter() -> None:
+    found = differentiate(adapted(DOWN), [])
+    ops = [node.op for node in found.backward.nodes]
+    assert ops == ["expand_backward", "scaled_outer", "outer"]
+    assert found.saved == ("down_s", "relu")
+    assert found.inputs == ()
+
+
+def test_a_gradient_that_meets_two_readers_is_their_sum() -> None:
+    found = differentiate(adapted(UP), ["x"])
+    (total,) = [node for node in found.backward.nodes if node.outputs[0].name == "d_x"]
+    assert total.op == "add"
+    assert "d_add" in total.inputs
+
+
+def test_frozen_layers_only_pass_gradients_on() -> None:
+    (block,) = mlp_model().blocks
+    training = train_block(block)
+    assert training.first is None
+    assert training.trained == ()
+    assert training.kept == ("x", "relu")
+    assert not any(p.role == "adapter" for p in training.backward.parameters)
+
+
+def test_an_operator_without_a_gradient_is_named() -> None:
+    graph = parse_graph(
+        """
+graph @router(%x: f32[T, 8]) {
+  %topk: f32[T, 2], %topk_indices: i64[T, 2] = topk(%x) {k=2}
+  return %topk
+}
+"""
+    )
+    with pytest.raises(UnsupportedError, match="operator 'topk' has no gradient"):
+        differentiate(graph, ["x"])
+
+
+def test_what_lies_before_the_first_layer_is_not_trained() -> None:
+    model = mlp_model()
+    adapter = Parameter(Value("a", tensor("f32", 4)), "adapter", "embed.bias")
+    builder = Builder.extending(model.prologue)
+    builder.parameter(adapter)
+    builder.add("add", ["embed", "a"], name="shifted")
+    model = model.__class__(builder.build(["shifted"]), model.blocks, model.layers, model.epilogue)
+    with pytest.raises(UnsupportedError, match=r"embed\.bias lies before the first layer"):
+        train_epilogue(model)
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+def in_fp64(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in values.items()}
+
+
+@pytest.mark.parametrize("sites", [(UP,), (DOWN,), (UP, DOWN)], ids=["up", "down", "both"])
+@pytest.mark.parametrize("wrt", [(), ("x",)], ids=["first", "inner"])
+def test_gradients_are_those_of_autograd(sites: tuple[str, ...], wrt: tuple[str, ...]) -> None:
+    graph = adapted(*sites)
+    found = differentiate(graph, wrt)
+    values = in_fp64(random_values(graph, tokens=5))
+    names = [*wrt, *found.trained]
+    for name in names:
+        values[name].requires_grad_()
+    (out,) = evaluate(graph, values)
+    upstream = torch.randn(out.shape, dtype=torch.float64)
+    expected = torch.autograd.grad(out, [values[name] for name in names], upstream)
+    with torch.no_grad():
+        kept = dict(zip(found.forward.outputs, evaluate(found.forward, values), strict=True))
+        backward = evaluate(found.backward, values | kept | {"d_add": upstream})
+    assert found.backward.outputs == tuple(f"d_{name}" for name in names)
+    for gradient, wanted in zip(backward, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_loss_with_an_adapter_on_the_head() -> None:
+    model = attach(mlp_model(), Bypasses({HEAD: 2}))
+    both, loss, trained = train_epilogue(model)
+    for graph in (both, loss):
+        verify(graph)
+    assert trained == ("head.lora_A", "head.lora_B")
+    assert both.outputs == ("loss", "d_x", "d_head.lora_A", "d_head.lora_B")
+    values = in_fp64(random_values(both, tokens=5))
+    values["targets"] = torch.tensor([3, -100, 0, 8, -100])
+    names = ("x", *trained)
+    for name in names:
+        values[name].requires_grad_()
+    (per_token,) = evaluate(loss, values)
+    assert per_token[1] == per_token[4] == 0
+    expected = torch.autograd.grad(per_token, [values[n] for n in names], values["d_loss"])
+    with torch.no_grad():
+        found = evaluate(both, values)
+    torch.testing.assert_close(found[0], per_token.detach())
+    for gradient, wanted in zip(found[1:], expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+
+
+STEPS = st.lists(
+    st.sampled_from(["silu", "gelu", "neg", "linear", "residual", "gate", "slice", "norm"]),
+    min_size=1,
+    max_size=8,
+)
+
+
+def chain(steps: list[str]) -> Graph:
+    """A graph of these steps, each over the value so far, with a bypass on every product."""
+    builder = Builder("chain")
+    x = builder.input("x", tensor("f64", TOKENS, 4))
+    for i, step in enumerate(steps):
+        if step == "linear":
+            names = [
+                builder.parameter(Parameter(Value(f"{kind}{i}", tensor("f64", *shape)), role, f"{kind}{i}"))
+                for kind, role, shape in (
+                    ("w", "frozen", (4, 4)),
+                    ("a", "adapter", (2, 4)),
+                    ("b", "adapter", (4, 2)),
+                )
+            ]
+            y = builder.add("linear", [x, names[0]])
+            x = builder.add("expand_add", [y, builder.add("shrink", [x, names[1]]), names[2]])
+        elif step == "residual":
+            x = builder.add("add", [x, builder.add("mul", [x], scalar=0.5)])
+        elif step == "gate":
+            x = builder.add("mul", [builder.add("sigmoid", [x]), x])
+        elif step == "slice":
+            parts = [builder.add("slice", [x], dim=-1, start=s, stop=s + 2) for s in (2, 0)]
+            x = builder.add("concat", parts, dim=-1)
+        elif step == "norm":
+            x = builder.add("layer_norm", [x], eps=1e-5, weight=False, bias=False)
+        else:
+            x = builder.add(step, [x], **({"approximate": "tanh"} if step == "gelu" else {}))
+    return builder.build([x])
+
+
+@given(STEPS)
+def test_any_chain_of_operators(steps: list[str]) -> None:
+    graph = chain(steps)
+    found = differentiate(graph, ["x"])
+    verify(found.forward)
+    verify(found.backward)
+    values = random_values(graph, tokens=3)
+    names = ["x", *found.trained]
+    assert len(names) == 1 + 2 * steps.count("linear")
+    for name in names:
+        values[name].requires_grad_()
+    (out,) = evaluate(graph, values)
+    upstream = torch.ones_like(out)
+    expected = torch.autograd.grad(out, [values[name] for name in names], upstream)
+    with torch.no_grad():
+        kept = dict(zip(found.forward.outputs, evaluate(found.forward, values), strict=True))
+        given_values = values | kept | {f"d_{graph.outputs[0]}": upstream}
+        backward = evaluate(found.backward, given_values)
+    for gradient, wanted in zip(backward, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)

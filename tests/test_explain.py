@@ -1,0 +1,192 @@
+"""The report of `pcg.explain`: its schema, its sums, its text, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import peft
+import pytest
+import sympy
+
+import pcg
+from pcg.report import KINDS, Report, bar, count_text, gib
+from pcg.source import resolve
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+SCHEMA = {
+    "model", "architecture", "peft", "tp", "batch", "seq", "dtype", "parameters", "memory_bytes",
+    "activations", "formulas", "saved", "parallel",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return pcg.explain(LLAMA, batch=2, seq=512)
+
+
+def at(formula: str, batch: int, seq: int) -> int:
+    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S", "tp")}
+    values = {names["B"]: batch, names["S"]: seq, names["tp"]: 1}
+    return int(sympy.sympify(formula, locals=names).subs(values))
+
+
+def test_json_has_the_schema(report: Report) -> None:
+    fields = json.loads(json.dumps(report.to_json()))
+    assert set(fields) >= SCHEMA
+    assert set(fields["memory_bytes"]) == {*KINDS, "total"}
+    assert fields["parallel"] == {"base": [], "bypass": []}
+    assert [stage["stage"] for stage in fields["activations"]] == ["eager", "pruned"]
+    row = fields["saved"][0]
+    assert row.keys() >= {
+        "tensor", "op", "shape", "dtype", "bytes", "formula", "needed_by", "decision", "reason",
+    }  # fmt: skip
+    assert row["decision"] == "save"
+
+
+def test_parameters_and_memory_of_llama(report: Report) -> None:
+    assert report.parameters["base"] == 8_030_261_248
+    # r · (in + out) of q, k, v, o, gate, up and down, in each layer
+    h, kv, f = 4096, 1024, 14336
+    assert report.parameters["trainable"] == 32 * 16 * (2 * 2 * h + 2 * (h + kv) + 3 * (h + f))
+    memory = report.memory_bytes
+    assert memory["weights"] == 2 * report.parameters["base"]
+    assert memory["adapters"] == memory["gradients"] == 4 * report.parameters["trainable"]
+    assert memory["optimizer"] == 8 * report.parameters["trainable"]
+    assert memory["kv_cache"] == 32 * 2 * 8 * 128 * 2 * (2 * 512)
+    assert memory["total"] == sum(memory[kind] for kind in KINDS)
+
+
+def test_formulas_give_the_numbers(report: Report) -> None:
+    memory = report.memory_bytes
+    assert at(report.formulas["activations"], 2, 512) == memory["activations"]
+    assert at(report.formulas["total"], 2, 512) == memory["total"]
+    for row in report.saved:
+        assert at(row.formula, 2, 512) == row.bytes
+        assert row.needed_by
+        assert row.reason
+
+
+def test_rows_add_up_to_the_stage(report: Report) -> None:
+    pruned = report.activations[1]
+    assert sum(row.bytes * row.layers for row in report.saved) == pruned.bytes
+    in_layers = [row for row in report.saved if row.tensor.startswith("block_0.")]
+    assert sum(row.bytes for row in in_layers) == pruned.bytes_per_block
+    assert {row.layers for row in in_layers} == {32}
+
+
+def test_text_fits_a_terminal(report: Report) -> None:
+    text = report.to_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("Llama-3.1-8B", "8.03 B", "eager", "pruned", "workspace", "total", "B*S"):
+        assert word in text
+    assert "block_0.x" not in text
+    assert "block_0.x" in report.to_text(tensors=True)
+
+
+def test_without_adapters() -> None:
+    report = pcg.explain(_short(LLAMA), None)
+    assert report.peft is None
+    assert report.activations == ()
+    assert report.parameters["trainable"] == 0
+    for kind in ("adapters", "gradients", "optimizer", "activations"):
+        assert report.memory_bytes[kind] == 0
+    assert report.memory_bytes["workspace"] > 0
+
+
+def test_several_adapters_add_up() -> None:
+    small = peft.LoraConfig(r=8, target_modules=["q_proj"])
+    large = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"])
+    config = _short(LLAMA)
+    one, two, both = (
+        pcg.explain(config, recipes) for recipes in (small, large, {"a": small, "b": large})
+    )
+    trainable = one.parameters["trainable"] + two.parameters["trainable"]
+    assert both.parameters["trainable"] == trainable
+    assert both.activations[1].bytes == two.activations[1].bytes
+    assert "2 adapters" in str(both.peft)
+
+
+def test_a_mixture_of_experts_says_what_it_counts() -> None:
+    report = pcg.explain("mistralai/Mixtral-8x7B-v0.1")
+    assert report.parameters["base"] == 46_702_792_704
+    assert [stage.stage for stage in report.activations] == ["eager"]
+    assert report.memory_bytes["activations"] == report.activations[0].bytes > 0
+    assert report.saved == ()
+    notes = " ".join(report.notes)
+    assert "grouped_mm" in notes
+    assert "operator 'experts' has no gradient" in notes
+
+
+def test_dtype_changes_the_weights() -> None:
+    config = _short(LLAMA)
+    half, whole = (pcg.explain(config, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert whole.memory_bytes["weights"] == 2 * half.memory_bytes["weights"]
+    assert (half.dtype, whole.dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "tp=2"),
+        ({"batch": 0}, "batch=0"),
+        ({"seq": -1}, "seq=-1"),
+        ({"batch": True}, "batch=True"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pcg.UnsupportedError, match=message):
+        pcg.explain(LLAMA, **options)
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [gib(size) for size in (0, 2**20, 2**30, 5 * 2**40)] == [
+        "0",
+        "0.0010",
+        "1.00",
+        "5,120.00",
+    ]
+    assert [count_text(n) for n in (12, 41_943_040, 8_030_261_248)] == ["12", "41.94 M", "8.03 B"]
+    assert bar(1, 10**6) == "▏"
+    assert bar(0, 10) == ""
+    assert bar(1, 2, 4) == "██"
+
+
+@pytest.mark.slow
+def test_the_whole_process_is_quick_and_small() -> None:
+    reference = _process("import torch; from transformers import LlamaForCausalLM")
+    deep = _process("import pcg; pcg.explain('meta-llama/Llama-3.1-70B')")
+    assert deep[0] <= 2.5 * reference[0]
+    assert deep[1] <= 2**30
+
+
+def _process(code: str) -> tuple[float, int]:
+    """CPU seconds, and the largest peak of resident bytes of a child so far."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, after.ru_maxrss * 1024
+
+
+def test_depth_costs_little() -> None:
+    deep = dict(resolve("meta-llama/Llama-3.1-70B").config)
+    shallow = {**deep, "num_hidden_layers": 4}
+    seconds = {}
+    for name, config in (("warm", shallow), ("shallow", shallow), ("deep", deep)):
+        started = time.process_time()
+        pcg.explain(config)
+        seconds[name] = time.process_time() - started
+    # Beside the imports, which cost more than both.
+    assert seconds["deep"] <= seconds["shallow"] + 1.0
+
+
+def _short(model: str) -> Mapping[str, Any]:
+    return {**resolve(model).config, "num_hidden_layers": 2}

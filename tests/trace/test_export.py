@@ -1,0 +1,171 @@
+"""Tracing: what a graph is named by and holds, and the options that change it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.ir.verifier import verify
+from pcg.trace import Trace
+from tests.families import oracle
+from tests.families.families import BY_NAME, FAMILIES, WINDOW
+from tests.passes.models import traced
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 97, 9, 32]
+
+
+@pytest.mark.parametrize("name", ["bloom", "cohere", "falcon-40b", "gemma2", "gpt2", "llama3.2", "opt"])
+def test_parameters_are_the_checkpoints(name: str) -> None:
+    """Every frozen parameter has a name, a shape and a transposition that the checkpoint fits."""
+    trace = traced(name, whole=True)
+    verify(trace.graph)
+    held = oracle.random_model(BY_NAME[name].config(3)).state_dict()
+    frozen = [p for p in trace.graph.parameters if p.role == "frozen"]
+    for parameter in frozen:
+        shape = tuple(held[parameter.source].shape)
+        expected = parameter.type.shape
+        assert shape == (expected[::-1] if parameter.transposed else expected)
+    assert {p.source for p in frozen} <= held.keys()
+    constants = {p.name: p.type.shape for p in trace.graph.parameters if p.role == "constant"}
+    assert {name: tuple(value.shape) for name, value in trace.constants.items()} == constants
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    tied, untied = traced("llama3.2"), traced("llama3")
+    sources = [{p.source for p in trace.graph.parameters} for trace in (tied, untied)]
+    assert "lm_head.weight" in sources[1]
+    assert "lm_head.weight" not in sources[0]
+
+
+def test_tokens_are_the_only_symbol() -> None:
+    for name in ("gemma3", "mpt"):
+        graph = traced(name).graph
+        assert [str(value.type) for value in graph.inputs] == ["i64[T]", "i64[T]"]
+        symbols = {s for t in graph.types.values() for d in t.shape for s in getattr(d, "free_symbols", ())}
+        assert {str(symbol) for symbol in symbols} == {"T"}
+
+
+def attributes_of_attention(trace: Trace) -> list[dict[str, object]]:
+    return [dict(node.attributes) for node in trace.graph.nodes if node.op == "attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bloom", {"scale": 0.25, "alibi": True}),
+        ("falcon-7b", {"scale": 0.25}),
+        ("falcon-alibi", {"scale": 0.25, "alibi": True}),
+        ("gemma2", {"scale": 20**-0.5, "softcap": 50.0, "window": WINDOW}),
+        ("gptj", {"scale": 0.25}),
+        ("granite", {"scale": 0.3}),
+        ("mistral", {"scale": 0.25}),
+        ("mistral-window", {"scale": 0.25, "window": WINDOW}),
+        ("mpt", {"scale": 0.25, "alibi": True}),
+        ("opt", {"scale": 1.0}),
+    ],
+)
+def test_what_attention_is_told(name: str, expected: dict[str, object]) -> None:
+    found = attributes_of_attention(traced(name))[0]
+    assert found == {**{"window": 0, "softcap": 0.0}, **expected, "scale": pytest.approx(expected["scale"])}
+
+
+def test_scores_scaled_by_layer_differ() -> None:
+    scales = [a["scale"] for a in attributes_of_attention(traced("gpt2-scaled_by_layer"))]
+    assert scales == pytest.approx([0.25, 0.125, 0.25 / 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "slopes"),
+    [
+        # transformers: build_alibi_tensor for 6 heads, which is no power of two.
+        ("bloom", [0.25, 0.0625, 2**-6, 2**-8, 0.5, 0.125]),
+        ("mpt", [0.25, 0.0625, 2**-6, 2**-8, 0.5, 0.125]),
+        # Falcon scales its slopes as it scales its scores, and adds them once.
+        ("falcon-alibi", [2**-4, 2**-6, 2**-8, 2**-10]),
+    ],
+)
+def test_slopes(name: str, slopes: list[float]) -> None:
+    (found,) = traced(name).constants.values()
+    assert found.tolist() == pytest.approx(slopes)
+
+
+def test_slopes_that_transformers_rounds_are_not_rounded_twice() -> None:
+    """Falcon makes its bias in bf16, where it is no line any more for slopes such as 2^-1.5."""
+    falcon = BY_NAME["falcon-alibi"].config(2, hidden_size=128, num_attention_heads=16)
+    (slopes,) = compiler.trace(falcon).constants.values()
+    exact = 2.0 ** (-torch.arange(1, 17) / 2) * 8**-0.5
+    torch.testing.assert_close(slopes, exact, rtol=2**-8, atol=0)
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 10000.0,
+    },
+    "by its old name": {"type": "linear", "factor": 2.0},
+}
+ACTIVATIONS = ("gelu", "gelu_fast", "gelu_python", "quick_gelu", "relu", "relu2", "silu", "tanh")
+OPTIONS = [
+    *(pytest.param("llama3", {"rope_scaling": ROPES[name]}, id=f"rope {name}") for name in ROPES),
+    *(pytest.param("gpt2", {"activation_function": name}, id=name) for name in ACTIVATIONS),
+    pytest.param("gpt2", {"tie_word_embeddings": False}, id="untied"),
+    pytest.param("gpt2", {"reorder_and_upcast_attn": True}, id="upcast"),
+    pytest.param("opt", {"enable_bias": False}, id="without biases"),
+    pytest.param("gpt_neox", {"rotary_pct": 1.0}, id="whole rotary"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), OPTIONS)
+def test_options_that_change_the_graph(name: str, changes: dict[str, object]) -> None:
+    model = oracle.random_model(BY_NAME[name].config(2, **changes))
+    executor = compiler.compile(model)
+    expected = oracle.logits(model, PROMPT)
+    assert oracle.relative_error(executor.logits(PROMPT), expected) < 1e-5
+
+
+OTHERS = {
+    "codegen": {"model_type": "codegen", "n_layer": 2, "rotary_dim": 8, **BY_NAME["gpt2"].fields},
+    "cohere2": {**BY_NAME["cohere"].config(2), "model_type": "cohere2", "sliding_window": WINDOW},
+    "glm": {**BY_NAME["llama3"].config(2), "model_type": "glm", "head_dim": 16},
+    "glm4": {**BY_NAME["llama3"].config(2), "model_type": "glm4", "head_dim": 16},
+    "nemotron": {**BY_NAME["llama3"].config(2), "model_type": "nemotron"},
+    "olmo": {**BY_NAME["llama3"].config(2), "model_type": "olmo"},
+    "olmo3": {**BY_NAME["llama3"].config(2), "model_type": "olmo3", "sliding_window": WINDOW},
+    "phi": {**BY_NAME["llama3"].config(2), "model_type": "phi"},
+    "smollm3": {**BY_NAME["llama3"].config(2), "model_type": "smollm3"},
+}
+"""Architectures that nothing in pcg names."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_architectures_that_nobody_named(name: str) -> None:
+    model = oracle.random_model(OTHERS[name])
+    executor = compiler.compile(model)
+    expected = oracle.logits(model, PROMPT)
+    assert oracle.relative_error(executor.logits(PROMPT), expected) < 1e-5
+
+
+def test_two_traces_are_equal() -> None:
+    """No ids, addresses or times get into a graph."""
+    once, again = (compiler.trace(BY_NAME["qwen3"].config(2)) for _ in range(2))
+    assert str(once.graph) == str(again.graph)
+    fields = ("layers_path", "schedule", "base_prefix", "dtype")
+    assert [getattr(once, f) for f in fields] == [getattr(again, f) for f in fields]
+
+
+def test_the_default_dtype_survives() -> None:
+    before = torch.get_default_dtype()
+    compiler.trace(BY_NAME["llama3"].config(2), "bfloat16")
+    assert torch.get_default_dtype() == before
+
+
+def test_families_are_well_formed() -> None:
+    assert len(BY_NAME) == len(FAMILIES)
+    for family in FAMILIES:
+        assert dataclasses.replace(family).config(3)["model_type"] == family.model_type

@@ -1,0 +1,165 @@
+"""What pcg does not trace is refused by name, and mixtures of experts trace without running."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.compiler import Compilation, run_passes
+from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.ir.program import ModelGraph
+from pcg.passes.attach import Bypasses
+from tests.families import oracle
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+EXPERTS = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
+MIXTRAL = {**EXPERTS, "model_type": "mixtral", "num_local_experts": 4}
+QWEN3_MOE = {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
+    "longrope": (
+        {**SMALL, "model_type": "phi3", "rope_scaling": LONGROPE},
+        UnsupportedError,
+        r"this phi3 has rope_type='longrope'",
+    ),
+    "dynamic rope": (
+        {**SMALL, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        UnsupportedError,
+        r"this llama has rope_type='dynamic'",
+    ),
+    "dynamic rope of one type of layer": (
+        {
+            **SMALL,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+            },
+        },
+        UnsupportedError,
+        r"this gemma3_text has rope_type='dynamic'",
+    ),
+    "encoder-decoder": (
+        {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128},
+        UnsupportedError,
+        r"t5 is an encoder-decoder",
+    ),
+    "encoder-decoder with a causal LM": (
+        {"model_type": "bart", "d_model": 64, "vocab_size": 128},
+        UnsupportedError,
+        r"bart is an encoder-decoder",
+    ),
+    "no language model": ({"model_type": "vit"}, UnsupportedError, r"vit is no causal LM"),
+    "more than a language model": (
+        {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 16}},
+        UnsupportedError,
+        r"gemma3 is more than a language model; .* text_config alone, a gemma3_text",
+    ),
+    "attention to later tokens": (
+        {**SMALL, "model_type": "bert"},
+        TraceError,
+        r"BertSelfAttention attends to later tokens",
+    ),
+    "unknown": (
+        {**SMALL, "model_type": "lama"},
+        TraceError,
+        r"transformers knows no model_type 'lama'",
+    ),
+    "code of its own": (
+        {**SMALL, "model_type": "lama", "auto_map": {"AutoModelForCausalLM": "modeling_lama.Lama"}},
+        UnsupportedError,
+        r"'lama' comes with code of its own \(auto_map\)",
+    ),
+    "quantized": (
+        {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        UnsupportedError,
+        r"this llama is quantized .*gptq",
+    ),
+    "bad configuration": (
+        {**SMALL, "model_type": "llama", "num_attention_heads": 5},
+        PcgError,
+        r"llama",
+    ),
+    "recurrence": (
+        {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+        TraceError,
+        r"MambaForCausalLM",
+    ),
+    "experts with biases": (
+        {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
+        UnsupportedError,
+        r"GptOssExperts: experts with biases",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    config, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        compiler.compile_program(config)
+
+
+def test_code_of_its_own_is_not_needed_where_transformers_has_the_model() -> None:
+    """Many checkpoints of known types still name the code that they first came with."""
+    config = {**SMALL, "model_type": "llama", "auto_map": {"AutoModelForCausalLM": "modeling.X"}}
+    assert compiler.trace(config).schedule == (0, 0)
+
+
+# -------------------------------------------------------------------------- mixtures of experts
+
+
+def raised(config: dict[str, Any]) -> ModelGraph:
+    state = Compilation("moe", config, lambda _: Bypasses(), trains=False)
+    base = run_passes(state, last="raise").base
+    assert base is not None
+    return base
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_experts_trace_fold_and_raise(config: dict[str, Any]) -> None:
+    model = raised({**config, "num_hidden_layers": 6})
+    assert model.layers == (0,) * 6
+    (block,) = model.blocks
+    counts = Counter(node.op for node in block.nodes)
+    assert counts["rms_norm"] == (2 if config is MIXTRAL else 4)
+    assert (counts["experts"], counts["topk"], counts["softmax"]) == (1, 1, 1)
+    assert (counts["rope"], counts["attention"]) == (2, 1)
+    assert not counts.keys() & {"rsqrt", "pow", "mean", "neg", "concat"}
+
+
+def test_layers_with_and_without_experts_are_two_blocks() -> None:
+    model = raised({**QWEN3_MOE, "num_hidden_layers": 4, "mlp_only_layers": [0, 2]})
+    assert model.layers == (0, 1, 0, 1)
+    has_experts = ["experts" in {node.op for node in block.nodes} for block in model.blocks]
+    assert has_experts == [False, True]
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_experts_do_not_run_yet(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="experts"):
+        compiler.compile(oracle.random_model(config), dtype="float32", device=torch.device("cpu"))
