@@ -2,8 +2,9 @@
 
     python benchmarks/bench_finetuning.py [--rounds 7] [--batch 4] [--sequence 512]
 
-Random 8-layer Llama of hidden size 512, LoRA rank 16 on all linear modules, fp32, one thread: forward,
-loss, backward and AdamW, on the same tokens. The peer is peft's model with torch.optim.AdamW.
+Random 8-layer Llama of hidden size 512, LoRA rank 16 on all linear modules, fp32, one thread:
+forward, loss, backward and AdamW, on the same tokens. The peer is peft's model with
+torch.optim.AdamW.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pcg
 
 
 def contenders(batch: int, sequence: int) -> dict[str, Callable[[], float]]:
+    """By name, what runs one step of a contender and returns its time."""
     from pcg.runtime.data import Example
 
     model = random_llama().eval()
@@ -56,6 +58,7 @@ def contenders(batch: int, sequence: int) -> dict[str, Callable[[], float]]:
 
 
 def main() -> None:
+    """Run the contenders in turn and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_generation.py [--rounds 5] [--new-tokens 64]
 
-16 prompts of 17 to 64 tokens, 8 adapters (rank 16, all linear modules), two prompts each, greedy, one
-thread, fp32; on the shipped checkpoint and on a random 8-layer Llama of hidden size 512. Contenders,
-in tokens a second, in turn in every round:
+16 prompts of 17 to 64 tokens, 8 adapters (rank 16, all linear modules), two prompts each, greedy,
+one thread, fp32; on the shipped checkpoint and on a random 8-layer Llama of hidden size 512.
+Contenders, in tokens a second, in turn in every round:
 
     ours, base       executor.generate without adapters
     ours, mixed      each prompt with its adapter
@@ -35,10 +35,12 @@ RECIPE: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-line
 
 
 def shipped() -> torch.nn.Module:
+    """The checkpoint under examples/."""
     return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
 
 
 def random_llama() -> torch.nn.Module:
+    """8 layers of hidden size 512 with random weights."""
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1376,
@@ -52,6 +54,7 @@ def random_llama() -> torch.nn.Module:
 
 
 def contenders(model: torch.nn.Module, new_tokens: int) -> dict[str, Callable[[], float]]:
+    """By name, what generates for all prompts once and returns tokens a second."""
     model = model.eval()
     vocabulary = model.config.vocab_size
     prompts = [torch.randint(5, vocabulary - 5, (n,)).tolist() for n in LENGTHS]
@@ -101,6 +104,7 @@ def contenders(model: torch.nn.Module, new_tokens: int) -> dict[str, Callable[[]
 
 
 def main() -> None:
+    """Run the contenders in turn on both models and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -114,11 +118,13 @@ def main() -> None:
         result[name] = {
             "tokens_per_s": medians(values),
             "mixed / peft mixed (at least 3)": ratio(values, "ours, mixed", "peft, mixed"),
-            "mixed / transformers base (at least 1.5)": ratio(values, "ours, mixed", "transformers"),
+            "mixed / transformers base (at least 1.5)": ratio(
+                values, "ours, mixed", "transformers"
+            ),
             "mixed / our base (at least 0.9)": ratio(values, "ours, mixed", "ours, base"),
             "our base / transformers base": ratio(values, "ours, base", "transformers"),
         }
-    write("generation", result)
+    write(f"generation-{arguments.new_tokens}", result)
 
 
 if __name__ == "__main__":

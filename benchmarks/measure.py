@@ -1,7 +1,7 @@
 """What the benchmarks share: interleaved rounds, ratios, the machine, and result files.
 
-The machine is shared and noisy, so no time stands alone: every contender runs once a round, in turn,
-and what is reported is the median over the rounds of ratios within a round.
+The machine is shared and noisy, so no time stands alone: every contender runs once a round, in
+turn, and what is reported is the median over the rounds of ratios within a round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    contenders: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
     """Run each contender once a round; returns what each gave, by name.
 
     Args:
@@ -43,6 +45,7 @@ def ratio(values: Mapping[str, list[float]], name: str, to: str) -> float:
 
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
+    """Each contender's median over the rounds."""
     return {name: round(statistics.median(series), 3) for name, series in values.items()}
 
 

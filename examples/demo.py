@@ -2,9 +2,9 @@
 
     make demo
 
-It explains what finetuning the shipped model keeps in memory, compiles it, continues one prompt with
-the base and with each shipped adapter in one batch, finetunes a fresh adapter for a few steps, saves
-it in peft's format, loads it back, and serves it beside the others.
+It explains what finetuning the shipped model keeps in memory, compiles it, continues one prompt
+with the base and with each shipped adapter in one batch, finetunes a fresh adapter for a few steps,
+saves it in peft's format, loads it back, and serves it beside the others.
 """
 
 import json
@@ -24,17 +24,22 @@ PROMPT = "class TestQueue(unittest.TestCase):\n    def test_"
 
 
 def heading(text: str) -> None:
+    """Print the heading of a step."""
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n== {text}")
 
 
 def shown(text: str) -> str:
+    """The first lines of a text, indented."""
     return "\n".join(f"    {line}" for line in text.splitlines()[:7])
 
 
 def main() -> None:
+    """Run the demo from the first step to the last."""
     torch.set_num_threads(1)
     heading("1. explain: what finetuning the shipped model takes")
-    print(pcg.explain(HERE / "checkpoint", peft="lora", batch=8, seq=256, dtype="float32").to_text())
+    print(
+        pcg.explain(HERE / "checkpoint", peft="lora", batch=8, seq=256, dtype="float32").to_text()
+    )
 
     heading("2. compile: trace, fold, raise, attach, differentiate, fuse, emit; then load weights")
     names = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
@@ -60,21 +65,25 @@ def main() -> None:
     tokens = sum(len(completion.token_ids) for completion in completions)
     print(f"    {tokens} tokens in {seconds:.1f} s")
 
-    heading("4. finetune: a fresh LoRA adapter on docstrings, 12 steps")
+    heading("4. finetune: a fresh LoRA adapter on docstrings, 20 steps")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "slices"
         script = [sys.executable, str(HERE / "slices.py"), "--out", str(data), "--limit", "200"]
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
+        held_out = (data / "docstrings.held_out.jsonl").read_text().splitlines()[:24]
         result = executor.finetune(
             data / "docstrings.train.jsonl",
             adapter="mine",
             peft={"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-            max_steps=12,
+            max_steps=20,
             batch_size=4,
             max_length=256,
             learning_rate=2e-3,
+            eval_data=[json.loads(line) for line in held_out],
+            eval_at_start=True,
         )
-        print(f"    loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, {result.seconds:.1f} s")
+        before, after = result.eval_losses[0][1], result.eval_losses[-1][1]
+        print(f"    held-out loss {before:.3f} -> {after:.3f}, {result.seconds:.1f} s")
 
         heading("5. save in peft's format, load back, serve beside the others")
         executor.save_adapter("mine", Path(folder) / "mine")

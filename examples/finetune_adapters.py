@@ -43,6 +43,7 @@ def held_out_loss(executor: pcg.Executor, data: Path, adapter: str) -> float:
 
 
 def main() -> None:
+    """Finetune the adapters and write them with their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "adapters")
     parser.add_argument("--steps", type=int, default=150)
@@ -56,7 +57,9 @@ def main() -> None:
         script = str(HERE / "slices.py")
         subprocess.run([sys.executable, script, "--out", folder, "--limit", "4000"], check=True)
         for name in arguments.only or SLICES:
-            train, held_out = (Path(folder) / f"{name}.{part}.jsonl" for part in ("train", "held_out"))
+            train, held_out = (
+                Path(folder) / f"{name}.{part}.jsonl" for part in ("train", "held_out")
+            )
             executor.add_adapter(name, RECIPE)
             before = held_out_loss(executor, held_out, name)  # B is zero: the base itself
             result = executor.finetune(

@@ -106,7 +106,9 @@ def _attach(state: Compilation) -> Compilation:
     bypasses = state.bypasses(base)
     open_ranks = dataclasses.replace(bypasses, ranks=dict.fromkeys(bypasses.ranks))
     serving = attach(base, open_ranks)
-    training = attach(base, bypasses) if state.trains and (bypasses.ranks or bypasses.biases) else None
+    training = (
+        attach(base, bypasses) if state.trains and (bypasses.ranks or bypasses.biases) else None
+    )
     return dataclasses.replace(state, serving_model=serving, training_model=training)
 
 
@@ -133,10 +135,18 @@ def _emit(state: Compilation) -> Compilation:
         source = emit_training(
             state.name, state.training_model, state.training_blocks, epilogue, loss
         )
-        training = Training(
-            state.training_model, state.training_blocks, epilogue, trained, source
-        )
+        training = Training(state.training_model, state.training_blocks, epilogue, trained, source)
     return dataclasses.replace(state, serving=serving, training=training)
+
+
+def _require_runnable(name: str, model: ModelGraph) -> None:
+    for graph in model.graphs:
+        for node in graph.nodes:
+            if not operator(node.op).executable:
+                raise UnsupportedError(
+                    f"{name} cannot run yet: operator {node.op!r} (in {node.scope}); pcg traces "
+                    "and explains mixture-of-experts models, and runs dense ones"
+                )
 
 
 PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
@@ -256,7 +266,9 @@ def compile_program(
         return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
 
     state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype))
-    state = run_passes(state, observe)
+    state = run_passes(state, observe, last="raise")
+    _require_runnable(state.name, _made(state.base))
+    state = run_passes(state, observe, first="attach")
     traced = _made(state.traced)
     return Program(
         source.name,
@@ -471,18 +483,13 @@ def make_executor(
     """An executor of a program with weights, and the adapters that `peft` names."""
     from pcg.runtime.executor import Executor
 
-    for graph in program.base.graphs:
-        for node in graph.nodes:
-            if not operator(node.op).executable:
-                raise UnsupportedError(
-                    f"{program.name} cannot run yet: operator {node.op!r} (in {node.scope}); pcg "
-                    "traces and explains mixture-of-experts models, and runs dense ones"
-                )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory)
-    executor = Executor(program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device)
+    executor = Executor(
+        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device
+    )
     if isinstance(peft, Mapping) and not _is_recipe(peft):
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
@@ -537,7 +544,9 @@ class _Specialiser:
         def bypasses(base: ModelGraph) -> Bypasses:
             return bypasses_of(base, recipes, model_type, dtype)
 
-        state = Compilation(program.name, program.config, bypasses, trains=trains, base=program.base)
+        state = Compilation(
+            program.name, program.config, bypasses, trains=trains, base=program.base
+        )
         return run_passes(state, first="attach")
 
 

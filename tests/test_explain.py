@@ -16,7 +16,9 @@ import pytest
 import sympy
 
 import pcg
+from pcg.passes.account import LOSS_CHUNK_BYTES
 from pcg.report import KINDS, Report, bar, count_text, gib
+from pcg.runtime.training_runner import CHUNK_BYTES
 from pcg.source import resolve
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -74,7 +76,8 @@ def test_formulas_give_the_numbers(report: Report) -> None:
 
 
 def test_rows_add_up_to_the_stage(report: Report) -> None:
-    pruned = report.activations[1]
+    eager, pruned = report.activations
+    assert pruned.bytes < eager.bytes
     assert sum(row.bytes * row.layers for row in report.saved) == pruned.bytes
     in_layers = [row for row in report.saved if row.tensor.startswith("block_0.")]
     assert sum(row.bytes for row in in_layers) == pruned.bytes_per_block
@@ -167,13 +170,19 @@ def test_the_whole_process_is_quick_and_small() -> None:
 
 
 def _process(code: str) -> tuple[float, int]:
-    """CPU seconds, and the largest peak of resident bytes of a child so far."""
+    """CPU seconds and peak resident bytes of a Python process."""
+    # Not ru_maxrss, which a child inherits from the process that starts it.
+    peak = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{peak}"],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"},
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, after.ru_maxrss * 1024
+    return seconds, int(ended.stdout) * 1024
 
 
 def test_depth_costs_little() -> None:
@@ -190,3 +199,7 @@ def test_depth_costs_little() -> None:
 
 def _short(model: str) -> Mapping[str, Any]:
     return {**resolve(model).config, "num_hidden_layers": 2}
+
+
+def test_the_loss_runs_in_the_chunks_that_are_counted() -> None:
+    assert LOSS_CHUNK_BYTES == CHUNK_BYTES

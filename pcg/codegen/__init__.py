@@ -1,0 +1,1 @@
+"""Emit programs as Python source, and the kernels that they call."""

@@ -1,0 +1,1 @@
+"""The intermediate representation: graphs, types, the operator table, text, and programs."""

@@ -45,7 +45,7 @@ class ModelGraph:
         return self.epilogue.inputs[0].type.features[-1]
 
     def linear_sites(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear operator by site: its module's path, `{layer}` for the layer."""
+        """(out, in) of every linear operator by site: its module's path, with `{layer}`."""
         sites: dict[str, tuple[int, int]] = {}
         for graph in self.graphs:
             for node in graph.nodes:

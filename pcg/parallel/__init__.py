@@ -1,0 +1,1 @@
+"""Partition a program over a device mesh."""

@@ -1,0 +1,1 @@
+"""Passes over graphs: fold, raise, attach, differentiate, fuse; and what a program keeps."""

@@ -1,8 +1,8 @@
 """Differentiate a graph: its backward graph, and what forward must keep for it.
 
-Gradients flow to the adapters' parameters, and to the inputs asked for; nothing is built for a frozen
-weight or for a value that no trained parameter or such input reaches. What the operator table's
-rules ask for is what is saved (FlexLLM algorithm 1's UPDATEINPUT), and nothing else.
+Gradients flow to the adapters' parameters, and to the inputs asked for; nothing is built for a
+frozen weight or for a value that no trained parameter or such input reaches. What the operator
+table's rules ask for is what is saved (FlexLLM algorithm 1's UPDATEINPUT), and nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def gradient_name(name: str) -> str:
     return f"d_{name}"
 
 
-def differentiate(graph: Graph, wrt: Sequence[str], outputs: Sequence[str] | None = None) -> Differentiated:
+def differentiate(
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[str] | None = None
+) -> Differentiated:
     """Differentiate a graph with attached bypass networks.
 
     Args:
@@ -106,7 +108,9 @@ def _backpropagate(
         if need and gradient is not None:
             before = gradients.get(name)
             gradients[name] = (
-                gradient if before is None else builder.add("add", [before, gradient], scope=node.scope)
+                gradient
+                if before is None
+                else builder.add("add", [before, gradient], scope=node.scope)
             )
 
 

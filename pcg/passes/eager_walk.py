@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import sympy
@@ -116,8 +117,9 @@ class EagerWalk:
         """For each output, whether it requires a gradient."""
         return tuple(self._needs[name] for name in self.graph.outputs)
 
-    @property
+    @cached_property
     def size(self) -> sympy.Expr:
+        """Bytes of what is kept, without what layers share; asked for after the run."""
         return sympy.Add(*(row.size_bytes for row in self.kept.values()))
 
     @property

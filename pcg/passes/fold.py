@@ -2,7 +2,8 @@
 
 A layer's nodes are told by their module path. What depends on positions and constants alone is the
 prologue's (tables of the rotary embedding), but for views and for work on weights alone, which each
-block that reads one makes again. The layers are then renamed to a canonical form, in which layers of one kind are equal graphs.
+block that reads one makes again. The layers are then renamed to a canonical form, in which layers
+of one kind are equal graphs.
 
     prologue(input_ids, position_ids) -> carried, invariants
     block(carried, invariants)        -> carried              once a layer
@@ -67,10 +68,12 @@ class _Fold:
         for name in invariants:
             if self._region_of(name) != PROLOGUE:
                 raise TraceError(
-                    f"%{name}, made by layer {self._region_of(name)}, is read by a later layer than the "
-                    "next; pcg folds models whose layers form a chain"
+                    f"%{name}, made by layer {self._region_of(name)}, is read by a later layer "
+                    "than the next; pcg folds models whose layers form a chain"
                 )
-        prologue = self._graph("prologue", regions[0], self.graph.inputs, [*carried[0], *invariants])
+        prologue = self._graph(
+            "prologue", regions[0], self.graph.inputs, [*carried[0], *invariants]
+        )
         shared = readable_names(prologue)
         prologue = prologue.renamed(shared)
         blocks: list[Graph] = []
@@ -132,7 +135,7 @@ class _Fold:
         return self._region.get(self._producer_name(name), PROLOGUE)
 
     def _is_remade(self, node: Node) -> bool:
-        """Whether each region that reads a value makes it: positional views, and work on weights."""
+        """Whether each region that reads a value makes it: positional views, work on weights."""
         if all(name in self._weights for name in node.inputs):
             return True
         return node.name in self._positional and operator(node.op).is_view
@@ -167,10 +170,12 @@ class _Fold:
         return [name for name in reads if name not in self._parameter_names]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
-        """Of what a region reads, what the one before made; of the first layer, what no other reads."""
+        """Of what a region reads, what the one before made; of the first, what no other reads."""
         if region > 0:
             return [name for name in reads if self._region_of(name) == region - 1]
-        others = {name for node in self.graph.nodes if self._region[node.name] > 0 for name in node.inputs}
+        others = {
+            name for node in self.graph.nodes if self._region[node.name] > 0 for name in node.inputs
+        }
         return [name for name in reads if name not in self._positional and name not in others]
 
     # ------------------------------------------------------------------ graphs
@@ -200,7 +205,8 @@ class _Fold:
         parameters = tuple(_relative(p, prefix, self.layers_path) for p in graph.parameters)
         names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
         scoped = tuple(
-            dataclasses.replace(node, scope=self._relative_scope(node.scope)) for node in graph.nodes
+            dataclasses.replace(node, scope=self._relative_scope(node.scope))
+            for node in graph.nodes
         )
         renamed = graph.replace(nodes=scoped).renamed(names)
         by_name = {p.name: p for p in parameters}
@@ -223,4 +229,3 @@ def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:
     name = parameter.name.removeprefix(prefix + ".")
     source = f"{layers_path}.{{layer}}{parameter.source.removeprefix(prefix)}"
     return dataclasses.replace(parameter, value=Value(name, parameter.type), source=source)
-

@@ -8,7 +8,7 @@ The runtime joins the base's weights once at load, and the adapters' when they e
 
 from __future__ import annotations
 
-import os
+from itertools import takewhile
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.program import ModelGraph
@@ -23,7 +23,9 @@ def fuse_linears(graph: Graph) -> Graph:
     """The graph with linear operators of one input joined, at the place of the first."""
     groups: dict[tuple[str, int], list[Node]] = {}
     for node in graph.nodes:
-        if node.op == "linear" and all(name in graph.parameters_by_name for name in node.inputs[1:]):
+        if node.op == "linear" and all(
+            name in graph.parameters_by_name for name in node.inputs[1:]
+        ):
             groups.setdefault((node.inputs[0], len(node.inputs)), []).append(node)
     joined = {nodes[0].name: _joined(nodes) for nodes in groups.values() if len(nodes) > 1}
     dropped = {node.name for nodes in groups.values() if len(nodes) > 1 for node in nodes[1:]}
@@ -39,8 +41,14 @@ def _joined(nodes: list[Node]) -> Node:
         (nodes[0].inputs[0], *weights, *biases),
         tuple(node.output for node in nodes),
         (("bias", bool(biases)), ("count", len(nodes))),
-        os.path.commonprefix([node.scope + "." for node in nodes]).rpartition(".")[0],
+        _common_scope(nodes),
     )
+
+
+def _common_scope(nodes: list[Node]) -> str:
+    """The path of the innermost module that holds all nodes."""
+    levels = zip(*(node.scope.split(".") for node in nodes), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def fuse_lora(graph: Graph) -> Graph:

@@ -79,18 +79,21 @@ def kept_memory(model: ModelGraph, blocks: Sequence[TrainingGraph]) -> KeptMemor
         for block, training, rows in zip(model.blocks, blocks, found, strict=True)
     ]
     shared: dict[str, KeptTensor] = {}
+    sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
     kept_before = False
     for index in model.layers:
-        block, rows = model.blocks[index], found[index]
-        names = {f"{block.name}.{value.name}" for value in block.inputs[len(block.outputs) :]}
-        carried = f"{block.name}.{block.inputs[0].name}"
-        own = [row for row in rows if row.tensor not in names]
-        for row in rows:
-            if row.tensor in names:
-                shared.setdefault(row.tensor.partition(".")[2], row)
-        counted = [row for row in own if not (kept_before and row.tensor == carried)]
-        layers.append(sympy.Add(*(row.size_bytes for row in counted)))
+        key = (index, kept_before)
+        if key not in sizes:
+            block = model.blocks[index]
+            names = {f"{block.name}.{value.name}" for value in block.inputs[len(block.outputs) :]}
+            for row in found[index]:
+                if row.tensor in names:
+                    shared.setdefault(row.tensor.partition(".")[2], row)
+            skipped = {f"{block.name}.{block.inputs[0].name}"} if kept_before else set()
+            own = [row for row in found[index] if row.tensor not in names | skipped]
+            sizes[key] = sympy.Add(*(row.size_bytes for row in own))
+        layers.append(sizes[key])
         kept_before = keeps_output[index]
     outside = [_shared(name, row) for name, row in shared.items()]
     outside += _read_by_loss(model, skip_first=kept_before)

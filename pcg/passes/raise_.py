@@ -70,7 +70,7 @@ def _drop_identity(rewriter: Rewriter, node: Node) -> NewName | None:
 
 def _join_reshapes(rewriter: Rewriter, node: Node) -> NewName | None:
     if node.op == "reshape" and (inner := rewriter.producer(node.inputs[0], "reshape")):
-        return rewriter.add("reshape", inner.inputs[0], **dict(node.attributes))
+        return rewriter.add("reshape", inner.inputs[0], scope=node.scope, **dict(node.attributes))
     return None
 
 
@@ -284,7 +284,9 @@ def _partial_rope(rewriter: Rewriter, node: Node) -> NewName | None:
     n, size = int(rope.output.type.shape[-1]), int(node.output.type.shape[-1])
     if first[1:] != (False, 0, n, 1) or rest[1:] != (False, n, size, 1):
         return None
-    return rewriter.add("rope", first[0], *rope.inputs[1:], **dict(rope.attributes))
+    return rewriter.add(
+        "rope", first[0], *rope.inputs[1:], scope=node.scope, **dict(rope.attributes)
+    )
 
 
 # ------------------------------------------------------------------------------- activations
@@ -372,15 +374,14 @@ def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
-    """Attention reads each KV head once, though the model repeats it for the heads that share it."""
+    """Attention reads each KV head once, though the model repeats it for heads that share it."""
     if node.op != "attention":
         return None
     k, v = (_before_repeat(rewriter, name) for name in node.inputs[1:3])
     if k is None or v is None:
         return None
-    names = rewriter.add_many(
-        "attention", node.inputs[0], k, v, *node.inputs[3:], **dict(node.attributes)
-    )
+    inputs = (node.inputs[0], k, v, *node.inputs[3:])
+    names = rewriter.add_many("attention", *inputs, scope=node.scope, **dict(node.attributes))
     rewriter.new_names[node.outputs[1].name] = names[1]
     return names[0]
 
@@ -392,7 +393,8 @@ def _before_repeat(rewriter: Rewriter, name: str) -> str | None:
         return None
     if node.op == "rope":
         x = _before_repeat(rewriter, node.inputs[0])
-        return x and rewriter.add("rope", x, *node.inputs[1:], **dict(node.attributes))
+        rest, attributes = node.inputs[1:], dict(node.attributes)
+        return x and rewriter.add("rope", x, *rest, scope="", **attributes)
     expand = rewriter.producer(node.inputs[0], "expand")
     if expand is None or len(expand.output.type.dims) != 4:
         return None

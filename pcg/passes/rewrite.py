@@ -49,10 +49,12 @@ class Rewriter:
         """Add a node over values of the old graph (or of the new one)."""
         return self.add_many(op, *inputs, scope=scope, **attributes)[0]
 
-    def add_many(self, op: str, *inputs: str, scope: str = "", **attributes: Attribute) -> tuple[NewName, ...]:
+    def add_many(
+        self, op: str, *inputs: str, scope: str = "", **attributes: Attribute
+    ) -> tuple[NewName, ...]:
         """Add a node of several outputs; its scope is the root's by default."""
         names = [str(self.new(name)) for name in inputs]
-        added = self.builder.add_many(op, names, scope=scope or self._scope, **attributes)
+        added = self.builder.add_many(op, names, name=op, scope=scope or self._scope, **attributes)
         return tuple(map(NewName, added))
 
     def new(self, name: str) -> NewName:
@@ -66,9 +68,13 @@ class Rewriter:
             self.builder.parameter(parameter)
         for node in self.graph.nodes:
             self._scope = node.scope
-            replacement = next((new for rule in rules if (new := rule(self, node)) is not None), None)
+            replacement = next(
+                (new for rule in rules if (new := rule(self, node)) is not None), None
+            )
             if replacement is None:
-                names = self.add_many(node.op, *node.inputs, **dict(node.attributes))
+                names = self.add_many(
+                    node.op, *node.inputs, scope=node.scope, **dict(node.attributes)
+                )
                 for old, new in zip(node.outputs, names, strict=True):
                     self.new_names[old.name] = new
             else:

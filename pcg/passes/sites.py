@@ -37,7 +37,9 @@ def bypasses_of(
     biases: set[str] = set()
     for recipe in recipes:
         if recipe.lora_bias:
-            raise UnsupportedError("lora_bias=True (a bias on lora_B) is not supported; set it to False")
+            raise UnsupportedError(
+                "lora_bias=True (a bias on lora_B) is not supported; set it to False"
+            )
         sites = recipe.sites(modules, model.output_module, model_type)
         for path, site in sites.items():
             ranks.setdefault(templates[path], set()).add(site.rank)

@@ -1,0 +1,1 @@
+"""Run a compiled program: adapters, batches, generation and finetuning."""

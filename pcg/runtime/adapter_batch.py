@@ -72,8 +72,8 @@ class JoinedLora:
     Attributes:
         a: [adapters, in, ranks], the ranks of all outputs one behind the other.
         b: for each output, [adapters, rank, out], scaled; empty where joined.
-        joined_b: [adapters, ranks, outs], each output's in its own rows and columns; None where that
-            would read more zeros than the calls it saves are worth.
+        joined_b: [adapters, ranks, outs], each output's in its own rows and columns; None where
+            that would read more zeros than the calls it saves are worth.
         ranks: of each output.
         segments: which tokens use which adapter.
     """
@@ -172,8 +172,8 @@ class _Sites:
     """What a graph reads of adapters.
 
     Attributes:
-        joined: for each lora_linear operator, the attribute that holds all of it, and for each of its
-            outputs the module's path and size.
+        joined: for each lora_linear operator, the attribute that holds all of it, and for each of
+            its outputs the module's path and size.
         single: attribute and source of every other adapter parameter.
     """
 
@@ -183,7 +183,7 @@ class _Sites:
     @classmethod
     def of(cls, graph: Graph) -> _Sites:
         parameters = graph.parameters_by_name
-        joined, names = [], set()
+        joined, names = [], set[str]()
         for node in graph.nodes:
             if node.op == "lora_linear":
                 count = len(node.outputs)
@@ -202,7 +202,7 @@ class _Sites:
         return cls(tuple(joined), single)
 
     def stack(self, adapters: Sequence[Adapter], layer: int) -> _Stacks:
-        """What a layer's attributes are, but for the segments; sites that no adapter has stay out."""
+        """What a layer's attributes are, but for the segments; sites without adapters stay out."""
         stacks: _Stacks = {}
         for name, source in self.single:
             parts = [_part(adapter, source.format(layer=layer)) for adapter in adapters]
@@ -224,7 +224,7 @@ def _segmented(weight: Tensor, present: tuple[bool, ...], segments: Segments) ->
 
 
 JOINED_BYTES = 2**20
-"""A joined B, zeros included, is read whole from the cache up to about here; its own parts beyond."""
+"""Up to about here a joined B, zeros included, is read whole from the cache; beyond, its parts."""
 
 
 def _join(

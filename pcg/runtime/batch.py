@@ -131,7 +131,10 @@ class Batch:
         mask = None
         if min(lengths) < longest:
             device = self.input_ids.device
-            hidden = torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
+            hidden = (
+                torch.arange(longest, device=device)
+                >= torch.tensor(lengths, device=device)[:, None]
+            )
             mask = torch.zeros(hidden.shape, dtype=self._cache_dtype, device=device)
             mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return DecodeGroup(start, end - start, runs[start][0], stride, longest, mask)

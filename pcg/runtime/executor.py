@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from pcg.runtime.training_runner import TrainingRunner
 
 
 class Specialiser(Protocol):
-    """Compiles a program anew for adapters at other sites; the compiler gives it to the executor."""
+    """Compiles a program anew for adapters at other sites; the compiler gives one to executors."""
 
     def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving: ...
 
@@ -112,13 +112,18 @@ class Executor:
 
     @overload
     def generate(
-        self, prompts: str, adapter: str | None = ..., *, stream: Literal[False] = ..., **sampling: Any
+        self,
+        prompts: str,
+        adapter: str | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        **sampling: Any,
     ) -> Completion: ...
     @overload
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
-        adapter: str | None | Sequence[str | None] = ...,
+        adapter: str | Sequence[str | None] | None = ...,
         *,
         stream: Literal[False] = ...,
         **sampling: Any,
@@ -127,7 +132,7 @@ class Executor:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        adapter: str | None | Sequence[str | None] = ...,
+        adapter: str | Sequence[str | None] | None = ...,
         *,
         stream: Literal[True],
         **sampling: Any,
@@ -135,7 +140,7 @@ class Executor:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         *,
         stream: bool = False,
         **sampling: Any,
@@ -156,7 +161,9 @@ class Executor:
             AdapterError: there is no adapter of that name.
         """
         single = isinstance(prompts, str)
-        requests = self._requests([prompts] if isinstance(prompts, str) else prompts, adapter, sampling)
+        requests = self._requests(
+            [prompts] if isinstance(prompts, str) else prompts, adapter, sampling
+        )
         chunks = self._generator.run(requests)
         if stream:
             return chunks
@@ -169,12 +176,14 @@ class Executor:
 
     def _requests(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        adapter: str | None | Sequence[str | None],
+        prompts: Sequence[str | Sequence[int]],
+        adapter: str | Sequence[str | None] | None,
         sampling: Mapping[str, Any],
     ) -> list[Request]:
         names = (
-            [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+            [adapter] * len(prompts)
+            if adapter is None or isinstance(adapter, str)
+            else list(adapter)
         )
         if len(names) != len(prompts):
             raise GenerationError(
@@ -184,7 +193,9 @@ class Executor:
         for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
             ids = self._encode(prompt, index)
             params = self._sampling(sampling, index, len(prompts))
-            requests.append(Request(tuple(ids), params, None if name is None else self._adapter(name)))
+            requests.append(
+                Request(tuple(ids), params, None if name is None else self._adapter(name))
+            )
         return requests
 
     def _encode(self, prompt: str | Sequence[int], index: int) -> Sequence[int]:
@@ -236,8 +247,8 @@ class Executor:
             flat = torch.cat(self.logits(rows, adapter))
             return flat.reshape(*input_ids.shape, -1)
         if not input_ids or isinstance(input_ids[0], int):
-            return self.logits([input_ids], adapter)[0]  # type: ignore[list-item]
-        requests = self._requests(input_ids, adapter, {})  # type: ignore[arg-type]
+            return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
+        requests = self._requests(cast("Sequence[Sequence[int]]", input_ids), adapter, {})
         order = sorted(range(len(requests)), key=lambda i: _adapter_order(requests[i].adapter))
         for i, request in enumerate(requests):
             if not request.prompt_ids:
@@ -423,5 +434,3 @@ def _model_sites(model: ModelGraph) -> frozenset[str]:
 
 def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
     return adapter is not None, id(adapter)
-
-

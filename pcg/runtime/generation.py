@@ -171,8 +171,8 @@ class Generator:
             raise GenerationError(f"prompt {index} has no tokens; give at least one")
         if self._most_positions is not None and length >= self._most_positions:
             raise GenerationError(
-                f"prompt {index} has {length} tokens; the model has {self._most_positions} positions, "
-                "and generating needs at least one more than the prompt"
+                f"prompt {index} has {length} tokens; the model has {self._most_positions} "
+                "positions, and generating needs at least one more than the prompt"
             )
         room = (self._most_positions or 2**62) - length
         return min(request.params.max_new_tokens, room)
@@ -243,7 +243,7 @@ class Generator:
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
             history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        return sample(logits.float(), params, generators, history).tolist()  # type: ignore[no-any-return]
+        return sample(logits.float(), params, generators, history).tolist()
 
 
 def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:

@@ -77,8 +77,9 @@ class KvCache:
                 self._free[index : index + 1] = [rest] if rest.capacity else []
                 return Run(run.start, capacity)
         raise OutOfMemoryError(
-            f"a sequence of {capacity} tokens does not fit: {self.free_rows} of {self.rows} KV cache "
-            "rows are free, not all in one run; generate fewer tokens, or fewer prompts at once"
+            f"a sequence of {capacity} tokens does not fit: {self.free_rows} of {self.rows} KV "
+            "cache rows are free, not all in one run; generate fewer tokens, or fewer prompts at "
+            "once"
         )
 
     def release(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Run an emitted program: load its functions, bind weights, and call prologue, layers and epilogue."""
+"""Run an emitted program: load its functions, bind weights, call prologue, layers and epilogue."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
-        """What the last layer hands the epilogue, for all tokens; the cache is filled on the way."""
+        """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
         shared = _as_tuple(
             self._functions["prologue"](
                 self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions

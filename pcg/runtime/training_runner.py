@@ -1,8 +1,9 @@
 """One finetuning step's gradients: forward that saves, loss in chunks, backward layer by layer.
 
 The loss is the sum over target tokens divided by a normaliser that the caller gives, as all target
-tokens of a mini-batch, so that gradients of its parts add up. The epilogue runs forward and backward
-for a chunk of tokens at a time, on tokens with a target only, so logits never exist for all tokens.
+tokens of a mini-batch, so that gradients of its parts add up. The epilogue runs forward and
+backward for a chunk of tokens at a time, on tokens with a target only, so logits never exist for
+all tokens.
 """
 
 from __future__ import annotations

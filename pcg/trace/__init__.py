@@ -49,7 +49,9 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
     """
     exported = export(config, dtype, whole)
     graph, constants = import_graph(exported)
-    floating = next(p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float)
+    floating = next(
+        p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
+    )
     return Trace(
         graph,
         exported.layers_path,

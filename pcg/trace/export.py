@@ -98,7 +98,9 @@ def _experts_interface(
     module: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
-        raise UnsupportedError(f"{type(module).__name__}: experts with biases or a transposed layout")
+        raise UnsupportedError(
+            f"{type(module).__name__}: experts with biases or a transposed layout"
+        )
     return torch.ops.pcg.experts(hidden, indices, weights, module.gate_up_proj, module.down_proj)  # type: ignore[no-any-return]
 
 
@@ -191,14 +193,16 @@ def _parse(config: Mapping[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in fields:
             raise UnsupportedError(
-                f"model_type {model_type!r} comes with code of its own (auto_map), which pcg does not "
-                "run; use a model that transformers implements"
+                f"model_type {model_type!r} comes with code of its own (auto_map), which pcg does "
+                "not run; use a model that transformers implements"
             )
         raise TraceError(f"transformers knows no model_type {model_type!r}; is it up to date?")
     try:
         parsed = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
-        raise TraceError(f"transformers refuses the configuration of this {model_type}: {error}") from error
+        raise TraceError(
+            f"transformers refuses the configuration of this {model_type}: {error}"
+        ) from error
     _check_supported(parsed)
     return parsed
 
@@ -209,7 +213,9 @@ def _check_supported(config: Any) -> None:
 
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs")
+        raise UnsupportedError(
+            f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs"
+        )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedError(f"{kind} is no causal LM in transformers; pcg compiles causal LMs")
     text = config.get_text_config()
@@ -227,8 +233,8 @@ def _check_supported(config: Any) -> None:
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedError(
-                f"this {kind} has rope_type={rope_type!r}, whose frequencies change with the length "
-                "of the sequence; pcg does rope types that are a function of the position"
+                f"this {kind} has rope_type={rope_type!r}, whose frequencies change with the "
+                "length of the sequence; pcg does rope types that are a function of the position"
             )
 
 
@@ -283,7 +289,8 @@ def _fingerprint(layer: nn.Module) -> object:
         constants = sorted(
             (key, value)
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and key not in ("layer_idx", "layer_id", "layer_number")
+            if isinstance(value, bool | int | float | str)
+            and key not in ("layer_idx", "layer_id", "layer_number")
         )
         tensors = [
             (key, tuple(value.shape), value.dtype)
@@ -315,32 +322,36 @@ def _shorten(config: Any, kinds: list[object]) -> tuple[tuple[int, ...], list[in
 
 
 def _persistent_buffers(model: nn.Module) -> list[str]:
-    names = []
-    for prefix, module in model.named_modules():
-        for name in module._buffers:
-            if name not in module._non_persistent_buffers_set:
-                names.append(f"{prefix}.{name}" if prefix else name)
-    return names
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
 
 
 def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Values of the buffers that no checkpoint holds, made by the model's own initialisation."""
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+        names = [
+            name
+            for name in module._non_persistent_buffers_set
+            if module._buffers.get(name) is not None
+        ]
         if not names:
             continue
         meta = dict(module._buffers)
         for name in names:
             old = module._buffers[name]
-            fill = float("nan") if old.is_floating_point() else -1  # type: ignore[union-attr]
-            module._buffers[name] = torch.full_like(old, fill, device="cpu")  # type: ignore[arg-type]
+            fill = float("nan") if old.is_floating_point() else -1
+            module._buffers[name] = torch.full_like(old, fill, device="cpu")
         with torch.device("cpu"):
             model._init_weights(module)  # type: ignore[operator]
         for name in names:
             value = module._buffers[name]
-            if not torch.isnan(value).any():  # type: ignore[arg-type]
-                values[f"{prefix}.{name}" if prefix else name] = value.clone()  # type: ignore[union-attr]
+            if not torch.isnan(value).any():
+                values[f"{prefix}.{name}" if prefix else name] = value.clone()
         module._buffers.update(meta)
     return values
 
@@ -394,8 +405,8 @@ def _is_whole(entry: Any) -> bool:
 
 def _most_tokens(model: nn.Module) -> int:
     """A bound below the positions, where guards of some models lie (MPT's max_seq_len)."""
-    positions = getattr(model.config, "max_position_embeddings", None)  # type: ignore[union-attr]
-    positions = positions or getattr(model.config, "max_seq_len", None) or 2**20  # type: ignore[union-attr]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = positions or getattr(model.config, "max_seq_len", None) or 2**20
     return max(8, int(positions) - 1)
 
 

@@ -1,10 +1,10 @@
 """Read an exported FX graph into a token-flat graph of the operator table.
 
-An exported activation has a batch dim of size 1 and a token dim of symbolic size, anywhere among its
-dims. Its *layout* tags each dim `b`, `t` or `d`; the flat value has the token dim first and then the
-`d` dims in order. So a transpose of heads and tokens is no operator, a view is a reshape of feature
-dims, and broadcasting is checked dim by dim. An operator that would mix tokens has no rule and is
-refused with its module path.
+An exported activation has a batch dim of size 1 and a token dim of symbolic size, anywhere among
+its dims. Its *layout* tags each dim `b`, `t` or `d`; the flat value has the token dim first and
+then the `d` dims in order. So a transpose of heads and tokens is no operator, a view is a reshape
+of feature dims, and broadcasting is checked dim by dim. An operator that would mix tokens has no
+rule and is refused with its module path.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Importer:
         return result
 
     def _subgraph(self, node: Node, module: torch.fx.GraphModule) -> list[Any]:
-        body = getattr(module, node.args[1].target)  # type: ignore[union-attr]
+        reference: Any = node.args[1]
+        body = getattr(module, reference.target)
         holders = [n for n in body.graph.nodes if n.op == "placeholder"]
         for holder, argument in zip(holders, node.args[2:], strict=True):
             self.values[holder] = self.value(argument)
@@ -163,7 +164,14 @@ class Importer:
             found = self._scores.get(node)
             queue.extend([found.q, found.k, found.v] if found else node.all_input_nodes)
             # An in-place operator on a live value is live too.
-            queue.extend(user for user in node.users if _base_name(user.target).endswith("_") and user.args[:1] == (node,) and node not in self._scores and not _is_square(user))
+            queue.extend(
+                user
+                for user in node.users
+                if _base_name(user.target).endswith("_")
+                and user.args[:1] == (node,)
+                and node not in self._scores
+                and not _is_square(user)
+            )
         return live
 
     # ------------------------------------------------------------------ leaves
@@ -271,7 +279,9 @@ class Importer:
         return self.add("reshape", name, shape=(-1,) * type_.is_token_wise + features)
 
     def cast(self, name: str, dtype: str) -> str:
-        return name if self.builder.types[name].dtype == dtype else self.add("cast", name, dtype=dtype)
+        return (
+            name if self.builder.types[name].dtype == dtype else self.add("cast", name, dtype=dtype)
+        )
 
     def transpose_parameter(self, parameter: Parameter) -> str:
         """The parameter as [out, in], for a checkpoint that holds [in, out]."""
@@ -305,7 +315,7 @@ class Importer:
         return Imported(self.reshape(out, result.features()), tags, shape)
 
     def _narrowed(self, name: str, dtype: str) -> str:
-        """The value in the attention's dtype; before the model widens it, as attention does itself."""
+        """The value in the attention's dtype; before the model widens it, as attention does too."""
         producer = next((node for node in self.builder.nodes if node.name == name), None)
         if producer and producer.op == "cast":
             source = producer.inputs[0]
@@ -324,7 +334,7 @@ def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
     parameters are named as the checkpoint names them, and a node's scope is its module's path.
 
     Raises:
-        TraceError: an operator that is neither in the table nor token-wise; names it and its module.
+        TraceError: an operator neither in the table nor token-wise; names it and its module.
     """
     importer = Importer(exported)
     graph = importer.run()

@@ -36,7 +36,11 @@ def pointwise(importer: Importer, node: Node) -> Imported:
     x = importer.tensor(tensors[0])
     arguments = ", ".join("{0}" if a is tensors[0] else repr(a) for a in node.args)
     name = importer.add(
-        "pointwise", x.name, target=str(target), arguments=arguments, dtype=importer.dtype(node.meta["val"])
+        "pointwise",
+        x.name,
+        target=str(target),
+        arguments=arguments,
+        dtype=importer.dtype(node.meta["val"]),
     )
     return Imported(name, x.tags, x.shape)
 
@@ -110,18 +114,30 @@ def _as_number(importer: Importer, x: Any) -> Any:
     return x
 
 
-def broadcasted(importer: Importer, node: Node, op: str, left: Imported, right: Imported) -> Imported:
+def broadcasted(
+    importer: Importer, node: Node, op: str, left: Imported, right: Imported
+) -> Imported:
     """x ∘ y, each reshaped so that flat broadcasting is what the trace meant."""
     rank = max(len(left.tags), len(right.tags))
     pads = [" " * (rank - len(x.tags)) + x.tags for x in (left, right)]
     tags = ""
     for pair in zip(*pads, strict=True):
-        tags += "t" if "t" in pair else "d" if "d" in pair and "b" not in pair else "b" if "b" in pair else "d"
+        tags += (
+            "t"
+            if "t" in pair
+            else "d"
+            if "d" in pair and "b" not in pair
+            else "b"
+            if "b" in pair
+            else "d"
+        )
     shape = tuple(
         None if tag == "t" else max(_size(left, i - rank), _size(right, i - rank))
         for i, tag in enumerate(tags)
     )
-    tags = "".join("d" if tag == "b" and size != 1 else tag for tag, size in zip(tags, shape, strict=True))
+    tags = "".join(
+        "d" if tag == "b" and size != 1 else tag for tag, size in zip(tags, shape, strict=True)
+    )
     if tags.count("t") > 1:
         raise importer.refusal(node, "it pairs tokens with tokens")
     names = []
@@ -152,6 +168,7 @@ def _reshape(importer: Importer, node: Node) -> Imported:
 
 
 def regroup(importer: Importer, node: Node, x: Imported, shape: tuple[int | None, ...]) -> Imported:
+    """The value viewed as another shape, in which the token dim stays a dim of its own."""
     if "t" not in x.tags:
         tags = "d" * len(shape)
         return Imported(importer.reshape(x.name, shape), tags, shape)  # type: ignore[arg-type]
@@ -160,11 +177,11 @@ def regroup(importer: Importer, node: Node, x: Imported, shape: tuple[int | None
     old, new = x.shape.index(None), shape.index(None)
     before = prod(s for s in x.shape[:old] if s)
     if before != prod(s for s in shape[:new] if s):
-        raise importer.refusal(node, f"a view from {list(x.shape)} to {list(shape)} cuts across tokens")
+        raise importer.refusal(
+            node, f"a view from {list(x.shape)} to {list(shape)} cuts across tokens"
+        )
     leads = ["d"] * new
-    if before == 1 and new:
-        leads[0] = "b"
-    elif new > 1 and shape[0] == 1:
+    if (before == 1 and new) or (new > 1 and shape[0] == 1):
         leads[0] = "b"
     tags = "".join(leads) + "t" + "d" * (len(shape) - new - 1)
     result = Imported(x.name, tags, shape)
@@ -200,7 +217,8 @@ def _reverse(importer: Importer, node: Node) -> Imported:
 
 def _permute(importer: Importer, node: Node) -> Imported:
     x = importer.tensor(node.args[0])
-    return _permuted(importer, x, [dim % len(x.tags) for dim in node.args[1]])  # type: ignore[union-attr,operator]
+    dims: Any = node.args[1]
+    return _permuted(importer, x, [dim % len(x.tags) for dim in dims])
 
 
 def _unsqueeze(importer: Importer, node: Node) -> Imported:
@@ -219,10 +237,15 @@ def _squeeze(importer: Importer, node: Node) -> Imported:
 
 def _slice(importer: Importer, node: Node) -> Imported:
     x = importer.tensor(node.args[0])
-    dim, start, stop, step = [*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :]]
-    dim = int(dim or 0)  # type: ignore[arg-type]
+    arguments: list[Any] = [*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :]]
+    dim, start, stop, step = arguments
+    dim = int(dim or 0)
     size = x.shape[dim]
-    if start in (0, None) and step == 1 and (stop is None or (isinstance(stop, int) and stop >= 2**62)):
+    if (
+        start in (0, None)
+        and step == 1
+        and (stop is None or (isinstance(stop, int) and stop >= 2**62))
+    ):
         return x
     if size is None or x.tags[dim] != "d":
         raise importer.refusal(node, "it takes some of the tokens")
@@ -239,6 +262,7 @@ def sliced(
     step: int = 1,
     copied: bool = False,
 ) -> Imported:
+    """Entries start to stop of a feature dim; of none, an empty value without a name."""
     if (start, stop, step) == (0, x.shape[dim], 1):
         return x
     if start >= stop:
@@ -258,7 +282,9 @@ def _select(importer: Importer, node: Node) -> Imported:
     dim, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
     dim %= len(x.tags)
     if x.tags[dim] == "b":
-        return Imported(x.name, x.tags[:dim] + x.tags[dim + 1 :], x.shape[:dim] + x.shape[dim + 1 :])
+        return Imported(
+            x.name, x.tags[:dim] + x.tags[dim + 1 :], x.shape[:dim] + x.shape[dim + 1 :]
+        )
     index %= x.shape[dim]  # type: ignore[operator]
     part = sliced(importer, x, dim, index, index + 1)
     tags, shape = part.tags[:dim] + part.tags[dim + 1 :], part.shape[:dim] + part.shape[dim + 1 :]
@@ -335,10 +361,14 @@ def _repeat_interleave(importer: Importer, node: Node) -> Imported:
 
 
 def reduction(op: str) -> Rule:
+    """The rule of an operator that reduces one feature dim."""
+
     def rule(importer: Importer, node: Node) -> Imported:
         x = importer.tensor(node.args[0])
         dims = node.args[1]
-        keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+        keepdim = (
+            bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+        )
         if len(dims) != 1 or x.tags[dims[0]] != "d":  # type: ignore[arg-type,index]
             raise importer.refusal(node, "it reduces tokens, or several dims")
         dim = int(dims[0]) % len(x.tags)  # type: ignore[index,arg-type]
@@ -382,8 +412,12 @@ def _index(importer: Importer, node: Node) -> Imported:
             return sliced(importer, x, dim, position, position + 1, copied=True)
         if "t" not in x.tags and "t" in index.tags and dim == 0 and len(x.tags) == 2:
             ids = importer.reshape(index.name, ())
-            return Imported(importer.add("embedding", x.name, ids), index.tags + "d", importer.shape(node))
-    raise importer.refusal(node, "only one entry of a feature dim, or rows of a table, can be indexed")
+            return Imported(
+                importer.add("embedding", x.name, ids), index.tags + "d", importer.shape(node)
+            )
+    raise importer.refusal(
+        node, "only one entry of a feature dim, or rows of a table, can be indexed"
+    )
 
 
 # ---------------------------------------------------------------------------- products
@@ -454,7 +488,7 @@ def _topk(importer: Importer, node: Node) -> list[Imported]:
     return [Imported(name, x.tags, (*x.shape[:-1], k)) for name in names]
 
 
-# ---------------------------------------------------------------------------- markers of pcg.trace.export
+# ---------------------------------------------------------------------------- export's markers
 
 
 def _attention(importer: Importer, node: Node) -> Imported:
@@ -462,7 +496,9 @@ def _attention(importer: Importer, node: Node) -> Imported:
     sinks, scale, window, softcap = node.args[3:7]
     for x in (q, k, v):
         if x.tags != "bdtd":
-            raise importer.refusal(node, f"its inputs are laid out {x.tags}, not batch, heads, tokens, dim")
+            raise importer.refusal(
+                node, f"its inputs are laid out {x.tags}, not batch, heads, tokens, dim"
+            )
     inputs = [q.name, k.name, v.name]
     attributes: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if sinks is not None:

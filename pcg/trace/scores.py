@@ -1,9 +1,9 @@
 """Recognise attention written out as matmul, softmax, matmul, and what is added to its scores.
 
-Some architectures (Falcon, GPT-J, BLOOM, MPT) keep an attention of their own. In their exported graph
-the probabilities are `softmax(scale · q kᵀ + bias)`, or the whole is one scaled_dot_product_attention
-with that bias as its mask. The bias depends on positions alone. It is evaluated, at two lengths, with
-ordinary PyTorch, and must be
+Some architectures (Falcon, GPT-J, BLOOM, MPT) keep an attention of their own. In their exported
+graph the probabilities are `softmax(scale · q kᵀ + bias)`, or the whole is one
+scaled_dot_product_attention with that bias as its mask. The bias depends on positions alone. It is
+evaluated, at two lengths, with ordinary PyTorch, and must be
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
 
@@ -86,11 +86,9 @@ def _probabilities(node: Node) -> Node | None:
     return None
 
 
-def _recognise(
-    node: Node, softmax: Node, constants: Mapping[str, torch.Tensor]
-) -> ScoreAttention:
+def _recognise(node: Node, softmax: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
     product = _score_product(softmax)
-    q, k = (product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2])
+    q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
     measured = []
     for tokens in _LENGTHS:
         scores = [
@@ -107,7 +105,7 @@ def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreA
     if given.get("dropout_p"):
         raise _refusal(node, "it drops probabilities")
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    scale = given.get("scale") or q.meta["val"].shape[-1] ** -0.5  # type: ignore[union-attr]
+    scale: Any = given.get("scale") or q.meta["val"].shape[-1] ** -0.5  # type: ignore[union-attr]
     measured = []
     for tokens in _LENGTHS:
         bias = torch.zeros(1, tokens, tokens, dtype=torch.float64)
@@ -117,7 +115,7 @@ def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreA
         if mask is not None:
             bias = _additive(_evaluate(mask, None, constants, tokens, 0.0))  # type: ignore[arg-type]
             bias = bias.broadcast_to(*bias.shape[:-2], tokens, tokens).reshape(-1, tokens, tokens)
-        measured.append(_measure(node, bias, bias + scale))  # type: ignore[operator]
+        measured.append(_measure(node, bias, bias + scale))
     return ScoreAttention(q, k, v, *_agreed(node, measured))  # type: ignore[arg-type]
 
 
@@ -168,7 +166,7 @@ def _is_square(node: Node) -> bool:
 def _measure(
     softmax: Node, zeros: torch.Tensor, ones: torch.Tensor
 ) -> tuple[float, int, tuple[float, ...]]:
-    """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all zeros and all ones."""
+    """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all 0 and all 1."""
     tokens = zeros.shape[-1]
     visible = zeros > _HIDDEN
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
@@ -231,15 +229,11 @@ def _evaluate(
                 return beta * bias + alpha * scores  # type: ignore[operator]
             return scores
         if node.op == "placeholder":
-            if node.name in constants:
-                return constants[node.name]
-            if meta is not None and not meta.is_floating_point():
-                return torch.arange(tokens).view(1, -1)
-            raise _refusal(node, "its scores depend on a weight")
+            return _evaluate_placeholder(node, constants, tokens)
         if node.op == "get_attr" or not callable(node.target):
             raise _refusal(node, f"its scores depend on {node.op} {node.target}")
         if node.target is _aten.sym_size.int:
-            return size(node.args[0].meta["val"].shape[node.args[1]])  # type: ignore[union-attr,index,arg-type]
+            return size(node.args[0].meta["val"].shape[node.args[1]])  # type: ignore[union-attr]
         if node.target is _aten._assert_tensor_metadata.default:
             return None
         arguments = [value(argument) for argument in node.args]
@@ -251,10 +245,22 @@ def _evaluate(
     return value(root)  # type: ignore[no-any-return]
 
 
+def _evaluate_placeholder(
+    node: Node, constants: Mapping[str, torch.Tensor], tokens: int
+) -> torch.Tensor:
+    """A constant's value, or 0, 1, … for an integer input such as the positions."""
+    if node.name in constants:
+        return constants[node.name]
+    meta = node.meta.get("val")
+    if meta is not None and not meta.is_floating_point():
+        return torch.arange(tokens).view(1, -1)
+    raise _refusal(node, "its scores depend on a weight")
+
+
 def _refusal(node: Node, why: str) -> TraceError:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     where = stack[-1][0] if stack else node.name
     return TraceError(
-        f"{where} has an attention that pcg cannot raise: {why}. Use an architecture whose attention "
-        "goes through transformers' AttentionInterface"
+        f"{where} has an attention that pcg cannot raise: {why}. Use an architecture whose "
+        "attention goes through transformers' AttentionInterface"
     )

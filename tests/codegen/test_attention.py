@@ -239,7 +239,9 @@ def test_bf16_rounds_once() -> None:
         q, k, v = (x.bfloat16() for x in chosen.tensors(15))
         batch = whole_sequences([[0] * 9, [0] * 6], CPU)
         out, lse = attention(batch, q, k, v, **chosen.keywords())
-        exact, sums = reference_of_all((9, 6), *(x.double() for x in (q, k, v)), **chosen.keywords())
+        exact, sums = reference_of_all(
+            (9, 6), *(x.double() for x in (q, k, v)), **chosen.keywords()
+        )
         assert out.dtype == torch.bfloat16
         assert lse is not None
         assert lse.dtype == torch.float32

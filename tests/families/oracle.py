@@ -16,7 +16,9 @@ from torch import Tensor
 NEW_TOKENS = 32
 
 
-def random_model(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def random_model(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
     """A transformers model whose every parameter matters: no weight is zero, no scale is one."""
     fields = dict(config)
     with warnings.catch_warnings():

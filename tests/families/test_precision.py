@@ -1,4 +1,4 @@
-"""Other dtypes than fp32: fp64 agrees to 1e-10, bf16 is as far from the truth as transformers is."""
+"""Other dtypes than fp32: fp64 agrees to 1e-10, bf16 is as near to fp32 as transformers is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.families import BY_NAME

@@ -39,6 +39,4 @@ graph @epilogue(%x: f32[T, 4]) {
 
 def mlp_model() -> ModelGraph:
     """Two layers of the MLP; the head is tied to the embeddings."""
-    return ModelGraph(
-        parse_graph(PROLOGUE), (parse_graph(MLP),), (0, 0), parse_graph(EPILOGUE)
-    )
+    return ModelGraph(parse_graph(PROLOGUE), (parse_graph(MLP),), (0, 0), parse_graph(EPILOGUE))

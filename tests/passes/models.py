@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from pcg.compiler import Compilation, run_passes
 from pcg.ir.program import ModelGraph
@@ -13,39 +13,39 @@ from tests.families.families import BY_NAME
 LAYERS = 3
 
 
-def _state(name: str, dtype: str, whole: bool, layers: int) -> Compilation:
-    config = BY_NAME[name].config(layers)
+def _state(name: str, dtype: str, whole: bool) -> Compilation:
+    config = BY_NAME[name].config(LAYERS)
     return Compilation(name, config, lambda _: Bypasses(), dtype, trains=False, whole=whole)
 
 
-@lru_cache(maxsize=None)
-def traced(name: str, dtype: str = "float32", whole: bool = False, layers: int = LAYERS) -> Trace:
+@cache
+def traced(name: str, dtype: str = "float32", whole: bool = False) -> Trace:
     """The family's model as traced."""
-    found = run_passes(_state(name, dtype, whole, layers), last="trace").traced
+    found = run_passes(_state(name, dtype, whole), last="trace").traced
     assert found is not None
     return found
 
 
-@lru_cache(maxsize=None)
-def folded(name: str, dtype: str = "float32", whole: bool = False, layers: int = LAYERS) -> ModelGraph:
+@cache
+def folded(name: str, dtype: str = "float32", whole: bool = False) -> ModelGraph:
     """The family's model, folded."""
-    return _base(name, dtype, whole, layers, "fold")
+    return _base(name, dtype, whole, "fold")
 
 
-@lru_cache(maxsize=None)
-def raised(name: str, dtype: str = "float32", whole: bool = False, layers: int = LAYERS) -> ModelGraph:
+@cache
+def raised(name: str, dtype: str = "float32", whole: bool = False) -> ModelGraph:
     """The family's model, folded and raised."""
-    return _base(name, dtype, whole, layers, "raise")
+    return _base(name, dtype, whole, "raise")
 
 
-def _base(name: str, dtype: str, whole: bool, layers: int, last: str) -> ModelGraph:
+def _base(name: str, dtype: str, whole: bool, last: str) -> ModelGraph:
     state = Compilation(
         name,
-        BY_NAME[name].config(layers),
+        BY_NAME[name].config(LAYERS),
         lambda _: Bypasses(),
         dtype,
         trains=False,
-        traced=traced(name, dtype, whole, layers),
+        traced=traced(name, dtype, whole),
     )
     found = run_passes(state, first="fold", last=last).base
     assert found is not None

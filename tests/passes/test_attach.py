@@ -48,7 +48,8 @@ graph @block_0(%x: f32[T, 4]) {
 def test_a_bias_of_the_adapters_own_replaces_the_base_s() -> None:
     model = attach(mlp_model(), Bypasses({}, frozenset({"model.layers.{layer}.down.bias"})))
     nodes = model.blocks[0].nodes
-    assert [node.op for node in nodes] == ["rms_norm", "linear", "relu", "linear", "bias_add", "add"]
+    ops = [node.op for node in nodes]
+    assert ops == ["rms_norm", "linear", "relu", "linear", "bias_add", "add"]
     assert nodes[4].inputs == ("down", "down.bias.own", "down.bias")
     assert nodes[5].inputs == ("x", "bias_add")
 

@@ -48,7 +48,8 @@ graph @block_0_backward(%d_add: f32[T, 4], %down_s: f32[T, 2], %relu: f32[T, 6],
   %d_relu: f32[T, 6] = add(%shrink_backward, %linear_backward)  @down
   %d_up: f32[T, 6] = relu_backward(%d_relu, %relu)
   %d_norm: f32[T, 4] = linear_backward(%d_up, %up.weight)  @up
-  %rms_norm_backward: f32[T, 4] = rms_norm_backward(%d_norm, %x, %norm.weight) {eps=1e-06, offset=0.0}  @norm
+  %rms_norm_backward: f32[T, 4] = rms_norm_backward(%d_norm, %x, %norm.weight)
+    {eps=1e-06, offset=0.0}  @norm
   %d_x: f32[T, 4] = add(%d_add, %rms_norm_backward)  @norm
   return %d_x, %d_down.lora_A, %d_down.lora_B
 }
@@ -166,16 +167,16 @@ def chain(steps: list[str]) -> Graph:
     x = builder.input("x", tensor("f64", TOKENS, 4))
     for i, step in enumerate(steps):
         if step == "linear":
-            names = [
-                builder.parameter(Parameter(Value(f"{kind}{i}", tensor("f64", *shape)), role, f"{kind}{i}"))
-                for kind, role, shape in (
-                    ("w", "frozen", (4, 4)),
-                    ("a", "adapter", (2, 4)),
-                    ("b", "adapter", (4, 2)),
+            w, a, b = (
+                builder.parameter(Parameter(Value(name, tensor("f64", *shape)), role, name))
+                for name, role, shape in (
+                    (f"w{i}", "frozen", (4, 4)),
+                    (f"a{i}", "adapter", (2, 4)),
+                    (f"b{i}", "adapter", (4, 2)),
                 )
-            ]
-            y = builder.add("linear", [x, names[0]])
-            x = builder.add("expand_add", [y, builder.add("shrink", [x, names[1]]), names[2]])
+            )
+            y = builder.add("linear", [x, w])
+            x = builder.add("expand_add", [y, builder.add("shrink", [x, a]), b])
         elif step == "residual":
             x = builder.add("add", [x, builder.add("mul", [x], scalar=0.5)])
         elif step == "gate":

@@ -46,11 +46,10 @@ def check(family: Family, dtype: torch.dtype, targets: str | tuple[str, ...]) ->
     executor = compiler.compile(oracle.random_model(family.config(3), dtype), {"a": recipe})
     name = str(dtype).removeprefix("torch.")
     report = compiler.explain(family.config(3), recipe, batch=BATCH, seq=SEQ, dtype=name)
-    stages = {stage.stage: stage.bytes for stage in report.activations}
-    assert stages["pruned"] == measured(executor)
-    rows = sum(row.bytes * row.layers for row in report.saved)
-    assert rows >= stages["pruned"]
-    assert stages["pruned"] < stages["eager"]
+    pruned = report.activations[1]
+    assert pruned.bytes == measured(executor)
+    # A tensor that two layers share, one's output and the other's input, has two rows.
+    assert sum(row.bytes * row.layers for row in report.saved) >= pruned.bytes
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         r"'lama' comes with code of its own \(auto_map\)",
     ),
     "quantized": (
-        {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
         UnsupportedError,
         r"this llama is quantized .*gptq",
     ),

@@ -118,10 +118,18 @@ def attention(
             keys, values = (rows[:, seen].transpose(0, 1) for rows in cache)
         bias = _bias(span, q, window, alibi)
         if plain and q.is_cpu:
-            o, logsum = _flash(q[new][None], keys[None], values[None], scale, bias)
+            o, logsum = _flash(q[new][None], keys[None], values[None], scale=scale, bias=bias)
             o, logsum = o[0], logsum[0]
         else:
-            o, logsum = _math(q[new], keys, values, scale, softcap, _or_causal(bias, span, q), sinks)
+            o, logsum = _math(
+                q[new],
+                keys,
+                values,
+                scale=scale,
+                softcap=softcap,
+                bias=_or_causal(bias, span, q),
+                sinks=sinks,
+            )
         out[new] = o
         if lse is not None:
             lse[new] = logsum
@@ -149,7 +157,8 @@ def attention_backward(
     if plain and q.is_cpu and length:
         dout, out, q, k, v = (x.unflatten(0, (-1, length)) for x in (dout, out, q, k, v))
         bias = _bias(batch.spans[0], q, window, alibi)
-        grads = _flash_backward(dout, out, lse.unflatten(0, (-1, length)), q, k, v, scale, bias)
+        lse = lse.unflatten(0, (-1, length))
+        grads = _flash_backward(dout, out, lse, q, k, v, scale=scale, bias=bias)
         dq, dk, dv = (gradient.flatten(0, 1) for gradient in grads)
         return dq, dk, dv
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -158,11 +167,13 @@ def attention_backward(
         arguments = [x[part] for x in (dout, out, lse, q, k, v)]
         bias = _bias(span, q, window, alibi)
         if plain and q.is_cpu:
-            grads = _flash_backward(*(x[None] for x in arguments), scale, bias)  # type: ignore[arg-type]
+            grads = _flash_backward(*(x[None] for x in arguments), scale=scale, bias=bias)
             dq[part], dk[part], dv[part] = (gradient[0] for gradient in grads)
         else:
             bias = _or_causal(bias, span, q)
-            dq[part], dk[part], dv[part] = _math_backward(*arguments, scale, softcap, bias)
+            dq[part], dk[part], dv[part] = _math_backward(
+                *arguments, scale=scale, softcap=softcap, bias=bias
+            )
     return dq, dk, dv
 
 
@@ -180,10 +191,12 @@ def _uniform(
     bias = _bias(batch.spans[0], q, window, alibi)
     split = [x.unflatten(0, (-1, length)) for x in (q, k, v)]
     if q.is_cpu:
-        out, lse = _flash(*split, scale, bias)  # type: ignore[misc]
+        out, lse = _flash(*split, scale=scale, bias=bias)
         return out.flatten(0, 1), lse.flatten(0, 1)
     bias = _or_causal(bias, batch.spans[0], q)
-    parts = [_math(*x, scale, 0.0, bias, None) for x in zip(*split, strict=True)]
+    parts = [
+        _math(*x, scale=scale, softcap=0.0, bias=bias, sinks=None) for x in zip(*split, strict=True)
+    ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -192,8 +205,8 @@ def _decode(
 ) -> Tensor:
     """One token of each sequence against its own rows; heads that share a KV head are one product.
 
-    Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on into
-    their own spare rows, which the mask hides.
+    Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on
+    into their own spare rows, which the mask hides.
 
     q: [T, H, D]; keys, values: [K, rows, D] give [T, H, D].
     """
@@ -212,7 +225,7 @@ def _decode(
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """q: [n, length, H, D] and so on; returns out in that layout and lse [n, length, H]."""
     out, lse = _flash_cpu(
@@ -234,6 +247,7 @@ def _flash_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,9 +292,7 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
 
 
-def _capped_scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Any]:
+def _capped_scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> tuple[Tensor, Any]:
     """Scores [H, n, m] in fp32 at least, and tanh's value where they are capped."""
     dtype = _lse_dtype(q)
     scores = q.transpose(0, 1).to(dtype) @ _grouped(k, q.shape[1]).to(dtype).transpose(1, 2)
@@ -295,6 +307,7 @@ def _math(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scale: float,
     softcap: float,
     bias: Tensor,
@@ -320,6 +333,7 @@ def _math_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scale: float,
     softcap: float,
     bias: Tensor,

@@ -28,7 +28,9 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool
+) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (offset + weight); see the operator rms_norm."""
     wide = _wide(x)
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps)).unsqueeze(-1)
@@ -181,13 +183,12 @@ def lora_linear(
     A joined LoRA (`pcg/runtime/adapter_batch.py`) has one stack A [adapters, in, ranks] for all
     outputs, and either one stack B [adapters, ranks, outs] or one of each output.
     """
-    first, bias = weights[0], biases[0] if biases else None
-    assert first is not None
-    y = linear(x, first, bias)
+    first: Any = weights[0]
+    y = linear(x, first, biases[0] if biases else None)
     lora = a[0]
     sizes = first.group_sizes
     if lora is None:
-        return y.split(sizes, -1) if len(sizes) > 1 else (y,)  # type: ignore[no-any-return]
+        return y.split(sizes, -1) if len(sizes) > 1 else (y,)
     segments = lora.segments
     if x.dtype != lora.a.dtype:
         x = x.to(lora.a.dtype)
@@ -209,19 +210,20 @@ def lora_linear(
             parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
             for part, out, weight in parts:
                 out.baddbmm_(part, weight) if y.dtype == s.dtype else out.add_(part @ weight)
-    return y.split(sizes, -1) if len(sizes) > 1 else (y,)  # type: ignore[no-any-return]
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
 
 
 def linear_group(
     x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None] = ()
 ) -> Sequence[Tensor]:
-    """The linear operators of x; joined where the first weight holds all, and the others are None."""
-    first, bias = weights[0], biases[0] if biases else None
-    assert first is not None
+    """The linear operators of x; joined where the first weight holds all and the rest are None."""
+    first: Any = weights[0]
     if weights[1] is not None:
         padded = biases or [None] * len(weights)
         return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
-    return linear(x, first, bias).split(first.group_sizes, -1)  # type: ignore[no-any-return]
+    y = linear(x, first, biases[0] if biases else None)
+    outs: Sequence[Tensor] = y.split(first.group_sizes, -1)
+    return outs
 
 
 # ------------------------------------------------------------------------------ bypass networks
@@ -281,12 +283,14 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
 
 def shrink_backward(ds: Tensor, a: Any) -> Tensor:
     """dx = ds A."""
-    return ds @ a.weight
+    dx: Tensor = ds @ a.weight
+    return dx
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
     """ds = scale · dz B, in B's dtype."""
-    return (dz.to(b.weight.dtype) @ b.weight).mul_(b.scale)
+    ds: Tensor = dz.to(b.weight.dtype) @ b.weight
+    return ds.mul_(b.scale)
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
@@ -304,7 +308,8 @@ def bias_add(y: Tensor, bias: Any, base: Tensor) -> Tensor:
     if bias is None:
         return y
     if bias.segments is None:
-        return (y + (bias.weight - base)).to(y.dtype)
+        delta: Tensor = bias.weight - base
+        return (y + delta).to(y.dtype)
     present = torch.tensor(bias.present, device=y.device).unsqueeze(-1)
     delta = (bias.weight[:, 0] - base) * present
     sizes = torch.tensor(bias.segments.sizes, device=y.device)

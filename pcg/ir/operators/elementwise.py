@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
@@ -12,8 +13,9 @@ from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 class Unary(Operator):
     """y = f(x), elementwise; `template` is f in PyTorch."""
 
-    template: str = ""
-    saves: tuple[int, ...] = (0,)
+    template: ClassVar[str] = ""
+    saves: ClassVar[tuple[int, ...]] = (0,)
+    """What autograd keeps, as in `eager_saves`."""
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return self.template.format(*inputs, **attributes)
@@ -23,6 +25,8 @@ class Unary(Operator):
 
 
 class Neg(Unary):
+    """y = -x."""
+
     name = "neg"
     template = "-{0}"
     saves = ()
@@ -32,6 +36,8 @@ class Neg(Unary):
 
 
 class Exp(Unary):
+    """y = eˣ; dx = dy y."""
+
     name = "exp"
     template = "torch.exp({0})"
     saves = (~0,)
@@ -41,6 +47,8 @@ class Exp(Unary):
 
 
 class Rsqrt(Unary):
+    """y = 1 / √x; dx = -dy y³ / 2."""
+
     name = "rsqrt"
     template = "torch.rsqrt({0})"
     saves = (~0,)
@@ -52,6 +60,8 @@ class Rsqrt(Unary):
 
 
 class Sqrt(Unary):
+    """y = √x; dx = dy / (2 y)."""
+
     name = "sqrt"
     template = "torch.sqrt({0})"
     saves = (~0,)
@@ -62,6 +72,8 @@ class Sqrt(Unary):
 
 
 class Cos(Unary):
+    """y = cos x; dx = -dy sin x."""
+
     name = "cos"
     template = "torch.cos({0})"
 
@@ -71,6 +83,8 @@ class Cos(Unary):
 
 
 class Sin(Unary):
+    """y = sin x; dx = dy cos x."""
+
     name = "sin"
     template = "torch.sin({0})"
 
@@ -79,6 +93,8 @@ class Sin(Unary):
 
 
 class Tanh(Unary):
+    """y = tanh x; dx = dy (1 - y²)."""
+
     name = "tanh"
     template = "torch.tanh({0})"
     saves = (~0,)
@@ -88,6 +104,8 @@ class Tanh(Unary):
 
 
 class Sigmoid(Unary):
+    """y = 1 / (1 + e⁻ˣ); dx = dy y (1 - y)."""
+
     name = "sigmoid"
     template = "torch.sigmoid({0})"
     saves = (~0,)
@@ -97,6 +115,8 @@ class Sigmoid(Unary):
 
 
 class Silu(Unary):
+    """y = x · sigmoid(x)."""
+
     name = "silu"
     template = "F.silu({0})"
 
@@ -105,6 +125,8 @@ class Silu(Unary):
 
 
 class Relu(Unary):
+    """y = max(x, 0)."""
+
     name = "relu"
     template = "torch.relu({0})"
     saves = (~0,)
@@ -180,7 +202,7 @@ class Binary(Operator):
     """x ∘ y with broadcasting, or x ∘ scalar; with `reversed`, scalar ∘ x."""
 
     inputs = (1, 2)
-    symbol: str = ""
+    symbol: ClassVar[str] = ""
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if (len(types) == 1) != ("scalar" in attributes):
@@ -210,6 +232,8 @@ class Binary(Operator):
 
 
 class Add(Binary):
+    """z = x + y."""
+
     name = "add"
     symbol = "+"
 
@@ -221,6 +245,8 @@ class Add(Binary):
 
 
 class Sub(Binary):
+    """z = x - y."""
+
     name = "sub"
     symbol = "-"
 
@@ -236,6 +262,8 @@ class Sub(Binary):
 
 
 class Mul(Binary):
+    """z = x · y; dx = dz y, dy = dz x."""
+
     name = "mul"
     symbol = "*"
 
@@ -257,6 +285,8 @@ class Mul(Binary):
 
 
 class Div(Binary):
+    """z = x / y; dx = dz / y, dy = -dz z / y."""
+
     name = "div"
     symbol = "/"
 
@@ -290,28 +320,36 @@ class UnaryBackward(Operator):
     """dx of a unary function, from dy and what the rule of the forward operator asks for."""
 
     inputs = (2, 2)
-    template: str = ""
+    template: ClassVar[str] = ""
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return self.template.format(*inputs, **attributes)
 
 
 class SiluBackward(UnaryBackward):
+    """dx = dy σ(x) (1 + x (1 - σ(x)))."""
+
     name = "silu_backward"
     template = "torch.ops.aten.silu_backward({0}, {1})"
 
 
 class GeluBackward(UnaryBackward):
+    """dx of gelu, from dy and x."""
+
     name = "gelu_backward"
     template = "torch.ops.aten.gelu_backward({0}, {1}, approximate={approximate!r})"
 
 
 class TanhBackward(UnaryBackward):
+    """dx = dy (1 - y²)."""
+
     name = "tanh_backward"
     template = "torch.ops.aten.tanh_backward({0}, {1})"
 
 
 class SigmoidBackward(UnaryBackward):
+    """dx = dy y (1 - y)."""
+
     name = "sigmoid_backward"
     template = "torch.ops.aten.sigmoid_backward({0}, {1})"
 
@@ -341,8 +379,8 @@ class ClampBackward(UnaryBackward):
 class Pointwise(Operator):
     """An operator outside the table that PyTorch tags pointwise, carried as it is.
 
-    `target` is its overload, `arguments` its argument list with {0} for the tensor, and its gradient
-    is PyTorch's own.
+    `target` is its overload, `arguments` its argument list with {0} for the tensor, and its
+    gradient is PyTorch's own.
     """
 
     name = "pointwise"

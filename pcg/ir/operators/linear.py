@@ -13,7 +13,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import TORCH_NAMES, TensorType
 
 
 class Linear(Operator):
@@ -89,7 +89,7 @@ class LoraLinear(Operator):
         bases = 2 * count if attributes["bias"] else count
         if len(types) != 1 + bases + 2 * count:
             raise TypeCheckError(f"lora_linear has {len(types)} inputs and {dict(attributes)}")
-        outs = []
+        outs: list[TensorType] = []
         for i in range(count):
             (y,) = Linear().infer((x, *types[1 + i : 1 + bases : count]), {})
             a, b = types[1 + bases + i], types[1 + bases + count + i]

@@ -20,8 +20,8 @@ CONTEXT = sympy.Symbol("S", integer=True, positive=True)
 class RmsNorm(Operator):
     """y = x / sqrt(mean(x²) + eps) · (offset + w), in fp32, over the last dim.
 
-    With `round_first` the normalised x is rounded to x's dtype before the weight (Llama); else after
-    it (Gemma, OLMo-2). Without a weight the scale is 1.
+    With `round_first` the normalised x is rounded to x's dtype before the weight (Llama); else
+    after it (Gemma, OLMo-2). Without a weight the scale is 1.
     """
 
     name = "rms_norm"
@@ -54,9 +54,8 @@ class RmsNormBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
-        return (
-            f"K.rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {_norm_arguments(attributes)})"
-        )
+        arguments = _norm_arguments(attributes)
+        return f"K.rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {arguments})"
 
 
 class LayerNorm(Operator):
@@ -102,7 +101,9 @@ class LayerNormBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
-        return f"K.layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
+        return (
+            f"K.layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
+        )
 
 
 class Rope(Operator):

@@ -133,13 +133,13 @@ class Gradient:
         return self.builder.input(name, self.forward.types[name])
 
     def add(self, op: str, *inputs: str, **attributes: Attribute) -> str:
-        return self.builder.add(op, inputs, scope=self.node.scope, **attributes)
+        return self.builder.add(op, inputs, name=op, scope=self.node.scope, **attributes)
 
     def add_many(self, op: str, *inputs: str, **attributes: Attribute) -> tuple[str, ...]:
-        return self.builder.add_many(op, inputs, scope=self.node.scope, **attributes)
+        return self.builder.add_many(op, inputs, name=op, scope=self.node.scope, **attributes)
 
     def reduced(self, gradient: str, index: int) -> str:
-        """The gradient summed over the dims that input `index` was broadcast along, in its dtype."""
+        """The gradient summed over dims that input `index` was broadcast along, in its dtype."""
         wanted = self.input_type(index)
         have = self.builder.types[gradient]
         if wanted.is_token_wise != have.is_token_wise:

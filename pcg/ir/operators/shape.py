@@ -192,9 +192,8 @@ class RepeatInterleave(Operator):
     def gradient(self, context: Gradient) -> list[str | None]:
         dim, repeats = (cast("int", context.attributes[name]) for name in ("dim", "repeats"))
         features = list(context.input_type(0).features)
-        split = (
-            features[: len(features) + dim + 1] + [repeats] + features[len(features) + dim + 1 :]
-        )
+        after = len(features) + dim + 1
+        split = (*features[:after], repeats, *features[after:])
         tokens = (-1,) * context.input_type(0).is_token_wise
         grouped = context.add("reshape", context.incoming, shape=(*tokens, *split))
         summed = context.add("sum", grouped, dim=dim, keepdim=False)
@@ -225,6 +224,8 @@ class Reduction(Operator):
 
 
 class Mean(Reduction):
+    """The mean over a feature dim."""
+
     name = "mean"
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -233,6 +234,8 @@ class Mean(Reduction):
 
 
 class Sum(Reduction):
+    """The sum over a feature dim."""
+
     name = "sum"
 
     def gradient(self, context: Gradient) -> list[str | None]:
