@@ -223,6 +223,23 @@ def expand_add(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, y, s, weight)
 
 
+def linear_group(make: Maker, op: str) -> Sequence[str]:
+    """`linear_group`, and `lora_linear` with an A and a B for each output."""
+    x = make.matrix()
+    dtype, size = make.type(x).dtype, make.type(x).shape[-1]
+    count = make.draw(st.integers(1 if op == "lora_linear" else 2, 3))
+    bias = make.draw(st.booleans())
+    outs = [make.sizes(1)[0] for _ in range(count)]
+    inputs = [make.of(dtype, out, size) for out in outs]
+    if bias:
+        inputs += [make.of(dtype, out) for out in outs]
+    if op == "lora_linear":
+        ranks = [make.sizes(1)[0] for _ in range(count)]
+        inputs += [make.of("f32", rank, size) for rank in ranks]
+        inputs += [make.of("f32", out, rank) for out, rank in zip(outs, ranks, strict=True)]
+    return make.add(op, x, *inputs, bias=bias, count=count)
+
+
 def outer(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.matrix(), make.matrix())
 
@@ -406,6 +423,8 @@ RECIPES: dict[str, Recipe] = {
     "expand_add": expand_add,
     "experts": experts,
     "linear": linear,
+    "linear_group": linear_group,
+    "lora_linear": linear_group,
     "outer": outer,
     "permute": permute,
     "pow": power,

@@ -1,0 +1,115 @@
+"""Adapters of different ranks and targets in one batch, against peft one at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pcg
+from pcg.compiler import Compilation, run_passes
+from pcg.passes.attach import Bypasses
+from pcg.runtime.executor import Executor
+
+RECIPES = {
+    "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "attention": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "head": {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "lm_head"]},
+    "first": {"r": 3, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [0]},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Executor, PeftModel]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    executor = pcg.compile(model)
+    peft = None
+    for name, fields in RECIPES.items():
+        if peft is None:
+            peft = get_peft_model(model, LoraConfig(**fields), adapter_name=name)
+        else:
+            peft.add_adapter(name, LoraConfig(**fields))
+        adapter = executor.add_adapter(name, {"peft_type": "LORA", **fields})
+        for path, weights in adapter.weights.items():
+            weights.b.normal_(0, 0.2)
+            module = peft.base_model.model.get_submodule(path)
+            module.lora_A[name].weight.data.copy_(weights.a)
+            module.lora_B[name].weight.data.copy_(weights.b)
+    assert peft is not None
+    return executor, peft.eval()
+
+
+def logits(peft: PeftModel, tokens: list[int], name: str | None) -> torch.Tensor:
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        if name is None:
+            with peft.disable_adapter():
+                return peft(input_ids=ids).logits[0]
+        peft.set_adapter(name)
+        return peft(input_ids=ids).logits[0]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["all", "attention", None, "head", "first", "all"],
+        ["attention"] * 3,
+        ["head", "first"],
+        [None, None, "all"],
+        ["all", "first"] * 4,
+    ],
+    ids=["mixed", "one", "two", "mostly-base", "two-of-each"],
+)
+@pytest.mark.parametrize("lengths", [(5, 9, 1, 14, 3, 7, 30, 2), (4,) * 8], ids=["ragged", "equal"])
+def test_logits_equal_peft(
+    pair: tuple[Executor, PeftModel], names: list[str | None], lengths: tuple[int, ...]
+) -> None:
+    executor, peft = pair
+    torch.manual_seed(1)
+    prompts = [torch.randint(1, 96, (n,)).tolist() for n in lengths[: len(names)]]
+    for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
+        expected = logits(peft, prompt, name)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def test_generation_equals_peft(pair: tuple[Executor, PeftModel]) -> None:
+    executor, peft = pair
+    names = ["first", None, "head", "attention", "all", "head"]
+    prompts = [torch.randint(1, 96, (n,)).tolist() for n in (3, 8, 5, 1, 12, 6)]
+    done = executor.generate(prompts, names, max_new_tokens=10, ignore_eos=True)
+    for prompt, name, completion in zip(prompts, names, done, strict=True):
+        tokens = list(prompt)
+        for _ in range(10):
+            tokens.append(int(logits(peft, tokens, name)[-1].argmax()))
+        assert list(completion.token_ids) == tokens[len(prompt) :]
+
+
+def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) -> None:
+    executor, _ = pair
+    model = executor.program.base
+    sites = [site for site in model.linear_sites() if "{layer}" in site]
+    everywhere = Bypasses(dict.fromkeys(sites, 4))
+    some = Bypasses({site: 4 for site in sites if "q_proj" in site})
+    ops = []
+    for bypasses in (everywhere, some):
+        state = Compilation("tiny", executor.program.config, lambda _, b=bypasses: b, base=model)
+        serving = run_passes(state, first="attach", last="fuse").serving_model
+        assert serving is not None
+        ops.append([node.op for node in serving.blocks[0].nodes])
+    assert ops[0].count("lora_linear") == 4  # q k v, o, gate up, down
+    assert not {"linear", "linear_group", "shrink", "expand_add"} & set(ops[0])
+    assert ops[1].count("linear_group") == 2
+    assert ops[1].count("shrink") == ops[1].count("expand_add") == 1
