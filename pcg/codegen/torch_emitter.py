@@ -7,7 +7,6 @@ module's path. In training functions a value is deleted after its last use.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from pcg.errors import CodegenError
@@ -98,14 +97,27 @@ def _statement(node: Node, expressions: Mapping[str, str]) -> list[str]:
     arguments = [expressions[name] for name in node.inputs]
     source = entry.source(arguments, dict(node.attributes))
     targets = ", ".join(expressions[value.name] for value in node.outputs)
+    if entry.returns_sequence and len(node.outputs) == 1:
+        targets = f"({targets},)"
     line = f"    {targets} = {source}"
     if len(line) <= WIDTH or not source.endswith(")") or "(" not in source:
         return [line]
     # The operator's call, with its arguments on lines of their own.
     call, _, inner = source.partition("(")
-    words = [f"{part}," for part in inner.removesuffix(")").split(", ")]
-    words[-1] = words[-1].removesuffix(",")
-    return _wrapped(words, f"{targets} = {call}(", ")")
+    return _wrapped(_arguments(inner.removesuffix(")")), f"{targets} = {call}(", ")")
+
+
+def _arguments(inner: str) -> list[str]:
+    """The arguments of a call, split at the commas that stand in no parentheses."""
+    parts, depth = [""], 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    words = [f"{part.strip()}," for part in parts]
+    return [*words[:-1], words[-1].removesuffix(",")]
 
 
 def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
@@ -113,16 +125,13 @@ def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
     line = f"    {opening}{' '.join(words)}{closing}"
     if len(line) <= WIDTH:
         return [line]
-    indent = " " * 8
-    filled = textwrap.fill(
-        " ".join(words),
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [f"    {opening}", *filled.splitlines(), f"    {closing}"]
+    lines = [" " * 8 + words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 1 + len(word) <= WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(" " * 8 + word)
+    return [f"    {opening}", *lines, f"    {closing}"]
 
 
 def _last_uses(graph: Graph) -> dict[int, list[str]]:

@@ -83,6 +83,7 @@ class LoraLinear(Operator):
 
     name = "lora_linear"
     inputs = (4, 129)
+    returns_sequence = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         count, x = int(attributes["count"]), types[0]  # type: ignore[arg-type]
@@ -105,7 +106,7 @@ class LoraLinear(Operator):
         if not attributes["bias"]:
             groups.insert(1, [])
         arguments = ", ".join(f"({', '.join(g)}{',' if len(g) == 1 else ''})" for g in groups)
-        return f"K.lora_linear({inputs[0]}, {arguments})" + ("[0]" if count == 1 else "")
+        return f"K.lora_linear({inputs[0]}, {arguments})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]

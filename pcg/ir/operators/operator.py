@@ -35,6 +35,8 @@ class Operator:
     """Whether a token's result depends on other tokens; true of attention alone."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Names of the outputs after the first."""
+    returns_sequence: ClassVar[bool] = False
+    """Whether the expression is a sequence even of one output."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 
