@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -320,15 +320,3 @@ def _node_key(
 ) -> object:
     """What equal nodes share. Not 1, 1.0 and True, nor 0.0 and -0.0, which are equal in Python."""
     return op, tuple(inputs), repr(attributes)
-
-
-def walk_back(graph: Graph, name: str) -> Iterator[Node]:
-    """The nodes that a value depends on, nearest first."""
-    seen: set[str] = set()
-    queue = [name]
-    while queue:
-        node = graph.producers.get(queue.pop(0))
-        if node is not None and node.name not in seen:
-            seen.add(node.name)
-            yield node
-            queue.extend(node.inputs)

@@ -3,6 +3,8 @@
 A rule gets the importer and the FX node, adds flat nodes, and returns what the node's value was
 imported as. What has no rule is carried as a generic pointwise operator where PyTorch tags it
 pointwise.
+
+The file is long because it is a table: one short rule after the other, by kind, and their names.
 """
 
 from __future__ import annotations

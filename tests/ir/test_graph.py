@@ -4,7 +4,7 @@ import networkx
 import pytest
 
 from pcg.errors import IrError, TypeCheckError, VerifyError
-from pcg.ir.graph import Builder, Graph, Node, Parameter, Value, walk_back
+from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
@@ -187,8 +187,3 @@ def test_to_networkx(graph: Graph) -> None:
     assert view.nodes["unused"]["node"] is None
     assert networkx.is_directed_acyclic_graph(view)
     assert networkx.ancestors(view, "z") == {"x", "w", "y"}
-
-
-def test_walk_back(graph: Graph) -> None:
-    assert [node.name for node in walk_back(graph, "top_indices")] == ["top", "z", "y"]
-    assert list(walk_back(graph, "x")) == []

@@ -209,7 +209,7 @@ def lora_linear(
         else:
             parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
             for part, out, weight in parts:
-                out.baddbmm_(part, weight) if y.dtype == s.dtype else out.add_(part @ weight)
+                out.add_(torch.bmm(part, weight))
     return y.split(sizes, -1) if len(sizes) > 1 else (y,)
 
 

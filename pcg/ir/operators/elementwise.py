@@ -1,4 +1,7 @@
-"""Elementwise operators: unary functions, casts, and binary arithmetic with broadcasting."""
+"""Elementwise operators: unary functions, casts, and binary arithmetic with broadcasting.
+
+The file is long because it is a part of the operator table: one short entry after the other.
+"""
 
 from __future__ import annotations
 
