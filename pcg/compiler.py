@@ -5,8 +5,8 @@
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
 
-The file is long because the public calls (compile, load, explain, trace) stand below the pipeline that
-they run, so that the way from a model to an executor reads top to bottom in one place.
+The file is long because the public calls (compile, load, explain, trace) stand below the pipeline
+that they run, so that the way from a model to an executor reads top to bottom in one place.
 """
 
 from __future__ import annotations
