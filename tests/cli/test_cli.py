@@ -1,4 +1,7 @@
-"""The command line: what it prints, where, and with which exit status."""
+"""The command line: what it prints, where, and with which exit status.
+
+Long because every command and every bad input of it is a test of its own.
+"""
 
 import json
 import os

@@ -3,6 +3,8 @@
 A graph of one node is differentiated by its rule. Both graphs are evaluated as the torch emitter
 writes them, and the gradients compared with autograd's of what the operator means: the same PyTorch
 expression, or, where that is a kernel which autograd cannot see through, somebody else's code.
+
+Long because it has cases for the whole operator table.
 """
 
 import dataclasses

@@ -2,6 +2,8 @@
 
 A recipe applies one operator to operands of types that it takes. An operand is a value that the
 graph has already, a new input, or a new parameter.
+
+Long because it has a recipe for each operator of the table.
 """
 
 import dataclasses

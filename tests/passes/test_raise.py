@@ -1,4 +1,7 @@
-"""Raising: small graphs as text, and every family's block down to its model operators."""
+"""Raising: small graphs as text, and every family's block down to its model operators.
+
+Long because its expectations are graphs written out as text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters in peft's format: peft writes, we read and write, peft reads; and what is refused."""
+"""Adapters in peft's format: peft writes, we read and write, peft reads; and what is refused.
+
+Long because every way an adapter file can be wrong is a test of its own.
+"""
 
 import json
 import math

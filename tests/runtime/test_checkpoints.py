@@ -1,4 +1,7 @@
-"""Checkpoints of finetuning: a resumed run ends with the same bits, whatever ended it before."""
+"""Checkpoints of finetuning: a resumed run ends with the same bits, whatever ended it before.
+
+Long because every way a checkpoint can be cut short or damaged is a test of its own.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Finetuning against transformers + peft + torch.optim, and what stops it."""
+"""Finetuning against transformers + peft + torch.optim, and what stops it.
+
+Long because every option and every way a job can end is a test of its own.
+"""
 
 import copy
 import io
