@@ -1,6 +1,6 @@
 """The compiler: from a model's configuration and PEFT recipes to a program.
 
-    trace → fold → raise → attach → differentiate → fuse → emit
+    trace → fold → raise → attach → differentiate → compress → rematerialize → fuse → emit
 
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
@@ -15,7 +15,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,23 @@ import torch
 from pcg.codegen.emit import emit_serving, emit_training
 from pcg.errors import PassError, PcgError, ProgramError, SourceError, UnsupportedError
 from pcg.ir.graph import Graph
+from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators import operator
 from pcg.ir.printer import print_graphs
-from pcg.ir.program import ModelGraph, Program, Serving, Training, TrainingGraph
+from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.program_folder import load_program
 from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
 from pcg.passes.attach import Bypasses, attach
+from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
+from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
-from pcg.passes.train import train_block, train_epilogue
+from pcg.passes.train import LayerKind, layer_kinds, train_epilogue
 from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
@@ -60,6 +63,7 @@ class Compilation:
         bypasses: where bypass networks attach, by a function of the model's linear sites.
         dtype: asked for; None for the configuration's own.
         trains: whether to build what finetunes.
+        budget: what that may keep for backward.
     """
 
     name: str
@@ -67,12 +71,15 @@ class Compilation:
     bypasses: Callable[[ModelGraph], Bypasses]
     dtype: str | None = None
     trains: bool = True
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     whole: bool = False
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
     training_model: ModelGraph | None = None
-    training_blocks: tuple[TrainingGraph, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
+    frontiers: Frontiers | None = None
+    plan: MemoryPlan | None = None
     training_epilogue: tuple[Graph, Graph, tuple[str, ...]] | None = None
     serving: Serving | None = None
     training: Training | None = None
@@ -80,8 +87,13 @@ class Compilation:
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
         if self.training_epilogue is not None and self.training_model is not None:
-            blocks = [g for t in self.training_blocks for g in (t.forward, t.backward)]
-            return (self.training_model.prologue, *blocks, self.training_epilogue[0])
+            found: list[Graph | None] = []
+            for kind in () if self.plan else self.kinds:
+                found += [kind.gradients.graph, kind.gradients.backward]
+            for plan in self.plan.plans if self.plan else ():
+                found += [plan.forward, plan.backward]
+            layers = [graph for graph in found if graph is not None]
+            return (self.training_model.prologue, *layers, self.training_epilogue[0])
         model = self.serving_model or self.base
         if model is not None:
             return model.graphs
@@ -119,10 +131,24 @@ def _differentiate(state: Compilation) -> Compilation:
     model = state.training_model
     if model is None:
         return state
-    blocks = tuple(train_block(block) for block in model.blocks)
     return dataclasses.replace(
-        state, training_blocks=blocks, training_epilogue=train_epilogue(model)
+        state, kinds=layer_kinds(model), training_epilogue=train_epilogue(model)
     )
+
+
+def _compress(state: Compilation) -> Compilation:
+    kinds = tuple(
+        dataclasses.replace(kind, gradients=compress(kind.gradients)) for kind in state.kinds
+    )
+    return dataclasses.replace(state, kinds=kinds)
+
+
+def _rematerialize(state: Compilation) -> Compilation:
+    if state.training_model is None:
+        return state
+    budget = state.budget
+    found = frontiers(state.training_model, state.kinds, budget.batch, budget.seq)
+    return dataclasses.replace(state, frontiers=found, plan=found.plan(budget))
 
 
 def _fuse(state: Compilation) -> Compilation:
@@ -135,10 +161,9 @@ def _emit(state: Compilation) -> Compilation:
     training = None
     if state.training_model is not None:
         epilogue, loss, trained = _made(state.training_epilogue)
-        source = emit_training(
-            state.name, state.training_model, state.training_blocks, epilogue, loss
-        )
-        training = Training(state.training_model, state.training_blocks, epilogue, trained, source)
+        model, plan = state.training_model, _made(state.plan)
+        source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss)
+        training = Training(model, plan.plans, plan.layers, epilogue, trained, source)
     return dataclasses.replace(state, serving=serving, training=training)
 
 
@@ -158,6 +183,8 @@ PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
     ("raise", _raise),
     ("attach", _attach),
     ("differentiate", _differentiate),
+    ("compress", _compress),
+    ("rematerialize", _rematerialize),
     ("fuse", _fuse),
     ("emit", _emit),
 )
@@ -245,6 +272,9 @@ def compile_program(
     *,
     tp: int = 1,
     dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    batch: int = 1,
+    seq: int = 1024,
     observe: Callable[[PassRecord], None] | None = None,
 ) -> Program:
     """Compile a model to a program; no weights are needed.
@@ -255,6 +285,10 @@ def compile_program(
             path of an adapter}.
         tp: tensor-parallel degree.
         dtype: torch's name of the dtype; the configuration's own by default.
+        memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
+            product (the default), to 0, the least; or bytes, as "8GiB".
+        batch: sequences of a step that the budget is planned for.
+        seq: tokens of each.
         observe: told of each pass as it ends.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
@@ -268,7 +302,8 @@ def compile_program(
     def bypasses(base: ModelGraph) -> Bypasses:
         return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
 
-    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype))
+    budget = MemoryBudget.parse(memory_budget, batch, seq)
+    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, _made(state.base))
     state = run_passes(state, observe, first="attach")
@@ -280,6 +315,7 @@ def compile_program(
         _made(state.serving),
         state.training,
         {name: recipe_fields(recipe) for name, recipe in recipes.items()},
+        budget,
         traced.constants,
         traced.base_prefix,
         traced.dtype,
@@ -294,6 +330,9 @@ def compile(
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
+    memory_budget: float | str | None = None,
+    batch: int = 1,
+    seq: int = 1024,
 ) -> Executor:
     """Compile a model and load its weights: an executor that generates and finetunes.
 
@@ -305,11 +344,21 @@ def compile(
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
+        memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
+            product (the default), to 0, the least; or bytes, as "8GiB".
+        batch: sequences of a step that the budget is planned for.
+        seq: tokens of each.
     Raises:
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
+    options: dict[str, Any] = {
+        "tp": tp,
+        "memory_budget": memory_budget,
+        "batch": batch,
+        "seq": seq,
+    }
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
         if hasattr(module, "peft_config"):
@@ -319,11 +368,11 @@ def compile(
             )
         config = module.config.to_dict()  # type: ignore[union-attr,operator]
         dtype = dtype or str(next(module.parameters()).dtype)
-        program = compile_program(config, peft, tp=tp, dtype=dtype)
+        program = compile_program(config, peft, dtype=dtype, **options)
         weights: Weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
         return make_executor(program, weights, peft, None, device)
     source = resolve(model, weights=True)
-    program = compile_program(model, peft, tp=tp, dtype=dtype)
+    program = compile_program(model, peft, dtype=dtype, **options)
     return make_executor(
         program, Checkpoint.open(source, program.base_prefix), peft, source.directory, device
     )
@@ -421,6 +470,7 @@ def explain(
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Report:
     """Account for the memory of a finetuning step, and say what is kept for backward and why.
 
@@ -432,6 +482,7 @@ def explain(
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
+        memory_budget: as for `compile`.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
@@ -443,7 +494,8 @@ def explain(
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     source, recipes = resolve(model), recipes_of(peft)
-    asked = Asked(source.name, source.config, recipes, batch, seq)
+    budget = MemoryBudget.parse(memory_budget, batch, seq)
+    asked = Asked(source.name, source.config, recipes, budget)
 
     def use_of(base: ModelGraph) -> AdapterUse:
         return adapter_use(base, recipes, str(source.config["model_type"]))
@@ -451,13 +503,16 @@ def explain(
     def bypasses(base: ModelGraph) -> Bypasses:
         return use_of(base).bypasses(_adapter_dtype(base.dtype))
 
-    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype))
+    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
     folded = run_passes(state, last="fold")
     unraised, traced = _made(folded.base), _made(folded.traced)
     attached = run_passes(folded, first="raise", last="attach")
     refusal = ""
+    kinds: tuple[LayerKind, ...] = ()
     try:
         attached = run_passes(attached, first="differentiate", last="differentiate")
+        kinds = attached.kinds
+        attached = run_passes(attached, first="compress", last="rematerialize")
     except UnsupportedError as error:
         refusal = str(error)
     return account(
@@ -465,7 +520,9 @@ def explain(
             unraised,
             _made(attached.base),
             attached.training_model,
-            attached.training_blocks,
+            kinds,
+            attached.frontiers,
+            attached.plan,
             attached.training_epilogue[0] if attached.training_epilogue else None,
             use_of(unraised),
             _adapter_dtype(unraised.dtype),
@@ -548,7 +605,12 @@ class _Specialiser:
             return bypasses_of(base, recipes, model_type, dtype)
 
         state = Compilation(
-            program.name, program.config, bypasses, trains=trains, base=program.base
+            program.name,
+            program.config,
+            bypasses,
+            trains=trains,
+            budget=program.memory_budget,
+            base=program.base,
         )
         return run_passes(state, first="attach")
 

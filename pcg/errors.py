@@ -25,6 +25,7 @@ PcgError
 ├── DataError                  finetuning data
 ├── GenerationError            a request that cannot be served
 │   └── OutOfMemoryError       the memory pool is too small for it
+├── MemoryBudgetError          less than what backward needs at least
 └── FinetuneError              a finetuning job that cannot go on
     └── FinetuneInterrupted    Ctrl-C; says how to resume
 """
@@ -127,6 +128,10 @@ class GenerationError(PcgError):
 
 class OutOfMemoryError(GenerationError):
     """The memory pool is too small for the request."""
+
+
+class MemoryBudgetError(PcgError):
+    """A memory budget is less than what backward needs at least."""
 
 
 class FinetuneError(PcgError):

@@ -45,6 +45,19 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class ParetoPoint:
+    """A memory budget that pays: fewer bytes take more operations made again.
+
+    Attributes:
+        bytes: kept for backward, of the whole model.
+        recompute_flops_ratio: as in `Stage`.
+    """
+
+    bytes: int
+    recompute_flops_ratio: float
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor of the training program, and what is done with it.
 
@@ -53,10 +66,10 @@ class SavedTensor:
         op: the operator that made it.
         shape: sizes in this batch.
         dtype: torch's name.
-        bytes: of one of it.
+        bytes: of one of it, where it is kept.
         formula: the same in B and S.
         needed_by: operators of backward that read it.
-        decision: "save".
+        decision: "save", "compress", "recompute" or "drop".
         reason: why.
         layers: how many of it there are.
     """
@@ -103,6 +116,7 @@ class Report:
     activations: tuple[Stage, ...]
     formulas: Mapping[str, str]
     saved: tuple[SavedTensor, ...] = ()
+    pareto: tuple[ParetoPoint, ...] = ()
     parallel: Mapping[str, Sequence[Any]] = field(
         default_factory=lambda: {"base": [], "bypass": []}
     )

@@ -44,12 +44,16 @@ def test_json_has_the_schema(report: Report) -> None:
     assert set(fields) >= SCHEMA
     assert set(fields["memory_bytes"]) == {*KINDS, "total"}
     assert fields["parallel"] == {"base": [], "bypass": []}
-    assert [stage["stage"] for stage in fields["activations"]] == ["eager", "pruned"]
+    assert [stage["stage"] for stage in fields["activations"]] == [
+        "eager", "pruned", "rematerialized", "compressed", "checkpointing",
+    ]  # fmt: skip
     row = fields["saved"][0]
     assert row.keys() >= {
         "tensor", "op", "shape", "dtype", "bytes", "formula", "needed_by", "decision", "reason",
     }  # fmt: skip
-    assert row["decision"] == "save"
+    decisions = {row["decision"] for row in fields["saved"]}
+    assert decisions == {"save", "recompute", "drop"}
+    assert fields["pareto"][0]["recompute_flops_ratio"] == 0
 
 
 def test_parameters_and_memory_of_llama(report: Report) -> None:
@@ -71,17 +75,53 @@ def test_formulas_give_the_numbers(report: Report) -> None:
     assert at(report.formulas["total"], 2, 512) == memory["total"]
     for row in report.saved:
         assert at(row.formula, 2, 512) == row.bytes
-        assert row.needed_by
+        assert bool(row.needed_by) == (row.decision != "drop")
         assert row.reason
 
 
 def test_rows_add_up_to_the_stage(report: Report) -> None:
-    eager, pruned = report.activations
-    assert pruned.bytes < eager.bytes
-    assert sum(row.bytes * row.layers for row in report.saved) == pruned.bytes
-    in_layers = [row for row in report.saved if row.tensor.startswith("block_0.")]
-    assert sum(row.bytes for row in in_layers) == pruned.bytes_per_block
-    assert {row.layers for row in in_layers} == {32}
+    eager, pruned, rematerialized, compressed, checkpointing = report.activations
+    sizes = [checkpointing.bytes, compressed.bytes, rematerialized.bytes, pruned.bytes, eager.bytes]
+    assert sizes == sorted(sizes)
+    kept = [row for row in report.saved if row.decision in ("save", "compress")]
+    assert sum(row.bytes * row.layers for row in kept) == compressed.bytes
+    in_layers = [row for row in kept if row.tensor.startswith("block_0.")]
+    assert sum(row.bytes for row in in_layers) == compressed.bytes_per_block
+    assert {row.layers for row in in_layers} == {31}
+
+
+def test_relu_is_kept_as_bits() -> None:
+    report = pcg.explain(_short("facebook/opt-6.7b"), peft.LoraConfig(target_modules=["q_proj"]))
+    decided = {row.tensor: row for row in report.saved if row.layers == 1}
+    assert decided["block_0.relu_signs"].decision == "compress"
+    assert decided["block_0.relu"].decision == "drop"
+    assert decided["block_0.relu"].bytes == 16 * decided["block_0.relu_signs"].bytes
+
+
+@pytest.mark.parametrize("budget", [0, 0.5, "120MB"])
+def test_a_budget_is_kept(budget: float | str) -> None:
+    config = _short(LLAMA)
+    plain, tight = (pcg.explain(config, memory_budget=b) for b in (None, budget))
+    kept = {stage.stage: stage for stage in tight.activations}["compressed"]
+    assert kept.recompute_flops_ratio > 0
+    assert kept.bytes < plain.memory_bytes["activations"]
+    assert (plain.pareto, plain.memory_bytes["weights"]) == (
+        tight.pareto,
+        tight.memory_bytes["weights"],
+    )
+    if budget == 0:
+        assert kept.bytes == tight.pareto[-1].bytes
+    if budget == "120MB":
+        assert kept.bytes <= 120_000_000
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("1MB", "is less than the least"), (-1, "from 0"), ("much", "from 0"), (True, "from 0")],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(budget: Any, message: str) -> None:
+    with pytest.raises(pcg.PcgError, match=message):
+        pcg.explain(_short(LLAMA), memory_budget=budget)
 
 
 def test_text_fits_a_terminal(report: Report) -> None:
@@ -119,7 +159,7 @@ def test_several_adapters_add_up() -> None:
 def test_a_mixture_of_experts_says_what_it_counts() -> None:
     report = pcg.explain("mistralai/Mixtral-8x7B-v0.1")
     assert report.parameters["base"] == 46_702_792_704
-    assert [stage.stage for stage in report.activations] == ["eager"]
+    assert [stage.stage for stage in report.activations] == ["eager", "checkpointing"]
     assert report.memory_bytes["activations"] == report.activations[0].bytes > 0
     assert report.saved == ()
     notes = " ".join(report.notes)

@@ -18,43 +18,27 @@ def emit_serving(name: str, model: ModelGraph) -> str:
 
 
 def emit_training(
-    name: str, model: ModelGraph, blocks: Sequence[TrainingGraph], epilogue: Graph, loss: Graph
+    name: str,
+    model: ModelGraph,
+    plans: Sequence[TrainingGraph],
+    layers: Sequence[int],
+    epilogue: Graph,
+    loss: Graph,
 ) -> str:
-    """The source of each block's forward and backward, and of the epilogue's both in one."""
+    """The source of each plan's forward and backward, and of the epilogue's both in one.
+
+    Args:
+        name: of the model.
+        model: with bypass networks.
+        plans: the ways in which layers are trained.
+        layers: for each layer, the index of its plan.
+        epilogue: loss and gradients.
+        loss: the loss alone.
+    """
     functions = [emit_function(model.prologue, "prologue", _role(model, model.prologue))]
-    for block, training in zip(model.blocks, blocks, strict=True):
-        carried = block.outputs
-        functions.append(
-            emit_function(
-                training.forward.replace(outputs=(*carried, *training.kept)),
-                f"{block.name}_forward",
-                f"{_role(model, block)} Returns its outputs, and what backward reads.",
-                outputs=[carried, training.kept],
-                free=True,
-            )
-        )
-        count = len(carried)
-        functions.append(
-            emit_function(
-                training.backward,
-                f"{block.name}_backward",
-                "Gradients of its inputs and adapters.",
-                outputs=[training.backward.outputs[:count], training.backward.outputs[count:]],
-                kept=training.kept,
-                free=True,
-            )
-        )
-        if training.first is not None:
-            functions.append(
-                emit_function(
-                    training.first,
-                    f"{block.name}_backward_first",
-                    "Gradients of its adapters alone, where it is the first layer.",
-                    outputs=[(), training.first.outputs],
-                    kept=training.kept_first,
-                    free=True,
-                )
-            )
+    for index, plan in enumerate(plans):
+        where = _ranges([layer for layer, of in enumerate(layers) if of == index])
+        functions += _plan_functions(model.blocks[plan.block], plan, where)
     functions.append(
         emit_function(
             epilogue,
@@ -68,13 +52,38 @@ def emit_training(
     return emit_module(name, "It finetunes one adapter at a time.", functions)
 
 
+def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> list[str]:
+    carried = block.outputs
+    forward = emit_function(
+        plan.forward.replace(outputs=(*carried, *plan.kept)),
+        plan.forward.name,
+        f"Layer {where}, forward. Returns its outputs, and what backward is given.",
+        outputs=[carried, plan.kept],
+        free=True,
+    )
+    if plan.backward is None:
+        return [forward]
+    outputs = plan.backward.outputs
+    count = len(outputs) - len(plan.trained)
+    backward = emit_function(
+        plan.backward,
+        plan.backward.name,
+        f"Layer {where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
+        "adapters.",
+        outputs=[outputs[:count], outputs[count:]],
+        kept=plan.kept,
+        free=True,
+    )
+    return [forward, backward]
+
+
 def _role(model: ModelGraph, graph: Graph) -> str:
     if graph is model.prologue:
         return "Token ids and positions to the first layer's input and what all layers share."
     if graph is model.epilogue:
         return "The last layer's output to the logits."
     layers = [i for i, block in enumerate(model.layers) if model.blocks[block] is graph]
-    return f"One layer: {_ranges(layers)}."
+    return f"Layer {_ranges(layers)}."
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
     import torch
@@ -108,26 +109,25 @@ def site_of(graph: Graph, node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """A graph's forward that saves and its backward that reads what was saved.
+    """One way to train a layer: a forward that keeps, and a backward that reads what was kept.
 
     Attributes:
-        forward: the graph's outputs, then what is saved.
-        backward: takes the gradients of the outputs, then `kept`; gives the gradients of the
-            carried inputs, then of `trained`.
-        first: backward without the gradient of the carried inputs, for the first layer; None where
-            nothing is trained in it.
-        kept: values that backward reads, in order: saved ones, and the graph's own inputs.
+        block: index of the layer's block in the model.
+        forward: the block's outputs, then what is kept; its name and that of `backward` are those
+            of the emitted functions.
+        backward: takes the gradients of the outputs, then `kept`; makes the rest of what it reads
+            again, and gives the gradients of the carried inputs, then of `trained`. The first
+            layer's gives no gradient of the carried inputs; None where it trains nothing.
+        kept: values that backward is given, in order: those that forward made, and the graph's own
+            inputs.
         trained: adapter parameters with a gradient, of `backward`.
-        trained_first: the same of `first`.
     """
 
+    block: int
     forward: Graph
-    backward: Graph
-    first: Graph | None
+    backward: Graph | None
     kept: tuple[str, ...]
-    kept_first: tuple[str, ...]
     trained: tuple[str, ...]
-    trained_first: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,16 @@ class Training:
 
     Attributes:
         model: with bypass networks of concrete ranks.
-        blocks: of each block of the model.
+        plans: the distinct ways in which layers are trained.
+        layers: for each layer of the model, the index of its plan.
         epilogue: hidden states and targets to loss and gradients, in one graph.
         epilogue_trained: adapter parameters of the epilogue with a gradient.
         source: emitted Python of all of them.
     """
 
     model: ModelGraph
-    blocks: tuple[TrainingGraph, ...]
+    plans: tuple[TrainingGraph, ...]
+    layers: tuple[int, ...]
     epilogue: Graph
     epilogue_trained: tuple[str, ...]
     source: str
@@ -173,6 +175,7 @@ class Program:
         serving: what generates.
         training: what finetunes; None when compiled without a recipe.
         recipes: the recipes that it was compiled for, by adapter name, as dicts.
+        memory_budget: what the training program may keep for backward.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
         dtype: of weights and activations.
@@ -184,6 +187,7 @@ class Program:
     serving: Serving
     training: Training | None
     recipes: Mapping[str, Mapping[str, Any]]
+    memory_budget: MemoryBudget
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str

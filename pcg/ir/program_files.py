@@ -11,6 +11,7 @@ What is left of a program, its name and recipes, stands in manifest.json (`pcg.i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import sympy
 
 from pcg.errors import IrError, ProgramError
 from pcg.ir.graph import Graph
+from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
 from pcg.ir.program import ModelGraph, Program, Serving, Training, TrainingGraph
@@ -98,6 +100,7 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             Serving(serving_model, _text(files, SERVING)),
             training,
             facts.recipes,
+            MemoryBudget(**plan["memory_budget"]),
             constants,
             facts.base_prefix,
             facts.dtype,
@@ -157,11 +160,10 @@ def _text_ir(sections: Iterable[tuple[str, Iterable[Graph]]]) -> str:
 
 def _training_sections(training: Training) -> Iterator[tuple[str, Iterable[Graph]]]:
     yield "The model with bypass networks of these ranks.", training.model.graphs
-    for block in training.blocks:
-        yield "One layer, forward: its values are what backward may keep.", (block.forward,)
-        yield "One layer, backward.", (block.backward,)
-        if block.first is not None:
-            yield "Backward of the first layer.", (block.first,)
+    for plan in training.plans:
+        yield "A layer, forward: its outputs, then what it keeps.", (plan.forward,)
+        if plan.backward is not None:
+            yield "A layer, backward.", (plan.backward,)
     yield "Hidden states and targets to loss and gradients.", (training.epilogue,)
 
 
@@ -169,18 +171,24 @@ def _training(
     graphs: Iterable[Graph], layers: tuple[int, ...], plan: Mapping[str, Any], source: str
 ) -> Training:
     rest = iter(graphs)
-    model = _model((next(rest) for _ in range(2 + len(plan["blocks"]))), layers)
-    blocks = []
-    for block in plan["blocks"]:
-        forward, backward = next(rest), next(rest)
-        first = next(rest) if block["has_first"] else None
-        kept = tuple(value["value"] for value in block["kept"])
-        names = (tuple(block[key]) for key in ("kept_first", "trained", "trained_first"))
-        blocks.append(TrainingGraph(forward, backward, first, kept, *names))
+    model = _model((next(rest) for _ in range(2 + len(set(layers)))), layers)
+    plans = []
+    for entry in plan["plans"]:
+        forward = next(rest)
+        backward = next(rest) if entry["has_backward"] else None
+        kept = tuple(value["value"] for value in entry["kept"])
+        plans.append(
+            TrainingGraph(int(entry["block"]), forward, backward, kept, tuple(entry["trained"]))
+        )
     epilogue = next(rest)
     if next(rest, None) is not None:
         raise ValueError(f"more graphs in {TRAINING_IR} than planned")
-    return Training(model, tuple(blocks), epilogue, tuple(plan["epilogue_trained"]), source)
+    of_layers = tuple(map(int, plan["layers"]))
+    if len(of_layers) != len(layers) or not set(of_layers) <= set(range(len(plans))):
+        raise ValueError(f"{len(plans)} plans for {len(layers)} layers, {of_layers}")
+    return Training(
+        model, tuple(plans), of_layers, epilogue, tuple(plan["epilogue_trained"]), source
+    )
 
 
 def _model(graphs: Iterable[Graph], layers: tuple[int, ...]) -> ModelGraph:
@@ -220,20 +228,23 @@ def _plan(program: Program) -> dict[str, Any]:
     return {
         "symbols": {"T": "tokens of the step"},
         "layers": list(program.base.layers),
+        "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),
     }
 
 
 def _training_plan(training: Training) -> dict[str, Any]:
-    blocks = []
-    for graph, block in zip(training.model.blocks, training.blocks, strict=True):
+    plans = []
+    for index, plan in enumerate(training.plans):
+        graph = training.model.blocks[plan.block]
         # What comes behind the carried inputs is the prologue's, and one for all layers.
         shared = {value.name for value in graph.inputs[len(graph.outputs) :]}
-        types = block.forward.types
-        own = [types[name].size_bytes for name in block.kept if name not in shared]
-        blocks.append(
+        types = plan.forward.types
+        own = [types[name].size_bytes for name in plan.kept if name not in shared]
+        plans.append(
             {
-                "block": graph.name,
+                "block": plan.block,
+                "layers": [layer for layer, of in enumerate(training.layers) if of == index],
                 "bytes_per_layer": str(sympy.Add(*own)),
                 "kept": [
                     {
@@ -242,12 +253,14 @@ def _training_plan(training: Training) -> dict[str, Any]:
                         "bytes": str(types[name].size_bytes),
                         "shared_by_layers": name in shared,
                     }
-                    for name in block.kept
+                    for name in plan.kept
                 ],
-                "kept_first": list(block.kept_first),
-                "trained": list(block.trained),
-                "trained_first": list(block.trained_first),
-                "has_first": block.first is not None,
+                "trained": list(plan.trained),
+                "has_backward": plan.backward is not None,
             }
         )
-    return {"blocks": blocks, "epilogue_trained": list(training.epilogue_trained)}
+    return {
+        "layers": list(training.layers),
+        "plans": plans,
+        "epilogue_trained": list(training.epilogue_trained),
+    }

@@ -15,24 +15,27 @@ from typing import Any
 
 import sympy
 
-from pcg.errors import UnsupportedError
+from pcg.errors import MemoryBudgetError
 from pcg.ir.graph import Graph
+from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
-from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.passes.adapter_use import AdapterUse
+from pcg.passes.decisions import Decision, decisions
 from pcg.passes.eager_memory import eager_memory
 from pcg.passes.eager_walk import Eager
 from pcg.passes.kept_memory import (
     KeptMemory,
-    KeptTensor,
     kept_memory,
     training_transients,
     transient,
 )
+from pcg.passes.plan import Frontiers, MemoryPlan, frontiers, keep_all
 from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
-from pcg.report import KINDS, Report, SavedTensor, Stage
+from pcg.passes.train import LayerKind
+from pcg.report import KINDS, ParetoPoint, Report, SavedTensor, Stage
 
 MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
 """AdamW's two moments of one parameter."""
@@ -50,20 +53,21 @@ class Asked:
         model: its name.
         config: its config.json.
         recipes: of the adapters, by name.
-        batch: sequences of a step.
-        seq: tokens of each.
+        budget: what is kept for backward, and the batch of a step.
     """
 
     model: str
     config: Mapping[str, Any]
     recipes: Mapping[str, LoraRecipe]
-    batch: int
-    seq: int
+    budget: MemoryBudget
 
-    def __post_init__(self) -> None:
-        for name, number in (("batch", self.batch), ("seq", self.seq)):
-            if type(number) is not int or number < 1:
-                raise UnsupportedError(f"{name}={number!r}; use an int of at least 1")
+    @property
+    def batch(self) -> int:
+        return self.budget.batch
+
+    @property
+    def seq(self) -> int:
+        return self.budget.seq
 
     @property
     def at(self) -> dict[sympy.Symbol, int]:
@@ -79,7 +83,9 @@ class Account:
         unraised: the folded model, one node an ATen operator.
         base: the same, raised.
         training: with bypass networks attached; None without adapters.
-        blocks: its differentiated blocks; empty where pcg cannot train the model.
+        kinds: its layers, differentiated; empty where pcg cannot train the model.
+        frontiers: what they can keep, compressed; None likewise.
+        plan: what they keep; None likewise.
         epilogue: the loss, forward and backward in one graph; None likewise.
         use: what the recipes train.
         adapter_dtype: of the adapters' parameters.
@@ -90,7 +96,9 @@ class Account:
     unraised: ModelGraph
     base: ModelGraph
     training: ModelGraph | None
-    blocks: Sequence[TrainingGraph]
+    kinds: Sequence[LayerKind]
+    frontiers: Frontiers | None
+    plan: MemoryPlan | None
     epilogue: Graph | None
     use: AdapterUse
     adapter_dtype: str
@@ -112,16 +120,21 @@ def account(what: Account, asked: Asked) -> Report:
         found = eager_memory(what.unraised, eager)
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
+        inputs = _carried_bytes(what.unraised) * TOKENS_OF_BATCH
+        layers = [inputs] * len(found.layers)
+        checkpointing = _stage("checkpointing", sympy.Add(found.outside, *layers), layers, at, 1.0)
         notes += _eager_notes(what.unraised, eager)
-    if what.training is not None and what.blocks:
-        kept = kept_memory(what.training, what.blocks)
+    if what.training is not None and what.plan is not None:
+        kept = kept_memory(what.training, what.plan)
         activations = kept.total
-        stages.append(_stage("pruned", kept.total, kept.layers, at))
+        stages += _own_stages(what, asked, kept)
     elif use.trainable:
         notes.append(
-            f"pruned: pcg does not finetune this yet ({what.refusal}); activations are eager's, "
-            "and workspace is of the forward alone"
+            f"compressed: pcg does not finetune this yet ({what.refusal}); activations are "
+            "eager's, and workspace is of the forward alone"
         )
+    if use.trainable:
+        stages.append(checkpointing)
     elements, weights = _weights(what.base)
     trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * use.trainable)
     sizes = (
@@ -147,9 +160,36 @@ def account(what: Account, asked: Asked) -> Report:
         memory_bytes={kind: _number(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: _text(formulas[name]) for name in ("activations", "total")},
-        saved=tuple(_saved(row, at) for row in kept.tensors) if kept else (),
+        saved=_tensors(what, kept, at) if kept else (),
+        pareto=tuple(ParetoPoint(*point) for point in what.frontiers.points())
+        if what.frontiers
+        else (),
         notes=tuple(notes),
     )
+
+
+def _own_stages(what: Account, asked: Asked, kept: KeptMemory) -> Iterable[Stage]:
+    """What pcg keeps: pruned alone, made again where that is cheap, and compressed too."""
+    assert what.training is not None
+    assert what.plan is not None
+    pruned = kept_memory(what.training, keep_all(what.training, what.kinds))
+    yield _stage("pruned", pruned.total, pruned.layers, asked.at)
+    try:
+        plain = frontiers(what.training, what.kinds, asked.batch, asked.seq).plan(asked.budget)
+    except MemoryBudgetError:
+        pass  # compressed, it is met
+    else:
+        remade = kept_memory(what.training, plain)
+        ratio = plain.recompute_flops_ratio
+        yield _stage("rematerialized", remade.total, remade.layers, asked.at, ratio)
+    ratio = what.plan.recompute_flops_ratio
+    yield _stage("compressed", kept.total, kept.layers, asked.at, ratio)
+
+
+def _carried_bytes(model: ModelGraph) -> int:
+    """Bytes of one token of what a layer hands the next."""
+    carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
+    return sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
 
 
 def _recipes_text(recipes: Mapping[str, LoraRecipe]) -> str | None:
@@ -182,11 +222,12 @@ def _stage(
     total: sympy.Expr,
     layers: Sequence[sympy.Expr],
     at: Mapping[sympy.Symbol, int],
+    recompute_flops_ratio: float = 0.0,
 ) -> Stage:
     inner = layers[1:] or layers
     sizes = {formula: _number(formula, at) for formula in set(inner)}
     mean = sum(sizes[formula] for formula in inner) / len(inner)
-    return Stage(name, _number(total, at), round(mean))
+    return Stage(name, _number(total, at), round(mean), recompute_flops_ratio)
 
 
 def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
@@ -239,14 +280,13 @@ def _workspace(what: Account, asked: Asked) -> sympy.Expr:
     """The most bytes of intermediate values at once, as a formula of the graph that needs them."""
     tokens = asked.batch * asked.seq
     found: list[sympy.Expr] = []
-    if what.training is not None and what.blocks and what.epilogue is not None:
-        transients = training_transients(what.training, what.blocks, tokens)
+    if what.plan is not None and what.epilogue is not None:
+        transients = training_transients(what.plan.plans, tokens)
         found += [item.formula(TOKENS_OF_BATCH) for item in transients]
         vocabulary = int(what.base.epilogue.types[what.base.epilogue.outputs[0]].shape[-1])
         chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
         symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-        carried = what.base.epilogue.inputs[: len(what.base.blocks[0].outputs)]
-        gradients = sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
+        gradients = _carried_bytes(what.base)
         loss = transient(what.epilogue, chunk)
         found.append(loss.formula(symbol) + gradients * TOKENS_OF_BATCH)
     else:
@@ -257,11 +297,31 @@ def _workspace(what: Account, asked: Asked) -> sympy.Expr:
     return max(found, key=lambda formula: _number(formula, asked.at))
 
 
-def _saved(row: KeptTensor, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
+def _tensors(
+    what: Account, kept: KeptMemory, at: Mapping[sympy.Symbol, int]
+) -> tuple[SavedTensor, ...]:
+    """What becomes of every tensor of the layers, and what is kept outside them."""
+    assert what.plan is not None
+    assert what.frontiers is not None
+    rows: list[Decision] = []
+    for index, plan in enumerate(what.plan.plans):
+        members = [layer for layer, of in enumerate(what.plan.layers) if of == index]
+        kind = what.frontiers.kinds[what.frontiers.layers[members[0]]]
+        shared = set(kind.shared)
+        rows += [
+            row
+            for row in decisions(kind, plan, len(members))
+            if row.tensor.partition(".")[2] not in shared
+        ]
+    rows += [
+        Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
+        for t in kept.outside
+    ]
+    return tuple(_saved(row, at) for row in rows)
+
+
+def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
     tokens = at[SEQUENCES] * at[CONTEXT]
-    reason = "read by " + ", ".join(row.needed_by)
-    if row.views:
-        reason += f", through its view{'s' * (len(row.views) > 1)} {', '.join(row.views)}"
     return SavedTensor(
         row.tensor,
         row.op,
@@ -270,7 +330,7 @@ def _saved(row: KeptTensor, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
         _number(row.size_bytes, at),
         _text(row.size_bytes),
         row.needed_by,
-        "save",
-        reason,
+        row.decision,
+        row.reason,
         row.layers,
     )

@@ -23,7 +23,7 @@ from pcg.ir.program import ModelGraph, site_of
 from pcg.ir.types import Size, tensor
 
 RANK = sympy.Symbol("r", integer=True, positive=True)
-"""The rank at a site where adapters of several ranks meet."""
+"""The rank at a site whose rank is open: adapters of any meet there."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Bypasses:
     """Where bypass networks attach.
 
     Attributes:
-        ranks: rank of each LoRA site; None where adapters of several ranks meet.
+        ranks: of each LoRA site, the largest of the adapters that meet there; None leaves it open.
         biases: sources of the base biases that adapters have their own of.
         dtype: of the adapters' parameters.
     """

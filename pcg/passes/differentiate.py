@@ -1,8 +1,9 @@
-"""Differentiate a graph: its backward graph, and what forward must keep for it.
+"""Differentiate a graph: its backward graph, which reads values of the forward one.
 
 Gradients flow to the adapters' parameters, and to the inputs asked for; nothing is built for a
-frozen weight or for a value that no trained parameter or such input reaches. What the operator
-table's rules ask for is what is saved (FlexLLM algorithm 1's UPDATEINPUT), and nothing else.
+frozen weight or for a value that no trained parameter or such input reaches (FlexLLM algorithm 1,
+step 1). What the operator table's rules ask for (its UPDATEINPUT) is what backward reads, and
+nothing else; how it comes by that is decided by `pcg.passes.rematerialize`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from pcg.ir.operators import Gradient, operator
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A forward graph that saves, and the backward graph that reads what was saved.
+    """A graph and its backward.
 
     Attributes:
-        forward: the graph's outputs, then the saved values that its nodes make.
-        backward: takes the outputs' gradients, then saved values and inputs of the forward graph;
-            gives the gradients of the inputs asked for, then of the adapter parameters.
-        saved: names of the values that forward makes for backward.
-        inputs: inputs of the forward graph that backward reads again.
+        graph: what was differentiated.
+        backward: takes the gradients of the graph's outputs, then values of the graph; gives the
+            gradients of the inputs asked for, then of the adapter parameters.
         wrt: the inputs whose gradients are given.
         trained: the adapter parameters whose gradients are given.
     """
 
-    forward: Graph
+    graph: Graph
     backward: Graph
-    saved: tuple[str, ...]
-    inputs: tuple[str, ...]
     wrt: tuple[str, ...]
     trained: tuple[str, ...]
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The values of the graph that backward reads: some of its inputs, and made ones."""
+        return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
 
 
 def gradient_name(name: str) -> str:
@@ -70,19 +72,7 @@ def differentiate(
     backward = builder.build(results)
     backward = _drop_unused_inputs(backward)
     backward = backward.renamed(_gradient_names(backward, gradients))
-    made = {value.name for node in graph.nodes for value in node.outputs}
-    needed = [value.name for value in backward.inputs]
-    saved = tuple(name for name in needed if name in made)
-    graph_inputs = {value.name for value in graph.inputs}
-    forward = graph.replace(name=f"{graph.name}_forward", outputs=(*graph.outputs, *saved))
-    return Differentiated(
-        forward.without_dead_code(),
-        backward,
-        saved,
-        tuple(name for name in needed if name in graph_inputs),
-        tuple(wrt),
-        tuple(trained),
-    )
+    return Differentiated(graph, backward, tuple(wrt), tuple(trained))
 
 
 def _reachable(graph: Graph, sources: Iterable[str]) -> set[str]:

@@ -12,36 +12,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import sympy
 
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, TrainingGraph
-from pcg.ir.types import DTYPE_BYTES, TensorType, tensor
-from pcg.passes.storages import TOKENS_OF_BATCH, Storages
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, tensor
+from pcg.passes.storages import TOKENS_OF_BATCH, Storage, Storages
+
+
+class Planned(Protocol):
+    """How layers are trained: a `MemoryPlan`, or a compiled `Training`."""
+
+    @property
+    def plans(self) -> tuple[TrainingGraph, ...]: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
-class KeptTensor:
-    """A tensor that the training program keeps.
+class OutsideTensor:
+    """A tensor that is kept outside the layers.
 
     Attributes:
-        tensor: its graph and value, as `block_0.q_proj`.
-        op: the operator that made it; "input" for what the graph is given.
+        tensor: its graph and value, as `prologue.cos`.
         type: of the tensor.
-        size_bytes: formula in B and S.
-        needed_by: operators of the backward graph that read it, with their modules.
-        layers: how many of it there are.
-        views: kept values that are views of it.
+        needed_by: what reads it.
+        reason: why it is kept.
     """
 
     tensor: str
-    op: str
     type: TensorType
-    size_bytes: sympy.Expr
     needed_by: tuple[str, ...]
-    layers: int
-    views: tuple[str, ...] = ()
+    reason: str
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """A formula in B and S."""
+        return self.type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH)
 
 
 @dataclass(frozen=True)
@@ -50,121 +60,80 @@ class KeptMemory:
 
     Attributes:
         layers: bytes of each layer, formulas in B and S.
-        outside: of what layers share and what the loss reads.
-        tensors: each kept tensor, those of equal layers once.
+        outside: what layers share, and what the loss reads.
     """
 
     layers: tuple[sympy.Expr, ...]
-    outside: sympy.Expr
-    tensors: tuple[KeptTensor, ...]
+    outside: tuple[OutsideTensor, ...]
 
     @property
     def total(self) -> sympy.Expr:
-        return sympy.Add(*self.layers, self.outside)
+        return sympy.Add(*self.layers, *(row.size_bytes for row in self.outside))
 
 
-def kept_memory(model: ModelGraph, blocks: Sequence[TrainingGraph]) -> KeptMemory:
+def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
     """What the training program keeps.
 
     Args:
         model: with bypass networks attached.
-        blocks: its blocks, differentiated.
+        plan: how its layers are trained.
     """
-    found = [
-        _block_tensors(block, training, model.layers.count(index))
-        for index, (block, training) in enumerate(zip(model.blocks, blocks, strict=True))
-    ]
-    keeps_output = [
-        _keeps_output(block, training, rows)
-        for block, training, rows in zip(model.blocks, blocks, found, strict=True)
-    ]
-    shared: dict[str, KeptTensor] = {}
+    kept = [_kept_storages(model.blocks[p.block], p) for p in plan.plans]
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
     kept_before = False
-    for index in model.layers:
+    for index in plan.layers:
         key = (index, kept_before)
+        block = model.blocks[plan.plans[index].block]
         if key not in sizes:
-            block = model.blocks[index]
-            names = {f"{block.name}.{value.name}" for value in block.inputs[len(block.outputs) :]}
-            for row in found[index]:
-                if row.tensor in names:
-                    shared.setdefault(row.tensor.partition(".")[2], row)
-            skipped = {f"{block.name}.{block.inputs[0].name}"} if kept_before else set()
-            own = [row for row in found[index] if row.tensor not in names | skipped]
-            sizes[key] = sympy.Add(*(row.size_bytes for row in own))
-        layers.append(sizes[key])
-        kept_before = keeps_output[index]
-    outside = [_shared(name, row) for name, row in shared.items()]
-    outside += _read_by_loss(model, skip_first=kept_before)
-    block_rows = [
-        row
-        for block, rows in zip(model.blocks, found, strict=True)
-        for row in rows
-        if row.tensor not in {f"{block.name}.{name}" for name in shared}
-    ]
-    total = sympy.Add(*(row.size_bytes for row in outside))
-    return KeptMemory(tuple(layers), total, (*block_rows, *outside))
-
-
-def _keeps_output(block: Graph, training: TrainingGraph, rows: Sequence[KeptTensor]) -> bool:
-    """Whether the memory of the first output is kept in the block that makes it."""
-    output = Storages.of(training.forward)[block.outputs[0]].name
-    return any(row.tensor == f"{block.name}.{output}" for row in rows)
-
-
-def _block_tensors(block: Graph, training: TrainingGraph, layers: int) -> list[KeptTensor]:
-    storages = Storages.of(training.forward)
-    names: dict[str, list[str]] = {}
-    for name in training.kept:
-        storage = storages[name]
-        if not storage.is_parameter:
-            names.setdefault(storage.name, []).append(name)
-    tensors = []
-    for name, values in names.items():
-        storage = storages[name]
-        tensors.append(
-            KeptTensor(
-                f"{block.name}.{name}",
-                storage.op,
-                storage.type,
-                storage.size_bytes(TOKENS_OF_BATCH),
-                _readers(training.backward, values),
-                layers,
-                tuple(value for value in values if value != name),
+            twice = block.inputs[0].name if kept_before else None
+            sizes[key] = sympy.Add(
+                *(s.size_bytes(TOKENS_OF_BATCH) for s in kept[index] if s.name != twice)
             )
-        )
-    return tensors
+        layers.append(sizes[key])
+        output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
+        kept_before = output in kept[index]
+    outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=kept_before)]
+    return KeptMemory(tuple(layers), tuple(outside))
 
 
-def _readers(backward: Graph, names: Iterable[str]) -> tuple[str, ...]:
-    nodes = [node for name in names for node in backward.consumers.get(name, ())]
-    texts = [f"{node.op} ({node.scope})" if node.scope else node.op for node in nodes]
-    return tuple(dict.fromkeys(texts))
+def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
+    """What is kept outside the layers at most: these inputs of theirs, and what the loss reads."""
+    types = {v.name: v.type for block in model.blocks for v in block.inputs}
+    rows = [types[name] for name in dict.fromkeys(shared)]
+    rows += [row.type for row in _read_by_loss(model, skip_first=False)]
+    return int(sympy.Add(*(type_.size_bytes.subs(TOKENS, tokens) for type_ in rows)))
 
 
-def _shared(name: str, row: KeptTensor) -> KeptTensor:
-    return KeptTensor(
-        f"prologue.{name}", row.op, row.type, row.size_bytes, row.needed_by, 1, row.views
-    )
+def _kept_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
+    """What a layer keeps of its own: neither weights nor what all layers share."""
+    storages = Storages.of(plan.forward)
+    shared = {value.name for value in block.inputs[len(block.outputs) :]}
+    kept = {storages[name] for name in plan.kept}
+    return {s for s in kept if not s.is_parameter and s.name not in shared}
 
 
-def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> list[KeptTensor]:
+def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
+    """What the prologue makes for all layers, of which one at least reads it in backward."""
+    found: dict[str, tuple[TensorType, dict[str, None]]] = {}
+    for p in plan.plans:
+        block = model.blocks[p.block]
+        for value in block.inputs[len(block.outputs) :]:
+            if p.backward is not None and value.name in p.kept:
+                readers = found.setdefault(value.name, (value.type, {}))[1]
+                nodes = p.backward.consumers.get(value.name, ())
+                readers.update((node.op, None) for node in nodes)
+    for name, (type_, texts) in found.items():
+        yield OutsideTensor(f"prologue.{name}", type_, tuple(texts), "all layers share it")
+
+
+def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTensor]:
     """The last layer's outputs, until the loss has read them, and the targets."""
     carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
-    values = [(v.name, v.type, "input") for v in carried[int(skip_first) :]]
-    values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape), "input"))
-    return [
-        KeptTensor(
-            f"epilogue.{name}",
-            op,
-            type_,
-            prod(type_.features) * DTYPE_BYTES[type_.dtype] * TOKENS_OF_BATCH,
-            ("cross_entropy",),
-            1,
-        )
-        for name, type_, op in values
-    ]
+    values = [(v.name, v.type) for v in carried[int(skip_first) :]]
+    values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape)))
+    for name, type_ in values:
+        yield OutsideTensor(f"epilogue.{name}", type_, ("cross_entropy",), "the loss reads it")
 
 
 # ------------------------------------------------------------------------------------ transients
@@ -188,17 +157,17 @@ class Transient:
         return self.per_token * tokens + self.fixed
 
 
-def training_transients(
-    model: ModelGraph, blocks: Sequence[TrainingGraph], tokens: int
-) -> list[Transient]:
-    """Of each block's forward and backward, at so many tokens."""
+def training_transients(plans: Sequence[TrainingGraph], tokens: int) -> list[Transient]:
+    """Of each plan's forward and backward, at so many tokens."""
     found = []
-    for block, training in zip(model.blocks, blocks, strict=True):
-        storages = Storages.of(training.forward)
-        kept = {storages[name].name for name in training.kept}
-        found.append(transient(training.forward, tokens, kept))
-        gradients = training.backward.outputs[len(block.outputs) :]
-        found.append(transient(training.backward, tokens, {*training.kept, *gradients}))
+    for plan in plans:
+        storages = Storages.of(plan.forward)
+        kept = {storages[name].name for name in plan.kept}
+        found.append(transient(plan.forward, tokens, kept))
+        if plan.backward is not None:
+            outputs = plan.backward.outputs
+            gradients = outputs[len(outputs) - len(plan.trained) :]
+            found.append(transient(plan.backward, tokens, {*plan.kept, *gradients}))
     return found
 
 

@@ -45,7 +45,7 @@ def bypasses_of(
             ranks.setdefault(templates[path], set()).add(site.rank)
         biases |= _biases(model, recipe, {templates[path] for path in sites})
     return Bypasses(
-        {site: found.pop() if len(found) == 1 else None for site, found in ranks.items()},
+        {site: max(found) for site, found in ranks.items()},
         frozenset(biases),
         dtype,
     )

@@ -1,33 +1,111 @@
-"""Build the training graphs of a model: each block's forward and backward, and the loss."""
+"""Build the training graphs of a model: its layers' forwards and backwards, and the loss."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Builder, Graph
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
-from pcg.passes.differentiate import differentiate, gradient_name
+from pcg.passes.compress import uncompressed
+from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
 
 
-def train_block(block: Graph) -> TrainingGraph:
-    """Forward and backward of one layer."""
-    carried = tuple(value.name for value in block.inputs[: len(block.outputs)])
-    whole = differentiate(block, carried)
-    kept = (*whole.inputs, *whole.saved)
-    first = None
-    kept_first: tuple[str, ...] = ()
-    trained_first: tuple[str, ...] = ()
-    if any(parameter.role == "adapter" for parameter in block.parameters):
-        alone = differentiate(block, ())
-        # The forward is shared, so the first layer keeps what every layer keeps.
-        kept_first, trained_first = kept, alone.trained
-        first = alone.backward
-        first = dataclasses.replace(first, name=f"{block.name}_backward_first")
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are differentiated alike: those of one block, the first of all apart.
+
+    Attributes:
+        name: for graphs.
+        block: index of their block in the model.
+        layers: which they are.
+        shared: inputs that come from the prologue, which all layers read.
+        gradients: their graph and its backward.
+    """
+
+    name: str
+    block: int
+    layers: tuple[int, ...]
+    shared: tuple[str, ...]
+    gradients: Differentiated
+
+
+def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
+    """The layers of a model, differentiated. The first gives no gradient of its input."""
+    kinds = []
+    for index, block in enumerate(model.blocks):
+        carried = tuple(value.name for value in block.inputs[: len(block.outputs)])
+        shared = tuple(value.name for value in block.inputs[len(block.outputs) :])
+        layers = [layer for layer, of in enumerate(model.layers) if of == index]
+        first, inner = (layers[:1], layers[1:]) if layers[0] == 0 else ([], layers)
+        for name, members, wrt in (
+            (f"{block.name}_first", first, ()),
+            (block.name, inner, carried),
+        ):
+            if members:
+                gradients = differentiate(block, wrt)
+                kinds.append(LayerKind(name, index, tuple(members), shared, gradients))
+    return tuple(kinds)
+
+
+def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
+    """A layer's forward that keeps these values, and its backward that makes the others again.
+
+    Args:
+        kind: of the layer.
+        saved: values that storages were made for; their views are made again.
+        name: for the two graphs.
+    """
+    graph = kind.gradients.graph
+    if not kind.gradients.backward.outputs:
+        return TrainingGraph(kind.block, graph.replace(name=f"{name}_forward"), None, (), ())
+    backward = _with_remade(kind.gradients, {*saved, *kind.shared}, f"{name}_backward")
+    given = {value.name for value in backward.inputs}
+    inputs = tuple(v.name for v in graph.inputs if v.name in given)
+    made = tuple(n for n in saved if n in given and n not in inputs)
+    forward = graph.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
-        whole.forward, whole.backward, first, kept, kept_first, whole.trained, trained_first
+        kind.block,
+        forward.without_dead_code(),
+        backward,
+        (*inputs, *made),
+        kind.gradients.trained,
     )
+
+
+def _with_remade(gradients: Differentiated, kept: set[str], name: str) -> Graph:
+    """Backward with the nodes that make what it is not given, each right before its first reader.
+
+    So late, what is made again is alive for as short as it can be.
+    """
+    graph, plain = gradients.graph, uncompressed(gradients, kept)
+    types = graph.types
+    builder = Builder(name)
+    forward_values = {value.name for value in plain.inputs} & types.keys()
+    for value in plain.inputs:
+        if value.name not in forward_values:
+            builder.input(value.name, value.type)
+    parameters = {**graph.parameters_by_name, **plain.parameters_by_name}
+
+    def provide(wanted: str) -> None:
+        if wanted in builder.types:
+            return
+        if wanted in parameters:
+            builder.parameter(parameters[wanted])
+        elif wanted in kept or wanted not in graph.producers:
+            builder.input(wanted, types[wanted])
+        else:
+            node = graph.producers[wanted]
+            for read in node.inputs:
+                provide(read)
+            builder.append(node)
+
+    for node in plain.nodes:
+        for wanted in node.inputs:
+            provide(wanted)
+        builder.append(node)
+    return builder.build(plain.outputs)
 
 
 def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:

@@ -89,7 +89,8 @@ class TrainingRunner:
         for layer, block in enumerate(model.layers):
             graph = model.blocks[block]
             batch.layer = layer
-            carried, saved = self._functions[f"{graph.name}_forward"](
+            plan = self.training.plans[self.training.layers[layer]]
+            carried, saved = self._functions[plan.forward.name](
                 self.weights.layers[layer],
                 self._layers[layer],
                 batch,
@@ -130,23 +131,17 @@ class TrainingRunner:
         return float(total), gradients
 
     def _backward(self, batch: Batch, gradients: Sequence[Tensor], kept: list[Any]) -> None:
-        model = self.training.model
-        for layer in reversed(range(len(model.layers))):
-            block = model.layers[layer]
-            plan = self.training.blocks[block]
-            name = f"{model.blocks[block].name}_backward"
-            names = plan.trained
-            if layer == 0:
-                if plan.first is None:
-                    return
-                name, names = f"{name}_first", plan.trained_first
+        training = self.training
+        for layer in reversed(range(len(training.layers))):
+            plan = training.plans[training.layers[layer]]
+            if plan.backward is None:
+                return
             batch.layer = layer
             saved = [kept.pop()]
-            function = self._functions[name]
-            gradients, trained = function(
+            gradients, trained = self._functions[plan.backward.name](
                 self.weights.layers[layer], self._layers[layer], batch, saved.pop(), *gradients
             )
-            self._accumulate(self._layers[layer], names, trained)
+            self._accumulate(self._layers[layer], plan.trained, trained)
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         for name, gradient in zip(names, gradients, strict=True):

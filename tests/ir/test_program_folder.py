@@ -96,10 +96,14 @@ def test_manifest_says_what_it_was_made_of(folder: Path) -> None:
 def test_plan_lists_what_is_kept(program: Program, folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["layers"] == [0, 0]
-    (block,) = plan["training"]["blocks"]
+    assert plan["memory_budget"]["share"] == 1.0
+    assert plan["training"]["layers"] == [0, 1]
+    first, block = plan["training"]["plans"]
+    assert (first["layers"], block["layers"]) == ([0], [1])
+    assert "x" not in {value["value"] for value in first["kept"]}
     kept = {value["value"]: value for value in block["kept"]}
     assert program.training is not None
-    assert tuple(kept) == program.training.blocks[0].kept
+    assert tuple(kept) == program.training.plans[1].kept
     assert kept["x"] == {
         "value": "x",
         "type": "f32[T, 32]",
@@ -280,7 +284,7 @@ def test_trusted_edits(program: Program, folder: Path) -> None:
     ("name", "old", "new", "message"),
     [
         ("plan.json", '"layers": [\n    0', '"layers": [\n    7', "plan.json and the graphs"),
-        ("plan.json", '"has_first": true', '"has_first": false', "plan.json and the graphs"),
+        ("plan.json", '"has_backward": true', '"has_backward": false', "plan.json and the graphs"),
         ("base.pcg", "graph @prologue", "grph @prologue", r"base.pcg is damaged: .*grph"),
     ],
 )

@@ -194,6 +194,12 @@ def unary_backward(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.like(x), x)
 
 
+def packed_signs(make: Maker, op: str) -> Sequence[str]:
+    x = make.new(tensor(make.draw(st.sampled_from(FLOATS)), TOKENS, 16))
+    signs = make.add("pack_signs", x)
+    return signs if op == "pack_signs" else make.add(op, make.like(x), *signs)
+
+
 def pointwise(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
     target, arguments = "aten.elu.default", "{0}, 2.0"
@@ -408,6 +414,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(
         ("silu_backward", "tanh_backward", "sigmoid_backward", "relu_backward"), unary_backward
     ),
+    **dict.fromkeys(("pack_signs", "relu_backward_packed"), packed_signs),
     **dict.fromkeys(("linear_backward", "shrink_backward", "expand_backward"), linear_backward),
     **dict.fromkeys(("rms_norm", "rms_norm_backward"), rms_norm),
     **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),

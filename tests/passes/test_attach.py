@@ -86,10 +86,10 @@ def test_without_bypasses_nothing_changes() -> None:
     [
         ([LoraRecipe(target_modules="all-linear", rank=4)], {UP: 4, DOWN: 4}),
         ([LoraRecipe(target_modules=("up",), rank=4), LoraRecipe(target_modules=("up", "head"))],
-         {UP: None, HEAD: 8}),
+         {UP: 8, HEAD: 8}),
         # A site of one layer is one of its block: in the other layer nothing is added.
         ([LoraRecipe(target_modules=("down",), layers_to_transform=(1,))], {DOWN: 8}),
-        ([LoraRecipe(target_modules=("up",), rank_pattern={"model.layers.0.up": 2})], {UP: None}),
+        ([LoraRecipe(target_modules=("up",), rank_pattern={"model.layers.0.up": 2})], {UP: 8}),
         ([], {}),
     ],
 )  # fmt: skip

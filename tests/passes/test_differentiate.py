@@ -13,8 +13,8 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
 from pcg.passes.attach import Bypasses, attach
-from pcg.passes.differentiate import differentiate
-from pcg.passes.train import train_block, train_epilogue
+from pcg.passes.differentiate import Differentiated, differentiate
+from pcg.passes.train import layer_kinds, plan_layer, train_epilogue
 from tests.passes.evaluate import evaluate, random_values
 from tests.passes.mlp import mlp_model
 
@@ -27,11 +27,9 @@ def adapted(*sites: str) -> Graph:
 
 def test_text() -> None:
     found = differentiate(adapted(DOWN), ["x"])
-    verify(found.forward)
     verify(found.backward)
     # Of the frozen products nothing is saved; of relu and the norm, what their gradients read.
-    assert found.forward.outputs == ("add", "down_s", "relu")
-    assert (found.saved, found.inputs) == (("down_s", "relu"), ("x",))
+    assert found.needed == ("down_s", "relu", "x")
     assert found.trained == ("down.lora_A", "down.lora_B")
     after = """
 graph @block_0_backward(%d_add: f32[T, 4], %down_s: f32[T, 2], %relu: f32[T, 6], %x: f32[T, 4]) {
@@ -61,8 +59,7 @@ def test_without_the_inputs_gradient_the_chain_ends_at_the_adapter() -> None:
     found = differentiate(adapted(DOWN), [])
     ops = [node.op for node in found.backward.nodes]
     assert ops == ["expand_backward", "scaled_outer", "outer"]
-    assert found.saved == ("down_s", "relu")
-    assert found.inputs == ()
+    assert found.needed == ("down_s", "relu")
 
 
 def test_a_gradient_that_meets_two_readers_is_their_sum() -> None:
@@ -73,12 +70,13 @@ def test_a_gradient_that_meets_two_readers_is_their_sum() -> None:
 
 
 def test_frozen_layers_only_pass_gradients_on() -> None:
-    (block,) = mlp_model().blocks
-    training = train_block(block)
-    assert training.first is None
-    assert training.trained == ()
-    assert training.kept == ("x", "relu")
-    assert not any(p.role == "adapter" for p in training.backward.parameters)
+    first, inner = layer_kinds(mlp_model())
+    assert plan_layer(first, first.gradients.needed, "first").backward is None
+    plan = plan_layer(inner, inner.gradients.needed, "inner")
+    assert plan.trained == ()
+    assert plan.kept == ("x", "relu")
+    assert plan.backward is not None
+    assert not any(p.role == "adapter" for p in plan.backward.parameters)
 
 
 def test_an_operator_without_a_gradient_is_named() -> None:
@@ -108,6 +106,12 @@ def test_what_lies_before_the_first_layer_is_not_trained() -> None:
 # ---------------------------------------------------------------------------------------- numbers
 
 
+def needed(found: Differentiated, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the backward reads of the forward."""
+    forward = found.graph.replace(outputs=found.needed)
+    return dict(zip(found.needed, evaluate(forward, values), strict=True))
+
+
 def in_fp64(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.double() if v.is_floating_point() else v for k, v in values.items()}
 
@@ -125,7 +129,7 @@ def test_gradients_are_those_of_autograd(sites: tuple[str, ...], wrt: tuple[str,
     upstream = torch.randn(out.shape, dtype=torch.float64)
     expected = torch.autograd.grad(out, [values[name] for name in names], upstream)
     with torch.no_grad():
-        kept = dict(zip(found.forward.outputs, evaluate(found.forward, values), strict=True))
+        kept = needed(found, values)
         backward = evaluate(found.backward, values | kept | {"d_add": upstream})
     assert found.backward.outputs == tuple(f"d_{name}" for name in names)
     for gradient, wanted in zip(backward, expected, strict=True):
@@ -195,7 +199,6 @@ def chain(steps: list[str]) -> Graph:
 def test_any_chain_of_operators(steps: list[str]) -> None:
     graph = chain(steps)
     found = differentiate(graph, ["x"])
-    verify(found.forward)
     verify(found.backward)
     values = random_values(graph, tokens=3)
     names = ["x", *found.trained]
@@ -206,7 +209,7 @@ def test_any_chain_of_operators(steps: list[str]) -> None:
     upstream = torch.ones_like(out)
     expected = torch.autograd.grad(out, [values[name] for name in names], upstream)
     with torch.no_grad():
-        kept = dict(zip(found.forward.outputs, evaluate(found.forward, values), strict=True))
+        kept = needed(found, values)
         given_values = values | kept | {f"d_{graph.outputs[0]}": upstream}
         backward = evaluate(found.backward, given_values)
     for gradient, wanted in zip(backward, expected, strict=True):

@@ -149,6 +149,24 @@ def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size:
     return torch.slice_scatter(dy.new_zeros(shape), dy, dim, start, stop, step)
 
 
+def pack_signs(y: Tensor) -> Tensor:
+    """Which elements are positive, eight in a byte, the first in the lowest bit."""
+    bits = (y > 0).unflatten(-1, (-1, 8)).to(torch.uint8)
+    signs: Tensor = (bits << _places(y.device)).sum(-1, dtype=torch.uint8)
+    return signs
+
+
+def relu_backward_packed(dy: Tensor, signs: Tensor) -> Tensor:
+    """dy where the packed sign is set, else 0."""
+    bits = (signs.unsqueeze(-1) >> _places(dy.device)).bitwise_and_(1).flatten(-2)
+    dx: Tensor = dy * bits.to(dy.dtype)
+    return dx
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(logits)[target] of each token in fp32, 0 where the target is negative."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

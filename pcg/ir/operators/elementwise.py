@@ -364,6 +364,28 @@ class ReluBackward(UnaryBackward):
     template = "torch.ops.aten.threshold_backward({0}, {1}, 0)"
 
 
+class PackSigns(Operator):
+    """Which elements are positive, eight in a byte: `[.., n]` gives u8 `[.., n / 8]`."""
+
+    name = "pack_signs"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        size = int(types[0].shape[-1])
+        if size % 8:
+            raise TypeCheckError(f"pack_signs of {types[0]}: {size} is no multiple of 8")
+        return (types[0].with_shape((*types[0].shape[:-1], size // 8)).with_dtype("u8"),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.pack_signs({inputs[0]})"
+
+
+class ReluBackwardPacked(UnaryBackward):
+    """dx = dy where the output was positive, from its packed signs."""
+
+    name = "relu_backward_packed"
+    template = "K.relu_backward_packed({0}, {1})"
+
+
 class ClampBackward(UnaryBackward):
     """dx = dy where x was within the bounds."""
 
@@ -431,11 +453,13 @@ OPERATORS: tuple[Operator, ...] = (
     GeluBackward(),
     Mul(),
     Neg(),
+    PackSigns(),
     Pointwise(),
     PointwiseBackward(),
     Pow(),
     Relu(),
     ReluBackward(),
+    ReluBackwardPacked(),
     Rsqrt(),
     Sigmoid(),
     SigmoidBackward(),

@@ -20,6 +20,7 @@ class Linear(Operator):
     """y = x Wᵀ (+ b): `x: [T, in]`, `W: [out, in]`, `b: [out]`."""
 
     name = "linear"
+    is_product = True
     inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -53,6 +54,7 @@ class LinearGroup(Operator):
     """
 
     name = "linear_group"
+    is_product = True
     inputs = (3, 65)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -82,6 +84,7 @@ class LoraLinear(Operator):
     """
 
     name = "lora_linear"
+    is_product = True
     inputs = (4, 129)
     returns_sequence = True
 
@@ -116,6 +119,7 @@ class LinearBackward(Operator):
     """dx = dy W, the input gradient of a linear operator."""
 
     name = "linear_backward"
+    is_product = True
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -135,6 +139,7 @@ class Shrink(Operator):
     """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""
 
     name = "shrink"
+    is_product = True
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -175,6 +180,7 @@ class ExpandAdd(Operator):
     """
 
     name = "expand_add"
+    is_product = True
     inputs = (3, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -219,6 +225,7 @@ class Outer(Operator):
     """dA = dsᵀ x summed over the adapter's tokens: `ds: [T, r]`, `x: [T, in]` give `[r, in]`."""
 
     name = "outer"
+    is_product = True
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

@@ -165,6 +165,7 @@ class Attention(Operator):
     """
 
     name = "attention"
+    is_product = True
     inputs = (3, 5)
     suffixes = ("lse",)
     sees_sequences = True
@@ -198,8 +199,7 @@ class Attention(Operator):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[:3]
-        window = attributes["window"]
-        keys = sympy.Min(CONTEXT, window) if window else CONTEXT
+        keys = _mean_keys(attributes)
         return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
 
 
@@ -207,6 +207,7 @@ class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
 
     name = "attention_backward"
+    is_product = True
     inputs = (6, 8)
     suffixes = ("dk", "dv")
     sees_sequences = True
@@ -220,7 +221,8 @@ class AttentionBackward(Operator):
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[3:6]
         # Two products of the forward again (scores), and four of the gradients.
-        return q.shape[0] * q.shape[1] * CONTEXT * (6 * q.shape[2] + 4 * v.shape[2])
+        keys = _mean_keys(attributes)
+        return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
 
 
 class Experts(Operator):
@@ -230,6 +232,7 @@ class Experts(Operator):
     """
 
     name = "experts"
+    is_product = True
     inputs = (5, 7)
     executable = False
 
@@ -289,6 +292,13 @@ class CrossEntropyBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy_backward({', '.join(inputs)})"
+
+
+def _mean_keys(attributes: Attributes) -> sympy.Expr:
+    """Keys that a token attends to, on average over a sequence: itself, and those before it."""
+    window = attributes["window"]
+    seen = sympy.Min(CONTEXT, window) if window else CONTEXT
+    return seen - seen * (seen - 1) / (2 * CONTEXT)
 
 
 def _norm_arguments(attributes: Attributes) -> str:

@@ -37,6 +37,8 @@ class Operator:
     """Names of the outputs after the first."""
     returns_sequence: ClassVar[bool] = False
     """Whether the expression is a sequence even of one output."""
+    is_product: ClassVar[bool] = False
+    """Whether it is a matrix product or attention: what a memory budget of 1 never recomputes."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 

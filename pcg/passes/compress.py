@@ -1,0 +1,71 @@
+"""Compress: let backward read less than a value where less says all that it needs, without loss.
+
+    relu_backward(dy, y)  reads y to see where it is positive: one bit an element, packed
+                          as pack_signs(y) [.., n / 8], u8
+
+The packed value is one more value of the forward graph that can be kept; whether it is, or y, or
+neither, is decided with all the rest (`pcg.passes.rematerialize`). Where it is not kept,
+`uncompressed` has backward read y again.
+
+What else is lossless needs no operator of its own. A copy in fp32 of what is exact in bf16 is made
+again from that, and a dropped-out mask is drawn again from its seed: both are cheap nodes to make
+again for the cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+
+from pcg.ir.graph import Builder, Graph, Node, Value
+from pcg.passes.differentiate import Differentiated
+
+SIGNS_PER_BYTE = 8
+
+
+def compress(gradients: Differentiated) -> Differentiated:
+    """The graph with packed values, and a backward that reads those."""
+    forward = Builder.extending(gradients.graph)
+    backward = gradients.backward
+    inputs = {value.name: value for value in backward.inputs}
+    nodes = []
+    for node in backward.nodes:
+        if node.op == "relu_backward" and _packs(node.inputs[1], inputs):
+            y = node.inputs[1]
+            signs = forward.add("pack_signs", [y], name=f"{y}_signs")
+            inputs[signs] = Value(signs, forward.types[signs])
+            node = dataclasses.replace(
+                node, op="relu_backward_packed", inputs=(node.inputs[0], signs)
+            )
+        nodes.append(node)
+    return dataclasses.replace(
+        gradients,
+        graph=gradients.graph.replace(nodes=tuple(forward.nodes)),
+        backward=_reading(backward, nodes, inputs),
+    )
+
+
+def uncompressed(gradients: Differentiated, kept: Container[str]) -> Graph:
+    """The backward graph with plain values instead of packed ones that are not kept."""
+    backward = gradients.backward
+    nodes, inputs = [], {value.name: value for value in backward.inputs}
+    for node in backward.nodes:
+        if node.op == "relu_backward_packed" and node.inputs[1] not in kept:
+            dy, signs = node.inputs
+            (y,) = gradients.graph.producers[signs].inputs
+            inputs.setdefault(y, Value(y, gradients.graph.types[y]))
+            node = dataclasses.replace(node, op="relu_backward", inputs=(dy, y))
+        nodes.append(node)
+    return _reading(backward, nodes, inputs)
+
+
+def _reading(backward: Graph, nodes: Sequence[Node], inputs: Mapping[str, Value]) -> Graph:
+    """The graph with other nodes, and those of the inputs that they read."""
+    read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
+    kept = tuple(value for value in inputs.values() if value.name in read)
+    return backward.replace(nodes=tuple(nodes), inputs=kept)
+
+
+def _packs(name: str, inputs: Mapping[str, Value]) -> bool:
+    """Whether a value of the forward graph has a last dim of whole bytes."""
+    return name in inputs and inputs[name].type.features[-1] % SIGNS_PER_BYTE == 0

@@ -1,0 +1,136 @@
+"""Plan the memory of training: what each layer keeps, within a budget over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pcg.ir.memory_budget import MemoryBudget
+from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.passes.budget import Mix, mixed, mixes, spread
+from pcg.passes.kept_memory import outside_bytes
+from pcg.passes.rematerialize import Choice, SaveProblem, graph_flops
+from pcg.passes.train import LayerKind, plan_layer
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the layers of a model keep and make again.
+
+    Attributes:
+        plans: the distinct ways in which layers are trained.
+        layers: for each layer, the index of its plan.
+        choices: of each plan.
+        forward_flops: of all layers' matrix products and attention, forward.
+    """
+
+    plans: tuple[TrainingGraph, ...]
+    layers: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    forward_flops: int
+
+    @property
+    def recompute_flops_ratio(self) -> float:
+        """Operations made again, as a share of the layers' forward."""
+        again = sum(self.choices[index].flops for index in self.layers)
+        return again / self.forward_flops if self.forward_flops else 0.0
+
+
+@dataclass(frozen=True)
+class Frontiers:
+    """What the layers can keep and make again, at one batch.
+
+    Attributes:
+        kinds: of the layers.
+        of_kind: the frontier of each.
+        layers: for each layer, the index of its kind.
+        forward_flops: of all layers' matrix products and attention.
+        outside_bytes: kept outside the layers.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    of_kind: tuple[tuple[Choice, ...], ...]
+    layers: tuple[int, ...]
+    forward_flops: int
+    outside_bytes: int
+
+    @property
+    def of_layers(self) -> list[tuple[Choice, ...]]:
+        return [self.of_kind[kind] for kind in self.layers]
+
+    def points(self) -> list[tuple[int, float]]:
+        """(bytes kept, share of the forward's operations made again) of the mixes that matter.
+
+        Layers that take the same step one after the other are one step here.
+        """
+        frontiers = self.of_layers
+        every = [mixed(frontiers, mix) for mix in mixes(frontiers)]
+        found = [
+            (choice.size_bytes + self.outside_bytes, choice.flops / (self.forward_flops or 1))
+            for i, choice in enumerate(every)
+            if i in (0, len(every) - 1) or not _on_a_line(*every[i - 1 : i + 2])
+        ]
+        return found
+
+    def plan(self, budget: MemoryBudget) -> MemoryPlan:
+        """The plan that makes the fewest operations again within a budget.
+
+        Raises:
+            MemoryBudgetError: the least is more than the budget.
+        """
+        mix = spread(self.of_layers, budget, self.outside_bytes)
+        return self._planned(mix)
+
+    def _planned(self, mix: Mix) -> MemoryPlan:
+        taken = list(dict.fromkeys(zip(self.layers, mix, strict=True)))
+        plans, choices = [], []
+        for kind_index, index in taken:
+            kind, choice = self.kinds[kind_index], self.of_kind[kind_index][index]
+            several = sum(other == kind_index for other, _ in taken) > 1
+            name = f"{kind.name}_plan{index}" if several else kind.name
+            plans.append(plan_layer(kind, choice.saved, name))
+            choices.append(choice)
+        layers = tuple(taken.index(pair) for pair in zip(self.layers, mix, strict=True))
+        return MemoryPlan(tuple(plans), layers, tuple(choices), self.forward_flops)
+
+
+def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: int) -> Frontiers:
+    """The frontier of every kind of layer.
+
+    Args:
+        model: with bypass networks attached.
+        kinds: of its layers.
+        batch: sequences of a step.
+        seq: tokens of each.
+    """
+    found = tuple(
+        SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
+        for kind in kinds
+    )
+    tokens = batch * seq
+    flops = {block: graph_flops(model.blocks[block], tokens, seq) for block in set(model.layers)}
+    read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
+    return Frontiers(
+        tuple(kinds),
+        found,
+        _kind_of_layers(kinds),
+        sum(flops[block] for block in model.layers),
+        outside_bytes(model, read, tokens),
+    )
+
+
+def keep_all(model: ModelGraph, kinds: Sequence[LayerKind]) -> MemoryPlan:
+    """Every layer keeps all that its backward reads, and makes nothing again."""
+    plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
+    nothing = Choice((), (), 0, 0)
+    return MemoryPlan(tuple(plans), _kind_of_layers(kinds), (nothing,) * len(plans), 0)
+
+
+def _kind_of_layers(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    of_layer = {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
+    return tuple(of_layer[layer] for layer in range(len(of_layer)))
+
+
+def _on_a_line(left: Choice, middle: Choice, right: Choice) -> bool:
+    first = (middle.size_bytes - left.size_bytes) * (right.flops - left.flops)
+    return first == (right.size_bytes - left.size_bytes) * (middle.flops - left.flops)
