@@ -76,6 +76,18 @@ Dtype = Annotated[
         metavar="DTYPE",
     ),
 ]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-budget",
+        help="What finetuning keeps for backward: 1 all that spares a matrix product (the "
+        "default), 0 the least, or bytes, as 8GiB.",
+        show_default=False,
+        metavar="0..1|BYTES",
+    ),
+]
+Batch = Annotated[int, typer.Option(help="Sequences of a finetuning step.", metavar="B")]
+Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="S")]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.", metavar="N")]
 Device = Annotated[
     str | None,

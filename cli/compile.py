@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Alpha, Dtype, Json, Model, Peft, Rank, Targets, TensorParallel, peft_of
+from .arguments import (
+    Alpha,
+    Batch,
+    Budget,
+    Dtype,
+    Json,
+    Model,
+    Peft,
+    Rank,
+    Seq,
+    Targets,
+    TensorParallel,
+    peft_of,
+)
 from .console import busy, count_text, err, print_json, size_text, table, time_text
 
 if TYPE_CHECKING:
@@ -28,6 +41,9 @@ def compile_command(
     targets: Targets = None,
     tp: TensorParallel = 1,
     dtype: Dtype = None,
+    memory_budget: Budget = None,
+    batch: Batch = 1,
+    seq: Seq = 1024,
     print_after: Annotated[
         list[str] | None,
         typer.Option(help="Print the graphs after this pass. Repeatable.", metavar="PASS"),
@@ -74,10 +90,17 @@ def compile_command(
             dump(record)
 
     with busy(f"compiling {source.name}"):
-        program = compiler.compile_program(model, recipe, tp=tp, dtype=dtype, observe=observe)
+        options: dict[str, Any] = {
+            "tp": tp,
+            "dtype": dtype,
+            "memory_budget": memory_budget,
+            "batch": batch,
+            "seq": seq,
+        }
+        program = compiler.compile_program(model, recipe, observe=observe, **options)
         manifest = None
         if output is not None:
-            report = compiler.explain(model, recipe, tp=tp, dtype=dtype).to_json()
+            report = compiler.explain(model, recipe, **options).to_json()
             manifest = save_program(
                 program,
                 output,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .arguments import Alpha, Dtype, Json, Model, Peft, Rank, Targets, TensorParallel, peft_of
-from .console import busy, print_json
+from pcg.errors import PcgError
+
+from .arguments import (
+    Alpha,
+    Batch,
+    Budget,
+    Dtype,
+    Json,
+    Model,
+    Peft,
+    Rank,
+    Seq,
+    Targets,
+    TensorParallel,
+    peft_of,
+)
+from .console import busy, print_json, size_text
 
 
 def explain_command(
@@ -17,13 +35,22 @@ def explain_command(
     alpha: Alpha = None,
     targets: Targets = None,
     tp: TensorParallel = 1,
-    batch: Annotated[int, typer.Option(help="Sequences of a finetuning step.", metavar="B")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="S")] = 1024,
+    batch: Batch = 1,
+    seq: Seq = 1024,
+    memory_budget: Budget = None,
     dtype: Dtype = None,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor that is kept for backward.")
+        bool, typer.Option("--tensors", help="Say what becomes of every tensor, and why.")
     ] = False,
     json: Json = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the report, with figures, as one HTML page.",
+            show_default=False,
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Show the memory that a model and a recipe need, and why.
 
@@ -31,6 +58,8 @@ def explain_command(
     """
     if json and tensors:
         raise typer.BadParameter("--json lists every tensor anyway", param_hint="--tensors")
+    if html is not None:
+        _check_place(html)
     from pcg.source import resolve
 
     source = resolve(model)
@@ -38,8 +67,44 @@ def explain_command(
     with busy(f"tracing {source.name}"):
         from pcg import compiler
 
-        report = compiler.explain(model, recipe, tp=tp, batch=batch, seq=seq, dtype=dtype)
+        report = compiler.explain(
+            model, recipe, tp=tp, batch=batch, seq=seq, dtype=dtype, memory_budget=memory_budget
+        )
     if json:
         print_json(report.to_json())
     else:
         print(report.to_text(tensors=tensors))
+    if html is not None:
+        size = _write_page(html, report.to_html())
+        # With --json the one object is alone on standard output.
+        print(f"wrote {html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+
+
+def _check_place(path: Path) -> None:
+    """Refuse what no page can be written to, before the work."""
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "not a regular file"
+        raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
+    if not path.parent.is_dir():
+        raise PcgError(
+            f"--html {path}: there is no directory {path.parent}; make it first, or name a file "
+            "elsewhere"
+        )
+
+
+def _write_page(path: Path, page: str) -> int:
+    """Write a page as a whole or not at all; returns its bytes."""
+    target = path.resolve()
+    beside = target.with_name(f".{secrets.token_hex(4)}.html")
+    data = page.encode()
+    try:
+        beside.write_bytes(data)
+        beside.replace(target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PcgError(
+            f"--html {path}: it cannot be written: {reason}; name a file elsewhere"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return len(data)

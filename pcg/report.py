@@ -21,7 +21,10 @@ KINDS = (
 
 _STAGES = {
     "eager": "transformers + peft",
-    "pruned": "pcg",
+    "pruned": "all that gradients read",
+    "rematerialized": "the rest made again",
+    "compressed": "and bits for signs: pcg",
+    "checkpointing": "transformers' own",
 }
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -87,6 +90,40 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """One moment of a finetuning step.
+
+    Attributes:
+        label: "forward 0" for a layer, "loss", "backward 0".
+        kept_bytes: kept for backward.
+        workspace_bytes: the most of its other values that are alive at once.
+    """
+
+    label: str
+    kept_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """A node of a layer's forward graph, or an input of it; weights and views are left out.
+
+    Attributes:
+        name: of the value that it makes.
+        op: its operator; "input" for what the layer is given.
+        scope: path of its module, within the layer.
+        inputs: names of the nodes that it reads.
+        decision: as in `SavedTensor`, of its first output.
+    """
+
+    name: str
+    op: str
+    scope: str
+    inputs: tuple[str, ...]
+    decision: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What `pcg.explain` found; memory is in bytes of one rank.
 
@@ -97,10 +134,10 @@ class Report:
     - gradients: one for each trainable parameter, in its dtype;
     - optimizer: AdamW's two moments in fp32;
     - kv_cache: keys and values of batch · seq tokens, for the requests served beside it;
-    - activations: what pcg's training program keeps for backward (stage `pruned`; `eager` where
-      pcg cannot train the model);
-    - workspace: the most intermediate values alive at once in one layer's forward or backward, or
-      in the loss over one chunk of tokens, beside all of these; without an operator's temporaries.
+    - activations: what pcg's training program keeps for backward (stage `compressed`; `eager`
+      where pcg cannot train the model);
+    - workspace: what the fullest moment of the step needs beside all of these, the loss over one
+      chunk of tokens or one layer's forward or backward; less what it need not keep any more.
     """
 
     model: str
@@ -121,6 +158,15 @@ class Report:
         default_factory=lambda: {"base": [], "bypass": []}
     )
     notes: tuple[str, ...] = ()
+    memory_budget: str = "1"
+    timeline: tuple[Moment, ...] = ()
+    graph: tuple[GraphNode, ...] = ()
+
+    def to_html(self) -> str:
+        """The report as one HTML page that needs no other file, `pcg explain --html`."""
+        from pcg.html.page import page
+
+        return page(self)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, which `pcg explain --json` prints."""
@@ -141,11 +187,13 @@ class Report:
         """The report as monospaced text of at most 100 columns, formulas apart.
 
         Args:
-            tensors: list every kept tensor.
+            tensors: list every tensor of a layer, and what becomes of it.
         """
         parts = [self._heading(), self._memory()]
         if self.activations:
             parts.append(self._stages())
+        if len(self.pareto) > 1:
+            parts.append(self._budgets())
         if tensors and self.saved:
             parts.append(self._tensors())
         parts.append(self._formulas())
@@ -189,15 +237,29 @@ class Report:
         ]
         return lines
 
+    def _budgets(self) -> list[str]:
+        """The corners of the front; the plans between two of them mix them over the layers."""
+        most, least = self.pareto[0].bytes, self.pareto[-1].bytes
+        lines = ["memory budgets         GiB   recomputed"]
+        lines += [
+            f"  {(point.bytes - least) / (most - least):<14.3f}{gib(point.bytes):>10}"
+            f"{point.recompute_flops_ratio:>13.1%}"
+            for point in self.pareto
+        ]
+        lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
+        return lines
+
     def _tensors(self) -> list[str]:
         wide = max(len(row.tensor) for row in self.saved)
-        lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  shape, and what reads it in backward"]
+        lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  what becomes of it, and why"]
         for row in self.saved:
             shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
             lines.append(
-                f"{row.tensor:<{wide}}  {row.bytes / 2**20:>9,.3f}  {row.layers:>6}  {shape}  "
-                f"{', '.join(row.needed_by)}"
+                f"{row.tensor:<{wide}}  {row.bytes / 2**20:>9,.3f}  {row.layers:>6}  "
+                f"{row.decision}: {row.reason}"
             )
+            readers = f", read by {', '.join(row.needed_by)}" if row.needed_by else ""
+            lines.append(f"{'':<{wide}}  {shape}{readers}")
         return lines
 
     def _formulas(self) -> list[str]:

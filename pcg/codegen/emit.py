@@ -37,7 +37,7 @@ def emit_training(
     """
     functions = [emit_function(model.prologue, "prologue", _role(model, model.prologue))]
     for index, plan in enumerate(plans):
-        where = _ranges([layer for layer, of in enumerate(layers) if of == index])
+        where = _layers([layer for layer, of in enumerate(layers) if of == index])
         functions += _plan_functions(model.blocks[plan.block], plan, where)
     functions.append(
         emit_function(
@@ -57,21 +57,22 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> list[str]:
     forward = emit_function(
         plan.forward.replace(outputs=(*carried, *plan.kept)),
         plan.forward.name,
-        f"Layer {where}, forward. Returns its outputs, and what backward is given.",
+        f"{where}, forward. Returns its outputs, and what backward is given.",
         outputs=[carried, plan.kept],
         free=True,
     )
     if plan.backward is None:
         return [forward]
     outputs = plan.backward.outputs
+    incoming = [v.name for v in plan.backward.inputs if v.name not in plan.kept]
     count = len(outputs) - len(plan.trained)
     backward = emit_function(
         plan.backward,
         plan.backward.name,
-        f"Layer {where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
+        f"{where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
         "adapters.",
         outputs=[outputs[:count], outputs[count:]],
-        kept=plan.kept,
+        given={"kept": plan.kept, "gradients": incoming},
         free=True,
     )
     return [forward, backward]
@@ -83,7 +84,11 @@ def _role(model: ModelGraph, graph: Graph) -> str:
     if graph is model.epilogue:
         return "The last layer's output to the logits."
     layers = [i for i, block in enumerate(model.layers) if model.blocks[block] is graph]
-    return f"Layer {_ranges(layers)}."
+    return f"{_layers(layers)}."
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"Layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ def emit_function(
     doc: str,
     *,
     outputs: Sequence[Sequence[str]] | None = None,
-    kept: Sequence[str] | None = None,
+    given: Mapping[str, Sequence[str]] | None = None,
     free: bool = False,
 ) -> str:
     """One function.
@@ -49,22 +49,25 @@ def emit_function(
         doc: its docstring's first line.
         outputs: groups of the graph's outputs; each group is returned as a tuple. By default the
             outputs themselves.
-        kept: inputs that arrive together, as one tuple `kept` before the others.
+        given: inputs that arrive together, in lists of these names before the others. The function
+            empties them, so that it alone holds what is in them.
         free: delete each value after its last use.
     Returns:
         Python source, ending with a line break.
     """
     expressions = _expressions(graph)
-    inputs = [expressions[v.name] for v in graph.inputs if v.name not in (kept or ())]
-    packed = ["kept"] if kept is not None else []
-    lines = [f"def {name}({', '.join(['w', 'a', 'batch', *packed, *inputs])}):"]
+    given = given or {}
+    packed = {value for values in given.values() for value in values}
+    inputs = [expressions[v.name] for v in graph.inputs if v.name not in packed]
+    lines = [f"def {name}({', '.join(['w', 'a', 'batch', *given, *inputs])}):"]
     lines += [f'    """{doc}', ""]
     lines += [f"    {value.name}: {value.type}" for value in graph.inputs]
     lines += [f"    -> {output}: {graph.types[output]}" for output in graph.outputs]
     lines.append('    """')
-    if kept:
-        lines += _wrapped([f"{python_name(n)}," for n in kept], "(", ") = kept")
-        lines.append("    del kept")
+    for holder, values in given.items():
+        if values:
+            lines += _wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
+            lines.append(f"    {holder}.clear()")
     last_use = _last_uses(graph) if free else {}
     scope = None
     for index, node in enumerate(graph.nodes):

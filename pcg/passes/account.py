@@ -8,6 +8,7 @@ report are those formulas at its batch and sequence length, so that they agree t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,19 +24,20 @@ from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.passes.adapter_use import AdapterUse
+from pcg.passes.decided_graph import decided_graph
 from pcg.passes.decisions import Decision, decisions
 from pcg.passes.eager_memory import eager_memory
 from pcg.passes.eager_walk import Eager
 from pcg.passes.kept_memory import (
     KeptMemory,
     kept_memory,
-    training_transients,
     transient,
 )
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers, keep_all
 from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
+from pcg.passes.timeline import MomentSizes, timeline
 from pcg.passes.train import LayerKind
-from pcg.report import KINDS, ParetoPoint, Report, SavedTensor, Stage
+from pcg.report import KINDS, GraphNode, Moment, ParetoPoint, Report, SavedTensor, Stage
 
 MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
 """AdamW's two moments of one parameter."""
@@ -135,6 +137,13 @@ def account(what: Account, asked: Asked) -> Report:
         )
     if use.trainable:
         stages.append(checkpointing)
+    if kept is None:
+        moments: list[tuple[MomentSizes, Moment]] = []
+        workspace = _serving_workspace(what.training or what.base, asked)
+    else:
+        moments = [(m, _moment(m, at)) for m in _moments(what, asked, kept)]
+        fullest, _ = max(moments, key=lambda pair: pair[1].kept_bytes + pair[1].workspace_bytes)
+        workspace = fullest.kept + fullest.workspace - activations
     elements, weights = _weights(what.base)
     trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * use.trainable)
     sizes = (
@@ -144,7 +153,7 @@ def account(what: Account, asked: Asked) -> Report:
         sympy.Integer(MOMENT_BYTES * use.trainable),
         _kv_cache(what.base) * TOKENS_OF_BATCH,
         activations,
-        _workspace(what, asked),
+        workspace,
     )
     formulas = dict(zip(KINDS, sizes, strict=True)) | {"total": sympy.Add(*sizes)}
     return Report(
@@ -165,6 +174,9 @@ def account(what: Account, asked: Asked) -> Report:
         if what.frontiers
         else (),
         notes=tuple(notes),
+        memory_budget=str(asked.budget),
+        timeline=tuple(moment for _, moment in moments),
+        graph=_graph(what) if kept else (),
     )
 
 
@@ -276,25 +288,44 @@ def _kv_cache(model: ModelGraph) -> int:
     return sum(of_block[index] for index in model.layers)
 
 
-def _workspace(what: Account, asked: Asked) -> sympy.Expr:
-    """The most bytes of intermediate values at once, as a formula of the graph that needs them."""
+def _moments(what: Account, asked: Asked, kept: KeptMemory) -> list[MomentSizes]:
+    assert what.training is not None
+    assert what.plan is not None
+    assert what.epilogue is not None
+    loss = _loss_workspace(what.base, what.epilogue, asked)
+    return timeline(what.training, what.plan, kept, loss, asked.batch, asked.seq)
+
+
+def _loss_workspace(base: ModelGraph, epilogue: Graph, asked: Asked) -> sympy.Expr:
+    """What the loss needs at once: one chunk of tokens, beside the gradients of all."""
     tokens = asked.batch * asked.seq
-    found: list[sympy.Expr] = []
-    if what.plan is not None and what.epilogue is not None:
-        transients = training_transients(what.plan.plans, tokens)
-        found += [item.formula(TOKENS_OF_BATCH) for item in transients]
-        vocabulary = int(what.base.epilogue.types[what.base.epilogue.outputs[0]].shape[-1])
-        chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
-        symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-        gradients = _carried_bytes(what.base)
-        loss = transient(what.epilogue, chunk)
-        found.append(loss.formula(symbol) + gradients * TOKENS_OF_BATCH)
-    else:
-        model = what.training or what.base
-        found += [transient(block, tokens).formula(TOKENS_OF_BATCH) for block in model.blocks]
-        # Only the last token of each sequence gets logits.
-        found.append(transient(model.epilogue, asked.batch).formula(SEQUENCES))
+    vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
+    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
+    gradients = _carried_bytes(base) * TOKENS_OF_BATCH
+    return transient(epilogue, chunk, asked.seq).formula(symbol) + gradients
+
+
+def _serving_workspace(model: ModelGraph, asked: Asked) -> sympy.Expr:
+    """The most that one layer's forward needs at once, or the logits, where nothing is trained."""
+    tokens = asked.batch * asked.seq
+    found = [transient(block, tokens, asked.seq).formula(TOKENS_OF_BATCH) for block in model.blocks]
+    # Only the last token of each sequence gets logits.
+    found.append(transient(model.epilogue, asked.batch, asked.seq).formula(SEQUENCES))
     return max(found, key=lambda formula: _number(formula, asked.at))
+
+
+def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
+    return Moment(sizes.label, _number(sizes.kept, at), _number(sizes.workspace, at))
+
+
+def _graph(what: Account) -> tuple[GraphNode, ...]:
+    """The layer that most layers are like."""
+    assert what.plan is not None
+    assert what.frontiers is not None
+    index, _ = Counter(what.plan.layers).most_common(1)[0]
+    kind = what.frontiers.layers[what.plan.layers.index(index)]
+    return decided_graph(what.frontiers.kinds[kind], what.plan.plans[index])
 
 
 def _tensors(

@@ -1,10 +1,11 @@
 """What the training program keeps for backward, and what it needs beside that while it runs.
 
     kept      = Σ layers storages(kept of the block) + what layers share + what the loss reads
-    transient = max over graphs, max over nodes: storages alive there that are not counted elsewhere
+    transient = max over graphs, max over nodes: storages alive there that are not counted
+                elsewhere, and what the node's kernel needs for itself
 
 Values that are views of one another are kept once. A block's input is the output of the one before
-it, so it counts in one of the two. Temporaries within an operator are no values and not counted.
+it, so it counts in one of the two.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Protocol
 
 import sympy
 
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, tensor
 from pcg.passes.storages import TOKENS_OF_BATCH, Storage, Storages
@@ -143,40 +146,50 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
 class Transient:
     """The most that one graph needs at once, beside what is counted elsewhere.
 
-    bytes = per_token · tokens + fixed
+    bytes = per_token · tokens + fixed + per_pair · S²
     """
 
     graph: str
     per_token: int
     fixed: int
+    per_pair: int = 0
 
-    def size_bytes(self, tokens: int) -> int:
-        return self.per_token * tokens + self.fixed
+    def size_bytes(self, tokens: int, seq: int) -> int:
+        return self.per_token * tokens + self.fixed + self.per_pair * seq**2
 
     def formula(self, tokens: sympy.Expr) -> sympy.Expr:
-        return self.per_token * tokens + self.fixed
+        return self.per_token * tokens + self.fixed + self.per_pair * CONTEXT**2
 
 
-def training_transients(plans: Sequence[TrainingGraph], tokens: int) -> list[Transient]:
-    """Of each plan's forward and backward, at so many tokens."""
+def training_transients(
+    model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int
+) -> list[tuple[Transient, Transient | None]]:
+    """Of each plan's forward and backward, at so many tokens in sequences of `seq`.
+
+    What the layer keeps is counted with the backward, which frees it as it goes.
+    """
+    resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
     found = []
     for plan in plans:
         storages = Storages.of(plan.forward)
         kept = {storages[name].name for name in plan.kept}
-        found.append(transient(plan.forward, tokens, kept))
+        forward = transient(plan.forward, tokens, seq, kept)
+        backward = None
         if plan.backward is not None:
             outputs = plan.backward.outputs
             gradients = outputs[len(outputs) - len(plan.trained) :]
-            found.append(transient(plan.backward, tokens, {*plan.kept, *gradients}))
+            backward = transient(plan.backward, tokens, seq, {*resident[plan.block], *gradients})
+        found.append((forward, backward))
     return found
 
 
-def transient(graph: Graph, tokens: int, counted: Iterable[str] = ()) -> Transient:
+def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) -> Transient:
     """The most bytes alive at one node of a graph.
 
     Args:
         graph: parameters are not counted.
         tokens: at which the nodes are compared.
+        seq: tokens of a sequence, likewise.
         counted: values whose memory is counted elsewhere.
     """
     storages = Storages.of(graph)
@@ -192,15 +205,29 @@ def transient(graph: Graph, tokens: int, counted: Iterable[str] = ()) -> Transie
     for index, node in enumerate(graph.nodes):
         made = {storages[value.name].name for value in node.outputs}
         alive |= {name for name in made if not storages[name].is_parameter} - elsewhere
+        per_token, fixed, per_pair = _temporaries(graph, node)
         now = Transient(
             graph.name,
-            sum(sizes[name][0] for name in alive),
-            sum(sizes[name][1] for name in alive),
+            per_token + sum(sizes[name][0] for name in alive),
+            fixed + sum(sizes[name][1] for name in alive),
+            per_pair,
         )
-        if now.size_bytes(tokens) > best.size_bytes(tokens):
+        if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
             best = now
         alive = {name for name in alive if last[name] > index}
     return best
+
+
+def _temporaries(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """Bytes a token, whatever the tokens, and a pair of a sequence that a kernel needs itself."""
+    types = tuple(graph.types[name] for name in node.inputs)
+    outputs = tuple(value.type for value in node.outputs)
+    formula = operator(node.op).temporaries(types, outputs, dict(node.attributes))
+    fixed, token, pair = (
+        int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
+        for tokens, seq in ((0, 0), (1, 0), (0, 1))
+    )
+    return max(token - fixed, 0), max(fixed, 0), max(pair - fixed, 0)
 
 
 def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from pcg.passes.differentiate import Differentiated, differentiate, gradient_nam
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are differentiated alike: those of one block, the first of all apart.
+    """Layers that are differentiated alike: those of one block, the first to train one apart.
 
     Attributes:
         name: for graphs.
@@ -32,20 +32,21 @@ class LayerKind:
 
 
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated. The first gives no gradient of its input."""
+    """The layers of a model, differentiated. Below what is trained no gradient is wanted."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    trained_below = False
+    for layer, index in enumerate(model.layers):
+        groups.setdefault((index, trained_below), []).append(layer)
+        trained_below |= any(p.role == "adapter" for p in model.blocks[index].parameters)
     kinds = []
-    for index, block in enumerate(model.blocks):
-        carried = tuple(value.name for value in block.inputs[: len(block.outputs)])
-        shared = tuple(value.name for value in block.inputs[len(block.outputs) :])
-        layers = [layer for layer, of in enumerate(model.layers) if of == index]
-        first, inner = (layers[:1], layers[1:]) if layers[0] == 0 else ([], layers)
-        for name, members, wrt in (
-            (f"{block.name}_first", first, ()),
-            (block.name, inner, carried),
-        ):
-            if members:
-                gradients = differentiate(block, wrt)
-                kinds.append(LayerKind(name, index, tuple(members), shared, gradients))
+    for (index, passes_on), layers in groups.items():
+        block = model.blocks[index]
+        count = len(block.outputs)
+        carried = [value.name for value in block.inputs[:count]]
+        shared = tuple(value.name for value in block.inputs[count:])
+        gradients = differentiate(block, carried if passes_on else ())
+        name = block.name if passes_on else f"{block.name}_first"
+        kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
     return tuple(kinds)
 
 

@@ -59,8 +59,9 @@ class TrainingRunner:
         with torch.no_grad():
             batch, targets = _shifted(examples, self._device)
             shared, carried, kept = self._forward(batch)
-            loss, gradient = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
-            self._backward(batch, gradient, kept)
+            loss, gradients = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
+            del shared, carried
+            self._backward(batch, gradients, kept)
         return loss
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
@@ -84,7 +85,10 @@ class TrainingRunner:
             self.weights.prologue, NO_ADAPTERS, batch, batch.input_ids, batch.positions
         )
         shared = shared if isinstance(shared, tuple) else (shared,)
-        carried: Sequence[Tensor] = shared[: self._inputs.carried]
+        count = self._inputs.carried
+        carried: Sequence[Tensor] = shared[:count]
+        # Nobody but the first layer reads these, and it frees them if it need not keep them.
+        shared = (*(None,) * count, *shared[count:])
         kept = []
         for layer, block in enumerate(model.layers):
             graph = model.blocks[block]
@@ -97,7 +101,7 @@ class TrainingRunner:
                 *carried,
                 *self._inputs.of(graph, shared),
             )
-            kept.append(saved if keep else None)
+            kept.append(list(saved) if keep else None)
             del saved
         return shared, carried, kept
 
@@ -130,17 +134,19 @@ class TrainingRunner:
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
         return float(total), gradients
 
-    def _backward(self, batch: Batch, gradients: Sequence[Tensor], kept: list[Any]) -> None:
+    def _backward(self, batch: Batch, gradients: list[Tensor], kept: list[Any]) -> None:
+        """Layer by layer from the last; each empties what it is given."""
         training = self.training
         for layer in reversed(range(len(training.layers))):
             plan = training.plans[training.layers[layer]]
             if plan.backward is None:
                 return
             batch.layer = layer
-            saved = [kept.pop()]
-            gradients, trained = self._functions[plan.backward.name](
-                self.weights.layers[layer], self._layers[layer], batch, saved.pop(), *gradients
+            below, trained = self._functions[plan.backward.name](
+                self.weights.layers[layer], self._layers[layer], batch, kept.pop(), gradients
             )
+            gradients = list(below)
+            del below
             self._accumulate(self._layers[layer], plan.trained, trained)
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:

@@ -297,12 +297,15 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pcg.compiler.explain", explain)
     assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
-    options = ("--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64")
-    text = output_of("explain", model, *options, "--dtype", "float16", "--json")
+    options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
+    options += ["--memory-budget", "8GiB", "--dtype", "float16"]
+    text = output_of("explain", model, *options, "--json")
     assert json.loads(text) == {"model": "tiny"}
     ((_, recipe), sizes) = calls.pop()
     assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
-    assert sizes == {"tp": 2, "batch": 3, "seq": 64, "dtype": "float16"}
+    assert sizes == {
+        "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
+    }  # fmt: skip
     assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
     assert calls.pop()[0][1] is None
 

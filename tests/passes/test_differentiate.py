@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,13 +71,22 @@ def test_a_gradient_that_meets_two_readers_is_their_sum() -> None:
     assert "d_add" in total.inputs
 
 
-def test_frozen_layers_only_pass_gradients_on() -> None:
-    first, inner = layer_kinds(mlp_model())
-    assert plan_layer(first, first.gradients.needed, "first").backward is None
-    plan = plan_layer(inner, inner.gradients.needed, "inner")
-    assert plan.trained == ()
-    assert plan.kept == ("x", "relu")
+def test_frozen_layers_below_the_adapters_have_no_backward() -> None:
+    (kind,) = layer_kinds(mlp_model())
+    assert kind.layers == (0, 1)
+    plan = plan_layer(kind, kind.gradients.needed, "layer")
+    assert (plan.backward, plan.kept, plan.trained) == (None, (), ())
+
+
+def test_frozen_layers_above_an_adapter_only_pass_gradients_on() -> None:
+    frozen = mlp_model()
+    trained = attach(frozen, Bypasses({UP: 2})).blocks[0]
+    model = dataclasses.replace(frozen, blocks=(trained, frozen.blocks[0]), layers=(0, 1))
+    first, above = layer_kinds(model)
+    assert (first.name, above.name) == ("block_0_first", "block_0")
+    plan = plan_layer(above, above.gradients.needed, "layer")
     assert plan.backward is not None
+    assert (plan.trained, plan.kept) == ((), ("x", "relu"))
     assert not any(p.role == "adapter" for p in plan.backward.parameters)
 
 

@@ -34,30 +34,33 @@ def rms_norm(
     """x / sqrt(mean(x²) + eps) · (offset + weight); see the operator rms_norm."""
     wide = _wide(x)
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps)).unsqueeze(-1)
-    y = wide * scale
-    if weight is None:
-        return y.to(x.dtype)
     if wide is x:  # nothing is rounded
-        return y.mul_(weight + offset if offset else weight)
+        y = x * scale
+        return y if weight is None else y.mul_(weight + offset if offset else weight)
+    wide.mul_(scale)
+    if weight is None:
+        return wide.to(x.dtype)
     if round_first:
-        y = y.to(x.dtype)
-        return (y * (weight + offset if offset else weight)).to(x.dtype)
-    return y.mul_(_wide(weight) + offset if offset else weight).to(x.dtype)
+        y = wide.to(x.dtype)
+        del wide
+        scaled = weight + offset if offset else weight
+        return y.mul_(scaled) if scaled.dtype == y.dtype else (y * scaled).to(y.dtype)
+    return wide.mul_(_wide(weight) + offset if offset else weight).to(x.dtype)
 
 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float
 ) -> Tensor:
     """dx = rstd (g - x rstd² mean(g x)) with g = dy (offset + weight)."""
-    wide = _wide(x)
-    n = x.shape[-1]
+    wide, n = _wide(x), x.shape[-1]
     g = _wide(dy)
     if weight is not None:
-        g = g * (_wide(weight) + offset if offset else _wide(weight))
+        scale = _wide(weight) + offset if offset else _wide(weight)
+        g = g * scale if g is dy else g.mul_(scale)
     rstd = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(n).add_(eps))
-    inner = torch.linalg.vecdot(g, wide).mul_(rstd.pow(3)).div_(-n)
-    dx = torch.addcmul(wide * inner.unsqueeze(-1), g, rstd.unsqueeze(-1))
-    return dx.to(x.dtype)
+    inner = torch.linalg.vecdot(g, wide).mul_(rstd.pow(3)).div_(-n).unsqueeze(-1)
+    dx = wide * inner if wide is x else wide.mul_(inner)
+    return dx.addcmul_(g, rstd.unsqueeze(-1)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -72,7 +75,7 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float
     """dx = rstd (g - mean(g) - xhat mean(g xhat)) with g = dy weight."""
     wide, g = _wide(x), _wide(dy)
     if weight is not None:
-        g = g * _wide(weight)
+        g = g * _wide(weight) if g is dy else g.mul_(_wide(weight))
     shape = x.shape[-1:]
     _, mean, rstd = torch.native_layer_norm(wide, shape, None, None, eps)
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
@@ -146,7 +149,9 @@ def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size:
     """Zeros of `size` along `dim`, with dy in the slice."""
     shape = list(dy.shape)
     shape[dim] = size
-    return torch.slice_scatter(dy.new_zeros(shape), dy, dim, start, stop, step)
+    dx = dy.new_zeros(shape)
+    torch.ops.aten.slice(dx, dim, start, stop, step).copy_(dy)
+    return dx
 
 
 def pack_signs(y: Tensor) -> Tensor:
@@ -272,7 +277,7 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     if segments is None:
         if y.dtype == s.dtype:
             return torch.addmm(y, s, weight.t(), alpha=b.scale)
-        return torch.addmm(y.to(s.dtype), s, weight.t(), alpha=b.scale).to(y.dtype)
+        return y.to(s.dtype).addmm_(s, weight.t(), alpha=b.scale).to(y.dtype)
     if segments.batched is not None:
         rows = y.view(segments.batched)
         if y.dtype == s.dtype:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, cast_bytes
 from pcg.ir.types import TORCH_NAMES, TensorType
 
 
@@ -163,6 +163,9 @@ class Shrink(Operator):
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[0].elements * inputs[0].shape[-1]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
+
 
 class ShrinkBackward(LinearBackward):
     """dx = ds A."""
@@ -207,6 +210,9 @@ class ExpandAdd(Operator):
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[0].elements * inputs[1].shape[-1]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], inputs[1].dtype)
+
 
 class ExpandBackward(LinearBackward):
     """ds = scale · dz B, in B's dtype."""
@@ -219,6 +225,9 @@ class ExpandBackward(LinearBackward):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.expand_backward({', '.join(inputs)})"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
 
 
 class Outer(Operator):
@@ -238,6 +247,9 @@ class Outer(Operator):
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * inputs[0].elements * inputs[1].shape[-1]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[1], outputs[0].dtype)
+
 
 class ScaledOuter(Outer):
     """dB = scale · dzᵀ s, in B's dtype: `dz: [T, out]`, `s: [T, r]`, `B: [out, r]`."""
@@ -250,6 +262,9 @@ class ScaledOuter(Outer):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.scaled_outer({', '.join(inputs)})"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
 
 
 class BiasAdd(Operator):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
-from pcg.ir.types import TOKENS, tensor
+from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, cast_bytes, widened
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, promote, tensor
 
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
 """Tokens that a token attends to at most: the length of its sequence."""
@@ -42,6 +42,11 @@ class RmsNorm(Operator):
         )
         return [dx, None][: len(context.node.inputs)]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Where the norm is summed up: the copy in fp32 and its square, before there is an output.
+        wide = widened(inputs[0])
+        return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
+
 
 class RmsNormBackward(Operator):
     """dx of rms_norm."""
@@ -56,6 +61,14 @@ class RmsNormBackward(Operator):
         weight = inputs[2] if len(inputs) == 3 else "None"
         arguments = _norm_arguments(attributes)
         return f"K.rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {arguments})"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Where g is multiplied by x: both in fp32 and their product, before there is an output.
+        wide = widened(inputs[1])
+        copies = cast_bytes(inputs[1], wide.dtype)
+        if len(inputs) == 3 or inputs[0].dtype != wide.dtype:
+            copies += wide.size_bytes
+        return copies + wide.size_bytes - outputs[0].size_bytes
 
 
 class LayerNorm(Operator):
@@ -86,6 +99,12 @@ class LayerNorm(Operator):
         )
         return [dx, None, None][: len(context.node.inputs)]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        if not attributes["weight"] or len(inputs[1].dims) == 1:
+            return sympy.Integer(0)
+        wide = widened(inputs[0])  # a weight for each head is multiplied by in fp32
+        return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
+
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (0,)
 
@@ -104,6 +123,14 @@ class LayerNormBackward(Operator):
         return (
             f"K.layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
         )
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # g and x in fp32, the normalised x that native_layer_norm gives along, and dx in fp32.
+        wide = widened(inputs[1])
+        copies = cast_bytes(inputs[1], wide.dtype)
+        if len(inputs) == 3 or inputs[0].dtype != wide.dtype:
+            copies += wide.size_bytes
+        return copies + 2 * wide.size_bytes - outputs[0].size_bytes
 
 
 class Rope(Operator):
@@ -137,11 +164,25 @@ class Rope(Operator):
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 3 * outputs[0].elements
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        x, cos, _ = inputs
+        turned = x.with_features(*x.features[:-1], int(cos.shape[-1]))
+        wide = turned.with_dtype(promote(x.dtype, cos.dtype))
+        if attributes["style"] == "interleaved":
+            return 3 * wide.size_bytes / 2  # two products and their sum, of half the dims each
+        partial = sympy.Integer(0) if turned == x else turned.size_bytes
+        if wide.dtype == x.dtype:
+            return partial
+        return partial + 2 * wide.size_bytes - outputs[0].size_bytes
+
 
 class RopeBackward(Rope):
     """dx = dy · cos + rotateᵀ(dy · sin)."""
 
     name = "rope_backward"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().temporaries(inputs, outputs, attributes) + inputs[2].size_bytes  # -sin
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.rope_{attributes['style']}_backward({', '.join(inputs)})"
@@ -197,6 +238,10 @@ class Attention(Operator):
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (0, 1, 2, ~0, ~1)
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Scores in fp32, once with a cap and once without, their weights and a copy of one.
+        return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
+
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[:3]
         keys = _mean_keys(attributes)
@@ -214,6 +259,10 @@ class AttentionBackward(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return types[3], types[4], types[5]
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # As forward, and the scores' gradient with its parts.
+        return _score_bytes(inputs[3], attributes, 6 if attributes["softcap"] else 4)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
@@ -274,6 +323,10 @@ class CrossEntropy(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy({', '.join(inputs)})"
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[0])
+        return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes  # and their log-probabilities
+
     def gradient(self, context: Gradient) -> list[str | None]:
         dlogits = context.add(
             "cross_entropy_backward", context.incoming, context.input(0), context.input(1)
@@ -293,12 +346,37 @@ class CrossEntropyBackward(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy_backward({', '.join(inputs)})"
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[1])
+        if wide == inputs[1]:
+            return sympy.Integer(0)
+        return 2 * wide.size_bytes - outputs[0].size_bytes  # the logits and the softmax in fp32
+
 
 def _mean_keys(attributes: Attributes) -> sympy.Expr:
     """Keys that a token attends to, on average over a sequence: itself, and those before it."""
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
+
+
+def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
+    """Bytes of scores and masks that the PyTorch kernel makes, of one sequence at a time.
+
+    The fused kernel has none but the mask that a window or ALiBi needs, in q's dtype.
+
+    Args:
+        q: [T, heads, d].
+        attributes: of the node.
+        copies: scores [heads, S, S] in fp32 that are alive at once where it is not fused.
+    """
+    pairs, heads = CONTEXT**2, int(q.shape[1])
+    if attributes["softcap"] or attributes.get("sinks"):
+        return 4 * copies * heads * pairs
+    if attributes.get("alibi"):
+        # The product in fp32 and the bias in q's dtype, or the bias and its masked copy.
+        return (8 if q.dtype == "f32" else 6) * heads * pairs
+    return DTYPE_BYTES[q.dtype] * pairs if attributes["window"] else sympy.Integer(0)
 
 
 def _norm_arguments(attributes: Attributes) -> str:

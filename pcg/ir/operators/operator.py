@@ -72,6 +72,13 @@ class Operator:
         """Floating-point operations, a formula in `T`; elementwise unless overridden."""
         return sympy.Integer(0) if self.is_view else outputs[0].elements
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.
+
+        A formula in `T`; what is of the order of a number a token is left out.
+        """
+        return sympy.Integer(0)
+
     def output_suffixes(self, count: int) -> tuple[str, ...]:
         return ("", *self.suffixes)[:count]
 
@@ -164,6 +171,16 @@ class Gradient:
         if self.builder.types[name].dtype == dtype:
             return name
         return self.add("cast", name, dtype=dtype)
+
+
+def widened(type_: TensorType) -> TensorType:
+    """The type in which norms and losses compute: fp32 for half precision."""
+    return type_ if type_.dtype in ("f32", "f64") else type_.with_dtype("f32")
+
+
+def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
+    """Bytes of a copy in another dtype; none where it has it."""
+    return sympy.Integer(0) if type_.dtype == dtype else type_.with_dtype(dtype).size_bytes
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:

@@ -1,0 +1,77 @@
+"""The memory of one finetuning step, moment by moment.
+
+    forward i    kept = shared + Σ_{j <= i} layer j    what forward i keeps is there when it ends
+    loss         kept = shared + Σ layers + what the loss reads
+    backward i   kept = shared + Σ_{j < i} layer j     its own is freed as it is read
+
+Beside that, each moment has a workspace: the most of its own values that are alive at once. The
+adapters' gradients are counted with the optimizer, for the whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import sympy
+
+from pcg.ir.program import ModelGraph
+from pcg.passes.kept_memory import KeptMemory, training_transients
+from pcg.passes.plan import MemoryPlan
+from pcg.passes.storages import TOKENS_OF_BATCH
+
+
+@dataclass(frozen=True)
+class MomentSizes:
+    """What one moment of a step needs, in bytes: formulas in B and S.
+
+    Attributes:
+        label: of the moment.
+        kept: for backward.
+        workspace: beside that.
+    """
+
+    label: str
+    kept: sympy.Expr
+    workspace: sympy.Expr
+
+
+def timeline(
+    model: ModelGraph,
+    plan: MemoryPlan,
+    kept: KeptMemory,
+    loss_workspace: sympy.Expr,
+    batch: int,
+    seq: int,
+) -> list[MomentSizes]:
+    """The moments of a step: forward layer by layer, the loss, backward layer by layer.
+
+    A layer that trains nothing has no backward, and no moment of it.
+
+    Args:
+        model: with bypass networks attached.
+        plan: how the layers are trained.
+        kept: what they keep.
+        loss_workspace: what the loss needs at once; a formula.
+        batch: sequences, at which nodes are compared.
+        seq: tokens of each, likewise.
+    """
+    workspaces = [
+        [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
+        for pair in training_transients(model, plan.plans, batch * seq, seq)
+    ]
+    shared = sympy.Add(
+        *(row.size_bytes for row in kept.outside if row.tensor.startswith("prologue."))
+    )
+    until = list(accumulate(kept.layers, initial=shared))
+    moments = [
+        MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
+        for layer, index in enumerate(plan.layers)
+    ]
+    moments.append(MomentSizes("loss", kept.total, loss_workspace))
+    moments += [
+        MomentSizes(f"backward {layer}", until[layer], workspaces[index][1])
+        for layer, index in reversed(list(enumerate(plan.layers)))
+        if workspaces[index][1] is not None
+    ]
+    return moments
