@@ -107,11 +107,8 @@ def _raise(state: Compilation) -> Compilation:
 def _attach(state: Compilation) -> Compilation:
     base = _made(state.base)
     bypasses = state.bypasses(base)
-    open_ranks = dataclasses.replace(bypasses, ranks=dict.fromkeys(bypasses.ranks))
-    serving = attach(base, open_ranks)
-    training = (
-        attach(base, bypasses) if state.trains and (bypasses.ranks or bypasses.biases) else None
-    )
+    serving = attach(base, bypasses.for_serving())
+    training = attach(base, bypasses) if state.trains and bypasses else None
     return dataclasses.replace(state, serving_model=serving, training_model=training)
 
 

@@ -36,7 +36,7 @@ class AdapterUse:
 
     def bypasses(self, dtype: str) -> Bypasses:
         """The bypass networks to attach, with parameters of this dtype."""
-        return Bypasses(dict(self.sites), self.biases, dtype)
+        return Bypasses(dict(self.sites), self.biases, dtype, self.dropout)
 
 
 def adapter_use(

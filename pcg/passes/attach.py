@@ -7,7 +7,8 @@ index. LoRA adds two products beside it,
     z = expand_add(y, s, B)  [T, out]
 
 and an adapter's own bias, where its recipe trains biases, replaces the base's after the operator
-that adds it. The base program is unchanged but for reading z instead of y.
+that adds it. In training, A may read dropout(x). The base program is unchanged but for reading z
+instead of y.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
+from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
 from pcg.ir.program import ModelGraph, site_of
 from pcg.ir.types import Size, tensor
 
@@ -34,11 +35,21 @@ class Bypasses:
         ranks: rank of each LoRA site; None where adapters of several ranks meet.
         biases: sources of the base biases that adapters have their own of.
         dtype: of the adapters' parameters.
+        dropout: probability that an element of A's input is dropped in training.
     """
 
     ranks: Mapping[str, int | None] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     dtype: str = "f32"
+    dropout: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether anything attaches."""
+        return bool(self.ranks or self.biases)
+
+    def for_serving(self) -> Bypasses:
+        """The same for adapters of any rank, without what training alone does."""
+        return dataclasses.replace(self, ranks=dict.fromkeys(self.ranks), dropout=0.0)
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
@@ -74,8 +85,19 @@ def _lora(
     stem = node.inputs[1].removesuffix(".weight") if "{layer}" in site else node.scope
     a = _adapter(builder, f"{stem}.lora_A", f"{site}.lora_A", bypasses.dtype, rank, in_)
     b = _adapter(builder, f"{stem}.lora_B", f"{site}.lora_B", bypasses.dtype, out, rank)
-    s = builder.add("shrink", [inputs[0], a], name=f"{node.name}_s", scope=node.scope)
+    x = _dropped(builder, graph, node, inputs[0], bypasses)
+    s = builder.add("shrink", [x, a], name=f"{node.name}_s", scope=node.scope)
     return builder.add("expand_add", [node.name, s, b], name=f"{node.name}_z", scope=node.scope)
+
+
+def _dropped(builder: Builder, graph: Graph, node: Node, x: str, bypasses: Bypasses) -> str:
+    """The bypass network's input; with dropout in the adapters' dtype, as peft drops."""
+    if not bypasses.dropout:
+        return x
+    attributes: dict[str, Attribute] = {"p": bypasses.dropout, "key": graph.nodes.index(node)}
+    if builder.types[x].dtype != bypasses.dtype:
+        attributes["dtype"] = bypasses.dtype
+    return builder.add("dropout", [x], name=f"{node.name}_x", scope=node.scope, **attributes)
 
 
 def _bias(builder: Builder, graph: Graph, node: Node, value: str, bypasses: Bypasses) -> str:

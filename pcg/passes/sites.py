@@ -35,6 +35,7 @@ def bypasses_of(
     }
     ranks: dict[str, set[int]] = {}
     biases: set[str] = set()
+    dropout = 0.0
     for recipe in recipes:
         if recipe.lora_bias:
             raise UnsupportedError(
@@ -44,10 +45,12 @@ def bypasses_of(
         for path, site in sites.items():
             ranks.setdefault(templates[path], set()).add(site.rank)
         biases |= _biases(model, recipe, {templates[path] for path in sites})
+        dropout = max(dropout, recipe.dropout)
     return Bypasses(
         {site: found.pop() if len(found) == 1 else None for site, found in ranks.items()},
         frozenset(biases),
         dtype,
+        dropout,
     )
 
 

@@ -66,7 +66,8 @@ class Executor:
         self._weights = load_weights(program, weights, device)
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
-            self._training[_model_sites(program.training.model)] = program.training
+            model = program.training.model
+            self._training[_model_sites(model) | _model_dropouts(model)] = program.training
         self._use(program.serving)
 
     def _use(self, serving: Serving) -> None:
@@ -406,7 +407,7 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
-        key = _sites(adapter)
+        key = _sites(adapter) | _dropouts(adapter.recipe.dropout)
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         return TrainingRunner(self._training[key], self._weights, adapter)
@@ -430,6 +431,17 @@ def _model_sites(model: ModelGraph) -> frozenset[str]:
         if parameter.role == "adapter"
     )
     return frozenset(source for source in sources if not source.endswith(".lora_B"))
+
+
+def _dropouts(p: float) -> frozenset[str]:
+    """What tells a training program with dropout from one without."""
+    return frozenset({f"dropout {p:g}"} if p else ())
+
+
+def _model_dropouts(model: ModelGraph) -> frozenset[str]:
+    """The same of a program's bypass networks."""
+    nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
+    return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
 
 
 def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:

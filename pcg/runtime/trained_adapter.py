@@ -114,11 +114,6 @@ def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def _check_trainable(recipe: LoraRecipe, name: str) -> None:
-    if recipe.dropout:
-        raise UnsupportedError(
-            f"the recipe of adapter {name!r} has lora_dropout={recipe.dropout:g}, and pcg trains "
-            "without dropout; set it to 0 (of a saved adapter: in its adapter_config.json)"
-        )
     if recipe.lora_bias:
         raise UnsupportedError(
             f"the recipe of adapter {name!r} has lora_bias=True (a bias on lora_B), which pcg does "
@@ -126,18 +121,19 @@ def _check_trainable(recipe: LoraRecipe, name: str) -> None:
         )
 
 
-_Sites = tuple[Mapping[str, Site], str]
+_Sites = tuple[Mapping[str, Site], str, float]
 
 
 def _sites(adapter: Adapter) -> _Sites:
     sites = {path: Site(w.rank, w.scale) for path, w in adapter.weights.items()}
-    return sites, adapter.recipe.bias
+    return sites, adapter.recipe.bias, adapter.recipe.dropout
 
 
 def _sites_of_recipe(executor: Executor, recipe: LoraRecipe) -> _Sites:
     base = executor.program.base
     model_type = str(executor.program.config["model_type"])
-    return recipe.sites(tuple(base.linear_modules()), base.output_module, model_type), recipe.bias
+    sites = recipe.sites(tuple(base.linear_modules()), base.output_module, model_type)
+    return sites, recipe.bias, recipe.dropout
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
@@ -145,6 +141,8 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
     difference = ""
     if first[1] != second[1]:
         difference = f'bias="{first[1]}" and {other} "{second[1]}"'
+    if first[2] != second[2]:
+        difference = f"dropout {first[2]:g} and {other} {second[2]:g}"
     for path in [*first[0], *second[0]]:
         a, b = first[0].get(path), second[0].get(path)
         if a != b and not difference:

@@ -47,17 +47,21 @@ class TrainingRunner:
         vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
         self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
 
-    def forward_backward(self, examples: Sequence[Example], normaliser: float) -> float:
+    def forward_backward(
+        self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
+    ) -> float:
         """Add the gradients of sum(loss) / normaliser to each parameter's `grad`.
 
         Args:
             examples: whole sequences; their labels are shifted here.
             normaliser: target tokens that the loss is a mean over.
+            dropout_seed: of what the recipe drops; None drops nothing.
         Returns:
             The sum of the target tokens' losses.
         """
         with torch.no_grad():
             batch, targets = _shifted(examples, self._device)
+            batch.dropout_seed = dropout_seed
             shared, carried, kept = self._forward(batch)
             loss, gradient = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
             self._backward(batch, gradient, kept)
@@ -114,7 +118,9 @@ class TrainingRunner:
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        for chunk in rows.split(self._chunk):
+        for index, chunk in enumerate(rows.split(self._chunk)):
+            # Behind the layers, and each chunk drops other elements.
+            batch.layer = len(self._layers) + index
             part = [x[chunk] for x in inputs]
             arguments = (self.weights.epilogue, self._outer, batch, *part, targets[chunk])
             if weight is None:

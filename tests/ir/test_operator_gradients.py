@@ -27,8 +27,17 @@ from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
 
-NAMESPACE = {"torch": torch, "F": F, "K": torch_ops}
-"""What an emitted file imports."""
+
+class OneStep:
+    """A batch that draws the same numbers whenever it is asked."""
+
+    @staticmethod
+    def generator(key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(key)
+
+
+NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
+"""What an emitted file imports, and the batch that its functions take."""
 ELSEWHERE = {"attention"}
 """Operators whose rule is checked in a test of their own."""
 
@@ -133,6 +142,16 @@ def rope_reference(style: str, rotary_dim: int, backward: bool = False) -> Calla
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
     losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
     return torch.where(targets < 0, 0.0, losses)
+
+
+def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
+    """Dropout as a product with the step's mask."""
+
+    def reference(x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape).bernoulli_(1 - p, generator=OneStep.generator(key))
+        return x.double() * kept / (1 - p) if p < 1 else x * 0.0
+
+    return reference
 
 
 # ----------------------------------------------------------------------------------------- cases
@@ -244,6 +263,11 @@ def linear_cases() -> list[Case]:
             pairs = zip(expand_operands, some, strict=True)
             chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
             cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    for p in (0.3, 1.0):
+        attributes: dict[str, Attribute] = {"p": p, "key": 3}
+        cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
+    attributes = {"p": 0.3, "key": 3, "dtype": "f64"}
+    cases.append(Case("dropout", (x(4, dtype="f32"),), attributes, dropout_reference(0.3, 3)))
     return cases
 
 

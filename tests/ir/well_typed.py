@@ -257,6 +257,13 @@ def bias_add(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, y, make.of("f32", size), make.of(make.type(y).dtype, size))
 
 
+def dropout(make: Maker, op: str) -> Sequence[str]:
+    p = make.draw(st.floats(0, 1, exclude_min=True))
+    key = make.draw(st.integers(0, 2**31))
+    dtypes: dict[str, Any] = make.draw(st.dictionaries(st.just("dtype"), st.sampled_from(FLOATS)))
+    return make.add(op, make.matrix(), p=p, key=key, **dtypes)
+
+
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.matrix(), dtype=make.draw(st.sampled_from(FLOATS)))
 
@@ -420,6 +427,7 @@ RECIPES: dict[str, Recipe] = {
     "bias_add": bias_add,
     "cast": cast,
     "concat": concat,
+    "dropout": dropout,
     "embedding": embedding,
     "expand": expand,
     "expand_add": expand_add,

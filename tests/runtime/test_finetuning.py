@@ -419,7 +419,7 @@ def test_defaults_are_documented() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"lora_bias": True}, "lora_bias=True")],
+    [({"lora_bias": True}, "lora_bias=True")],
 )
 def test_features_that_are_not_trained(
     executor: Executor, recipe: dict[str, Any], message: str

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
+from pcg.codegen.kernels.bypass_ops import dropout
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "dropout"]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 

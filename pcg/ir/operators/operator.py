@@ -37,6 +37,10 @@ class Operator:
     """Names of the outputs after the first."""
     returns_sequence: ClassVar[bool] = False
     """Whether the expression is a sequence even of one output."""
+    is_random: ClassVar[bool] = False
+    """Whether it draws numbers; drawn again for the same step and layer, they are the same."""
+    is_replayed: ClassVar[bool] = False
+    """Whether backward makes its output again from its inputs, for little, and keeps none."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 
@@ -126,12 +130,21 @@ class Gradient:
         return self.saved(self.node.outputs[index].name)
 
     def saved(self, name: str) -> str:
-        """A forward value: a parameter stays one, everything else becomes an input."""
+        """A forward value: a parameter stays one, what is replayed is made again, the rest is kept.
+
+        What is kept becomes an input of the backward graph.
+        """
         if name in self.builder.types:
             return name
         parameter = self.forward.parameters_by_name.get(name)
         if parameter is not None:
             return self.builder.parameter(parameter)
+        node = self.forward.producers.get(name)
+        if node is not None and _table()[node.op].is_replayed:
+            inputs = [self.saved(read) for read in node.inputs]
+            return self.builder.add(
+                node.op, inputs, name=node.op, scope=node.scope, **dict(node.attributes)
+            )
         return self.builder.input(name, self.forward.types[name])
 
     def add(self, op: str, *inputs: str, **attributes: Attribute) -> str:
@@ -162,6 +175,13 @@ class Gradient:
         if self.builder.types[name].dtype == dtype:
             return name
         return self.add("cast", name, dtype=dtype)
+
+
+def _table() -> Mapping[str, Operator]:
+    """The whole table, which imports this module."""
+    from pcg.ir.operators import OPERATORS
+
+    return OPERATORS
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:
