@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.passes.attach import Bypasses
 from pcg.passes.sites import bypasses_of
 
@@ -37,6 +39,23 @@ class AdapterUse:
     def bypasses(self, dtype: str) -> Bypasses:
         """The bypass networks to attach, with parameters of this dtype."""
         return Bypasses(dict(self.sites), self.biases, dtype, self.dropout)
+
+
+def lora_alone(recipes: Mapping[str, Recipe]) -> dict[str, LoraRecipe]:
+    """The recipes, of which all are LoRA as eager training is accounted for.
+
+    Raises:
+        UnsupportedError: one is of another method; it is named.
+    """
+    found = {}
+    for name, recipe in recipes.items():
+        if not isinstance(recipe, LoraRecipe):
+            raise UnsupportedError(
+                f"pcg explain accounts for LoRA alone, not {recipe.method}, which adapter {name!r} "
+                "is; pcg compiles, serves and finetunes it"
+            )
+        found[name] = recipe
+    return found
 
 
 def adapter_use(

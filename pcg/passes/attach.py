@@ -7,8 +7,11 @@ index. LoRA adds two products beside it,
     z = expand_add(y, s, B)  [T, out]
 
 and an adapter's own bias, where its recipe trains biases, replaces the base's after the operator
-that adds it. In training, A may read dropout(x). The base program is unchanged but for reading z
-instead of y.
+that adds it. In training, A may read dropout(x). (IA)³ scales the operator's output, or its input.
+The base program is unchanged but for reading z instead of y.
+
+A site where adapters of several methods meet has the operators of all. A token has one adapter, and
+the others' operators change nothing of it, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -36,16 +39,20 @@ class Bypasses:
         biases: sources of the base biases that adapters have their own of.
         dtype: of the adapters' parameters.
         dropout: probability that an element of A's input is dropped in training.
+        scaled: sites whose output is scaled, (IA)³.
+        scaled_inputs: sites whose input is.
     """
 
     ranks: Mapping[str, int | None] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     dtype: str = "f32"
     dropout: float = 0.0
+    scaled: frozenset[str] = frozenset()
+    scaled_inputs: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
-        return bool(self.ranks or self.biases)
+        return bool(self.ranks or self.biases or self.scaled or self.scaled_inputs)
 
     def for_serving(self) -> Bypasses:
         """The same for adapters of any rank, without what training alone does."""
@@ -66,51 +73,82 @@ def _attach_graph(graph: Graph, bypasses: Bypasses) -> Graph:
     names: dict[str, str] = {}
     for node in graph.nodes:
         inputs = tuple(names.get(name, name) for name in node.inputs)
-        builder.append(dataclasses.replace(node, inputs=inputs))
-        new = _lora(builder, graph, node, inputs, bypasses)
-        new = _bias(builder, graph, node, new, bypasses)
+        place = _Place(builder, graph, dataclasses.replace(node, inputs=inputs), bypasses)
+        new = place.attach()
         if new != node.name:
             names[node.name] = new
     return builder.build([names.get(name, name) for name in graph.outputs])
 
 
-def _lora(
-    builder: Builder, graph: Graph, node: Node, inputs: tuple[str, ...], bypasses: Bypasses
-) -> str:
-    site = site_of(graph, node)
-    if site is None or site not in bypasses.ranks:
-        return node.name
-    out, in_ = graph.types[node.inputs[1]].features
-    rank: Size = bypasses.ranks[site] or RANK
-    stem = node.inputs[1].removesuffix(".weight") if "{layer}" in site else node.scope
-    a = _adapter(builder, f"{stem}.lora_A", f"{site}.lora_A", bypasses.dtype, rank, in_)
-    b = _adapter(builder, f"{stem}.lora_B", f"{site}.lora_B", bypasses.dtype, out, rank)
-    x = _dropped(builder, graph, node, inputs[0], bypasses)
-    s = builder.add("shrink", [x, a], name=f"{node.name}_s", scope=node.scope)
-    return builder.add("expand_add", [node.name, s, b], name=f"{node.name}_z", scope=node.scope)
+class _Place:
+    """A node of the base, and what attaches to it."""
 
+    def __init__(self, builder: Builder, graph: Graph, node: Node, bypasses: Bypasses) -> None:
+        self._builder = builder
+        self._graph = graph
+        self._node = node
+        self._bypasses = bypasses
+        self._site = site_of(graph, node) or ""
+        weight = node.inputs[1] if self._site else ""
+        # What the names of the site's parameters begin with in the graph.
+        self._stem = weight.removesuffix(".weight") if "{layer}" in self._site else node.scope
 
-def _dropped(builder: Builder, graph: Graph, node: Node, x: str, bypasses: Bypasses) -> str:
-    """The bypass network's input; with dropout in the adapters' dtype, as peft drops."""
-    if not bypasses.dropout:
-        return x
-    attributes: dict[str, Attribute] = {"p": bypasses.dropout, "key": graph.nodes.index(node)}
-    if builder.types[x].dtype != bypasses.dtype:
-        attributes["dtype"] = bypasses.dtype
-    return builder.add("dropout", [x], name=f"{node.name}_x", scope=node.scope, **attributes)
-
-
-def _bias(builder: Builder, graph: Graph, node: Node, value: str, bypasses: Bypasses) -> str:
-    if node.op not in ("linear", "layer_norm"):
+    def attach(self) -> str:
+        """Add the node with its bypass networks; returns what stands for its output."""
+        site, bypasses, node = self._site, self._bypasses, self._node
+        if site in bypasses.scaled_inputs:
+            x = self._scaled(node.inputs[0], "ia3_l_in", "scaled_x")
+            node = self._node = dataclasses.replace(node, inputs=(x, *node.inputs[1:]))
+        self._builder.append(node)
+        value = node.name
+        if site in bypasses.ranks:
+            value = self._lora(value)
+        value = self._bias(value)
+        if site in bypasses.scaled:
+            value = self._scaled(value, "ia3_l", "scaled")
         return value
-    for name in node.inputs[1:]:
-        parameter = graph.parameters_by_name.get(name)
-        if parameter is not None and parameter.source in bypasses.biases:
-            size = parameter.type.features[0]
-            own = _adapter(builder, f"{name}.own", parameter.source, bypasses.dtype, size)
-            return builder.add("bias_add", [value, own, name], scope=node.scope)
-    return value
 
+    def _lora(self, value: str) -> str:
+        out, in_ = self._graph.types[self._node.inputs[1]].features
+        rank: Size = self._bypasses.ranks[self._site] or RANK
+        a, b = self._adapter("lora_A", rank, in_), self._adapter("lora_B", out, rank)
+        s = self._add("shrink", "s", self._dropped(), a)
+        return self._add("expand_add", "z", value, s, b)
 
-def _adapter(builder: Builder, name: str, source: str, dtype: str, *shape: Size) -> str:
-    return builder.parameter(Parameter(Value(name, tensor(dtype, *shape)), "adapter", source))
+    def _dropped(self) -> str:
+        """The bypass network's input; with dropout in the adapters' dtype, as peft drops."""
+        x, bypasses = self._node.inputs[0], self._bypasses
+        if not bypasses.dropout:
+            return x
+        key = [node.name for node in self._graph.nodes].index(self._node.name)
+        attributes: dict[str, Attribute] = {"p": bypasses.dropout, "key": key}
+        if self._builder.types[x].dtype != bypasses.dtype:
+            attributes["dtype"] = bypasses.dtype
+        return self._add("dropout", "x", x, **attributes)
+
+    def _scaled(self, value: str, kind: str, suffix: str) -> str:
+        """The site's input or output, each token's by its own adapter's vector."""
+        vector = self._adapter(kind, self._builder.types[value].features[-1])
+        return self._add("scale", suffix, value, vector)
+
+    def _bias(self, value: str) -> str:
+        if self._node.op not in ("linear", "layer_norm"):
+            return value
+        for name in self._node.inputs[1:]:
+            parameter = self._graph.parameters_by_name.get(name)
+            if parameter is not None and parameter.source in self._bypasses.biases:
+                size = parameter.type.features[0]
+                own = self._parameter(f"{name}.own", parameter.source, size)
+                return self._builder.add("bias_add", [value, own, name], scope=self._node.scope)
+        return value
+
+    def _adapter(self, kind: str, *shape: Size) -> str:
+        return self._parameter(f"{self._stem}.{kind}", f"{self._site}.{kind}", *shape)
+
+    def _parameter(self, name: str, source: str, *shape: Size) -> str:
+        value = Value(name, tensor(self._bypasses.dtype, *shape))
+        return self._builder.parameter(Parameter(value, "adapter", source))
+
+    def _add(self, op: str, suffix: str, *inputs: str, **attributes: Attribute) -> str:
+        name = f"{self._node.name}_{suffix}"
+        return self._builder.add(op, inputs, name=name, scope=self._node.scope, **attributes)

@@ -57,7 +57,8 @@ class SegmentedWeight:
         weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A's is a transposed view,
             which the CPU's batched product reads faster.
         segments: which tokens use which.
-        present: of each adapter, whether it has a weight here; its part of the stack is zeros else.
+        present: of each adapter, whether it has a weight here; its part of the stack is zeros else,
+            or ones where the program scales by it.
     """
 
     weight: Tensor
@@ -83,15 +84,6 @@ class JoinedLora:
     joined_b: Tensor | None
     ranks: list[int]
     segments: Segments
-
-
-@dataclass(frozen=True)
-class AdapterWeight:
-    """One adapter's weight for all tokens: A [r, in], B [out, r], or a bias [out]."""
-
-    weight: Tensor
-    scale: float = 1.0
-    segments: None = None
 
 
 _Stacks: TypeAlias = dict[str, Callable[[Segments], object]]
@@ -144,7 +136,7 @@ class AdapterStacks:
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         stacks = self._stacked(chosen)
-        segments = _segments(start, merged, next(iter(chosen[0].weights.values())).a.device)
+        segments = _segments(start, merged, chosen[0].tensors[0].device)
         namespaces = [
             _Namespace({name: make(segments) for name, make in layer.items()}) for layer in stacks
         ]
@@ -206,7 +198,7 @@ class _Sites:
         stacks: _Stacks = {}
         for name, source in self.single:
             parts = [_part(adapter, source.format(layer=layer)) for adapter in adapters]
-            whole = _padded(parts)
+            whole = _padded(parts, _absent(source))
             if whole is not None:
                 present = tuple(part is not None for part in parts)
                 if source.endswith(".lora_A"):
@@ -260,13 +252,22 @@ def _join(
     return lambda segments: JoinedLora(whole_a, rest, joined, ranks, segments)
 
 
-def _padded(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The parts stacked, zeros for missing rows, columns and parts; None where all are missing."""
+SCALES = ("ia3_l", "ia3_l_in")
+"""Vectors that a program multiplies by; without an adapter's own, by one."""
+
+
+def _absent(source: str) -> float:
+    """What stands for the weight of an adapter without one, and changes nothing."""
+    return 1.0 if source.endswith(SCALES) else 0.0
+
+
+def _padded(parts: Sequence[Tensor | None], absent: float = 0.0) -> Tensor | None:
+    """The parts stacked, `absent` for missing rows, columns, parts; None where all are missing."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
     rows, columns = (max(part.shape[i] for part in present) for i in (0, 1))
-    stack = present[0].new_zeros(len(parts), rows, columns)
+    stack = present[0].new_full((len(parts), rows, columns), absent)
     for i, part in enumerate(parts):
         if part is not None:
             stack[i, : part.shape[0], : part.shape[1]] = part
@@ -318,12 +319,12 @@ def _segments(start: int, sizes: Sequence[int], device: torch.device) -> Segment
 
 
 def _part(adapter: Adapter, path: str) -> Tensor | None:
-    """A [r, in], scaled Bᵀ [r, out], or a bias [1, out]; None where the adapter has none."""
+    """A matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n]; None for none."""
     module, _, kind = path.rpartition(".")
     if kind == "bias":
         bias = adapter.biases.get(module)
         return None if bias is None else bias.unsqueeze(0)
     weights = adapter.weights.get(module)
-    if weights is None:
+    if weights is None or kind not in weights.served:
         return None
-    return weights.a if kind == "lora_A" else weights.b.t() * weights.scale
+    return weights.served[kind]()

@@ -1,49 +1,28 @@
-"""An adapter in memory: a LoRA recipe, and the weights that belong to it."""
+"""An adapter in memory: a recipe of any method, and the weights that belong to it."""
 
 import hashlib
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import did_you_mean
-from pcg.ir.recipe import LoraRecipe, Site
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
+from pcg.runtime.ia3_weights import Ia3Weights
+from pcg.runtime.lora_weights import LoraWeights
+from pcg.runtime.module_weights import ModuleWeights, Shape
 
-Shape = tuple[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class LoraWeights:
-    """The bypass of one module: y += scale · (B (A x) + bias).
-
-    Attributes:
-        a: [rank, in].
-        b: [out, rank].
-        scale: alpha / rank, or alpha / √rank.
-        bias: [out], B's own bias (`lora_bias`); most adapters have none.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    bias: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+WEIGHTS: Mapping[str, type[ModuleWeights]] = {"IA3": Ia3Weights, "LORA": LoraWeights}
+"""The weights of a module, by the recipe's `peft_type`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA adapter.
+    """An adapter of any method.
 
     Attributes:
         name: that requests and jobs use.
@@ -57,15 +36,11 @@ class Adapter:
     """
 
     name: str
-    recipe: LoraRecipe
-    weights: Mapping[str, LoraWeights]
+    recipe: Recipe
+    weights: Mapping[str, ModuleWeights]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     base_model_name: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def max_rank(self) -> int:
-        return max(weights.rank for weights in self.weights.values())
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -77,10 +52,18 @@ class Adapter:
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The adapter with every tensor changed."""
+        return replace(
+            self,
+            weights={path: weights.map(change) for path, weights in self.weights.items()},
+            biases={path: change(bias) for path, bias in self.biases.items()},
+        )
+
 
 def new_adapter(
     name: str,
-    recipe: LoraRecipe,
+    recipe: Recipe,
     module_shapes: Mapping[str, Shape],
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -92,9 +75,10 @@ def new_adapter(
 ) -> Adapter:
     """A fresh adapter, initialised as peft does.
 
-    A is uniform in ±1/√in and B zero, so that the adapter changes nothing before it is trained.
-    A module's weights depend on the seed and its path alone, not on what else is adapted. Biases
-    of the base (`recipe.bias`) are not here: they start as the base's own.
+    LoRA's A is uniform in ±1/√in and B zero, (IA)³'s vectors are ones, so that the adapter changes
+    nothing before it is trained. A module's weights depend on the seed and its path alone, not on
+    what else is adapted. Biases of the base (`recipe.bias`) are not here: they start as the base's
+    own.
 
     Args:
         name: of the adapter.
@@ -112,14 +96,16 @@ def new_adapter(
         UnsupportedError: an initialisation that needs the base's weights or data.
     Source: `LoraLayer.reset_lora_parameters` of peft 0.21.2.
     """
-    if not isinstance(recipe.init, bool) and recipe.init.lower() != "gaussian":
+    init = recipe.init if isinstance(recipe, LoraRecipe) else True
+    if not isinstance(init, bool) and init.lower() != "gaussian":
         raise UnsupportedError(
-            f"init_lora_weights={recipe.init!r}: pcg starts an adapter with True, False or "
+            f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
             '"gaussian"; or let peft make and save one, and load that'
         )
     sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
+    kind = WEIGHTS[recipe.peft_type]
     weights = {
-        path: _initial(recipe, site, module_shapes[path], dtype, _generator(seed, path))
+        path: kind.fresh(recipe, site, module_shapes[path], dtype, _generator(seed, path))
         for path, site in sites.items()
     }
     resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
@@ -130,26 +116,6 @@ def new_adapter(
 def _generator(seed: int, path: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _initial(
-    recipe: LoraRecipe, site: Site, shape: Shape, dtype: torch.dtype, generator: torch.Generator
-) -> LoraWeights:
-    out_features, in_features = shape
-    a, b = torch.empty(site.rank, in_features), torch.zeros(out_features, site.rank)
-    bias = torch.zeros(out_features) if recipe.lora_bias else None
-    if isinstance(recipe.init, str):
-        torch.nn.init.normal_(a, std=1 / site.rank, generator=generator)
-    else:
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-    if recipe.init is False:  # as nn.Linear starts
-        torch.nn.init.kaiming_uniform_(b, a=math.sqrt(5), generator=generator)
-        if bias is not None:
-            bound = 1 / math.sqrt(site.rank)
-            torch.nn.init.uniform_(bias, -bound, bound, generator=generator)
-    return LoraWeights(
-        a.to(dtype), b.to(dtype), site.scale, None if bias is None else bias.to(dtype)
-    )
 
 
 def check_fits(
@@ -178,12 +144,11 @@ def check_fits(
                 f"{who} adapts {path}, which is no linear module of {base}"
                 f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
             )
-        out_features, in_features = module_shapes[path]
-        if (weights.b.shape[0], weights.a.shape[1]) != (out_features, in_features):
+        misfit = weights.misfit(module_shapes[path])
+        if misfit:
             raise AdapterError(
-                f"{who} has A {list(weights.a.shape)} and B {list(weights.b.shape)} for {path}, "
-                f"which is [{out_features}, {in_features}] in {base}; it is an adapter for "
-                "another base"
+                f"{who} has {misfit} for {path}, which is {list(module_shapes[path])} in {base}; "
+                "it is an adapter for another base"
             )
     for path, bias in adapter.biases.items():
         if path in module_shapes and bias.shape != (module_shapes[path][0],):

@@ -1,9 +1,10 @@
-"""LoRA adapters: their recipe, their weights, their files. The public names of the subject."""
+"""Adapters: their recipe, their weights, their files. The public names of the subject."""
 
 from pcg.runtime.adapter_config import recipe_from
 from pcg.runtime.adapter_reader import read_adapter
-from pcg.runtime.adapter_weights import Adapter, LoraWeights, check_fits, new_adapter
+from pcg.runtime.adapter_weights import Adapter, check_fits, new_adapter
 from pcg.runtime.adapter_writer import write_adapter
+from pcg.runtime.lora_weights import LoraWeights
 
 __all__ = [
     "Adapter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
@@ -37,9 +38,9 @@ from pcg.runtime.training_runner import TrainingRunner
 class Specialiser(Protocol):
     """Compiles a program anew for adapters at other sites; the compiler gives one to executors."""
 
-    def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving: ...
+    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
 
-    def training(self, program: Program, recipe: LoraRecipe) -> Training: ...
+    def training(self, program: Program, recipe: Recipe) -> Training: ...
 
 
 class Executor:
@@ -67,7 +68,7 @@ class Executor:
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
             model = program.training.model
-            self._training[_model_sites(model) | _model_dropouts(model)] = program.training
+            self._training[_model_sources(model) | _model_dropouts(model)] = program.training
         self._use(program.serving)
 
     def _use(self, serving: Serving) -> None:
@@ -331,31 +332,20 @@ class Executor:
 
     def _prepared(self, adapter: Adapter) -> Adapter:
         """The adapter on this device in the program's adapter dtype, with its base's biases."""
-        if adapter.recipe.lora_bias:
+        if isinstance(adapter.recipe, LoraRecipe) and adapter.recipe.lora_bias:
             raise UnsupportedError(
                 f"adapter {adapter.name!r} has lora_bias=True (a bias on lora_B), which pcg does "
                 "not run; train it without"
             )
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, dtype)
-
-        weights = {
-            path: dataclasses.replace(w, a=moved(w.a), b=moved(w.b))
-            for path, w in adapter.weights.items()
-        }
-        biases = {path: moved(bias) for path, bias in adapter.biases.items()}
-        return dataclasses.replace(adapter, weights=weights, biases=biases)
+        return adapter.map(lambda tensor: tensor.to(self.device, dtype))
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
         """The base's biases that a fresh adapter trains, as they are."""
         biases: dict[str, Tensor] = {}
-        if adapter.recipe.bias == "none":
-            return biases
         for source, tensor in self._weights.by_source(self.program.base):
             module, _, kind = source.rpartition(".")
-            if kind == "bias" and (adapter.recipe.bias == "all" or module in adapter.weights):
+            if kind == "bias" and adapter.recipe.trains_bias(module, adapter.weights):
                 biases[module] = tensor.clone()
         return biases
 
@@ -365,7 +355,8 @@ class Executor:
         return "f64" if self.program.dtype == "f64" else "f32"
 
     def _has_sites(self, adapter: Adapter) -> bool:
-        return _sites(adapter) <= _model_sites(self._serving.model)
+        served = _sources((path, w.served) for path, w in adapter.weights.items())
+        return served | _bias_sources(adapter) <= _model_sources(self._serving.model)
 
     def refresh_adapter(self, name: str) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place."""
@@ -407,7 +398,8 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
-        key = _sites(adapter) | _dropouts(adapter.recipe.dropout)
+        trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
+        key = trained | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         return TrainingRunner(self._training[key], self._weights, adapter)
@@ -416,21 +408,22 @@ class Executor:
 _LISTS = ("stop", "stop_token_ids")
 
 
-def _sites(adapter: Adapter) -> frozenset[str]:
-    """What the adapter attaches to: modules with a bypass, and biases."""
-    return frozenset({f"{path}.lora_A" for path in adapter.weights}) | frozenset(
-        f"{path}.bias" for path in adapter.biases
-    )
+def _sources(parts: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
+    """Sources of the parameters that an adapter has, of modules with the kinds of each."""
+    return frozenset(f"{path}.{kind}" for path, kinds in parts for kind in kinds)
 
 
-def _model_sites(model: ModelGraph) -> frozenset[str]:
-    """What a program's bypass networks attach to, in the same form."""
-    sources = (
+def _bias_sources(adapter: Adapter) -> frozenset[str]:
+    return frozenset(f"{path}.bias" for path in adapter.biases)
+
+
+def _model_sources(model: ModelGraph) -> frozenset[str]:
+    """Sources of the adapter parameters that a program reads, in all layers."""
+    return frozenset(
         parameter.source.format(layer=layer)
         for parameter, layer in model.parameters()
         if parameter.role == "adapter"
     )
-    return frozenset(source for source in sources if not source.endswith(".lora_B"))
 
 
 def _dropouts(p: float) -> frozenset[str]:

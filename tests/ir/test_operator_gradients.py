@@ -263,6 +263,10 @@ def linear_cases() -> list[Case]:
             pairs = zip(expand_operands, some, strict=True)
             chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
             cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    vector = weight(4, role="adapter")
+    for needs in ((True, True), (False, True), (True, False)):
+        operands = (x(4, needs=needs[0]), dataclasses.replace(vector, needs=needs[1]))
+        cases.append(Case("scale", operands, {}, lambda y, by: y * by))
     for p in (0.3, 1.0):
         attributes: dict[str, Attribute] = {"p": p, "key": 3}
         cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
@@ -391,6 +395,7 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "bias_add",
         "expand_add",
         "expand_backward",
+        "scale",
         "scaled_outer",
         "shrink",
         "shrink_backward",

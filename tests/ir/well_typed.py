@@ -264,6 +264,16 @@ def dropout(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.matrix(), p=p, key=key, **dtypes)
 
 
+def scale(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    return make.add(op, y, make.of("f32", make.type(y).shape[-1]))
+
+
+def inner(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    return make.add(op, y, make.like(y), dtype=make.draw(st.sampled_from(FLOATS)))
+
+
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.matrix(), dtype=make.draw(st.sampled_from(FLOATS)))
 
@@ -432,6 +442,7 @@ RECIPES: dict[str, Recipe] = {
     "expand": expand,
     "expand_add": expand_add,
     "experts": experts,
+    "inner": inner,
     "linear": linear,
     "linear_group": linear_group,
     "lora_linear": linear_group,
@@ -440,6 +451,7 @@ RECIPES: dict[str, Recipe] = {
     "pow": power,
     "repeat_interleave": repeat_interleave,
     "reshape": reshape,
+    "scale": scale,
     "scaled_outer": scaled_outer,
     "shrink": shrink,
     "softmax": softmax,

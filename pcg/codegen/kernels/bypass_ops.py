@@ -27,3 +27,33 @@ def dropout(batch: Any, x: Tensor, p: float, key: int) -> Tensor:
         return torch.zeros_like(x)
     mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
     return mask.div_(1.0 - p).mul_(x)
+
+
+def scale(y: Tensor, vector: Any) -> Tensor:
+    """vector ⊙ y, each token by its own adapter's vector, in y's dtype; y where there is none.
+
+    Args:
+        y: [T, n]; not written over, as the base may read it elsewhere.
+        vector: [n], or a stack [adapters, 1, n] with segments.
+    """
+    if vector is None:
+        return y
+    segments = vector.segments
+    weight: Tensor = vector.weight
+    if segments is None:
+        return (y * weight).to(y.dtype)
+    if segments.batched is not None:
+        return (y.view(segments.batched) * weight).to(y.dtype).view(y.shape)
+    rows = y[segments.start :]
+    if len(segments.sizes) == 1:
+        scaled = rows * weight[0]
+    else:
+        sizes = torch.tensor(segments.sizes, device=y.device)
+        scaled = rows * weight[:, 0].repeat_interleave(sizes, 0)
+    return torch.cat((y[: segments.start], scaled.to(y.dtype)))
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """The sum over tokens of left ⊙ right, [n], in fp32 at least."""
+    wide = torch.float64 if left.dtype == torch.float64 else torch.float32
+    return (left.to(wide) * right.to(wide)).sum(0)

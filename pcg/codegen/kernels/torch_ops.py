@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
-from pcg.codegen.kernels.bypass_ops import dropout
+from pcg.codegen.kernels.bypass_ops import dropout, inner, scale
 
-__all__ = ["attention", "attention_backward", "dropout"]
+__all__ = ["attention", "attention_backward", "dropout", "inner", "scale"]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 

@@ -44,4 +44,46 @@ class Dropout(Operator):
         return [context.cast(dx, context.input_type(0).dtype)]
 
 
-OPERATORS: tuple[Operator, ...] = (Dropout(),)
+class Scale(Operator):
+    """z = l ⊙ y, in y's dtype: `y: [T, n]`, `l: [n]`, each token by its own adapter's l."""
+
+    name = "scale"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, vector = types
+        if len(y.dims) != 2 or vector.shape != y.shape[1:]:
+            raise TypeCheckError(f"scale of {y} by {vector}; expected [{y.shape[-1]}]")
+        return (y,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.scale({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dy = dvector = None
+        if context.needs[0]:
+            dy = context.add("scale", context.incoming, context.input(1))
+        if context.needs[1]:
+            dtype = context.input_type(1).dtype
+            dvector = context.add("inner", context.incoming, context.input(0), dtype=dtype)
+        return [dy, dvector]
+
+
+class Inner(Operator):
+    """dl = Σ dz ⊙ y over the adapter's tokens: `dz: [T, n]`, `y: [T, n]` give `[n]`."""
+
+    name = "inner"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        left, right = types
+        if left.shape != right.shape or len(left.dims) != 2:
+            raise TypeCheckError(f"inner of {left} and {right}")
+        return (left.with_shape(left.shape[1:]).with_dtype(str(attributes["dtype"])),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dtype = TORCH_NAMES[str(attributes["dtype"])]
+        return f"K.inner({', '.join(inputs)}).to(torch.{dtype})"
+
+
+OPERATORS: tuple[Operator, ...] = (Dropout(), Inner(), Scale())
