@@ -1,6 +1,8 @@
 """An (IA)³ recipe: which linear modules are scaled, and whether at their input or their output.
 
-y = l ⊙ (W x + b),  l: [out];   at a feedforward module  y = W (l ⊙ x) + b,  l: [in]
+    y = l ⊙ (W x + b),  l: [out];   at a feedforward module  y = W (l ⊙ x) + b,  l: [in]
+
+Modules are targets and feedforward modules as in peft 0.21.2 (`IA3Model`).
 """
 
 from __future__ import annotations

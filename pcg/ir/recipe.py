@@ -1,7 +1,13 @@
 """A LoRA recipe: which linear modules get a bypass, and each one's rank and scale.
 
-y = W x + scale · B (A x),   A: [rank, in],  B: [out, rank]
-scale = alpha / rank,  or alpha / √rank with rsLoRA
+    y = W x + scale · B (A x),   A: [rank, in],  B: [out, rank]
+    scale = alpha / rank,  or alpha / √rank with rsLoRA
+
+With DoRA, each output of W + scale · B A has a length of its own, the magnitude m: [out],
+
+    y = m / ||W + scale · B A|| ⊙ (W + scale · B A) x + b
+
+and the length that it replaces is taken for a constant in training, as peft does.
 """
 
 from __future__ import annotations
@@ -49,9 +55,12 @@ class Site:
 
     rank: int
     scale: float
+    use_dora: bool = False
+    has_bias: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} with scale {self.scale:g}"
+        extra = " and DoRA" * self.use_dora + " and lora_bias" * self.has_bias
+        return f"rank {self.rank} with scale {self.scale:g}{extra}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class LoraRecipe(TargetRecipe[Site]):
         rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
         alpha_pattern: the same for alpha.
         use_rslora: scale is alpha / √rank.
+        use_dora: magnitudes are trained, too (DoRA).
         lora_bias: B has a bias, which is scaled as B is.
         init: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B zero; False,
             both uniform; other names of peft's stay names.
@@ -82,6 +92,7 @@ class LoraRecipe(TargetRecipe[Site]):
     rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     use_rslora: bool = False
+    use_dora: bool = False
     lora_bias: bool = False
     init: bool | str = True
 
@@ -99,7 +110,8 @@ class LoraRecipe(TargetRecipe[Site]):
         """Rank and scale at `path`, taking for granted that it is a target."""
         rank = first_match(self.rank_pattern, path, self.rank)
         alpha = first_match(self.alpha_pattern, path, self.alpha)
-        return Site(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
+        scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return Site(rank, scale, self.use_dora, self.lora_bias)
 
 
 def _check_ranks(recipe: LoraRecipe) -> None:
@@ -117,10 +129,14 @@ def _check_ranks(recipe: LoraRecipe) -> None:
 
 
 def _check_choices(recipe: LoraRecipe) -> None:
-    for name in ("use_rslora", "lora_bias"):
+    for name in ("use_rslora", "use_dora", "lora_bias"):
         if not isinstance(getattr(recipe, name), bool):
             raise AdapterError(f"{name}={getattr(recipe, name)!r}; use True or False")
     if not isinstance(recipe.init, bool | str):
         raise AdapterError(f'init={recipe.init!r}; use True, False or "gaussian"')
     if recipe.lora_bias and not isinstance(recipe.init, bool):
         raise AdapterError(f"lora_bias goes with init True or False only, not {recipe.init!r}")
+    if recipe.lora_bias and recipe.use_dora:
+        raise AdapterError(
+            "lora_bias=True does not go with use_dora=True; set one of them to False"
+        )

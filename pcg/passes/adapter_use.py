@@ -49,10 +49,11 @@ def lora_alone(recipes: Mapping[str, Recipe]) -> dict[str, LoraRecipe]:
     """
     found = {}
     for name, recipe in recipes.items():
-        if not isinstance(recipe, LoraRecipe):
+        if not isinstance(recipe, LoraRecipe) or recipe.use_dora or recipe.lora_bias:
+            extra = " with use_dora or lora_bias" if isinstance(recipe, LoraRecipe) else ""
             raise UnsupportedError(
-                f"pcg explain accounts for LoRA alone, not {recipe.method}, which adapter {name!r} "
-                "is; pcg compiles, serves and finetunes it"
+                f"pcg explain accounts for LoRA alone, not {recipe.method}{extra}, which adapter "
+                f"{name!r} is; pcg compiles, serves and finetunes it"
             )
         found[name] = recipe
     return found

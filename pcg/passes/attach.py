@@ -7,7 +7,12 @@ index. LoRA adds two products beside it,
     z = expand_add(y, s, B)  [T, out]
 
 and an adapter's own bias, where its recipe trains biases, replaces the base's after the operator
-that adds it. In training, A may read dropout(x). (IA)³ scales the operator's output, or its input.
+that adds it. In training, A may read dropout(x). B's own bias is added behind it. (IA)³ scales the
+operator's output, or its input. DoRA scales z, but not the base's bias, by a factor that training
+makes of the weights, and that serving has as an adapter's parameter,
+
+    n = column_norm(W, A, B);  f = column_factor(m, n);  scale(z, f, b)
+
 The base program is unchanged but for reading z instead of y.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
@@ -39,24 +44,31 @@ class Bypasses:
         biases: sources of the base biases that adapters have their own of.
         dtype: of the adapters' parameters.
         dropout: probability that an element of A's input is dropped in training.
+        magnitudes: LoRA sites with DoRA.
+        lora_biases: LoRA sites whose B has a bias.
         scaled: sites whose output is scaled, (IA)³.
         scaled_inputs: sites whose input is.
+        serving: adapters of any rank meet, and what can be made once of an adapter is a parameter.
     """
 
     ranks: Mapping[str, int | None] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     dtype: str = "f32"
     dropout: float = 0.0
+    magnitudes: frozenset[str] = frozenset()
+    lora_biases: frozenset[str] = frozenset()
     scaled: frozenset[str] = frozenset()
     scaled_inputs: frozenset[str] = frozenset()
+    serving: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
         return bool(self.ranks or self.biases or self.scaled or self.scaled_inputs)
 
     def for_serving(self) -> Bypasses:
-        """The same for adapters of any rank, without what training alone does."""
-        return dataclasses.replace(self, ranks=dict.fromkeys(self.ranks), dropout=0.0)
+        """The same as serving has it, without what training alone does."""
+        ranks = dict.fromkeys(self.ranks)
+        return dataclasses.replace(self, ranks=ranks, dropout=0.0, serving=True)
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
@@ -112,17 +124,43 @@ class _Place:
         out, in_ = self._graph.types[self._node.inputs[1]].features
         rank: Size = self._bypasses.ranks[self._site] or RANK
         a, b = self._adapter("lora_A", rank, in_), self._adapter("lora_B", out, rank)
-        s = self._add("shrink", "s", self._dropped(), a)
-        return self._add("expand_add", "z", value, s, b)
+        is_dora = self._site in self._bypasses.magnitudes
+        x = self._dropped(keeps_dtype=is_dora)
+        y = value
+        if is_dora and x != self._node.inputs[0]:
+            # The base's product is of what was not dropped, too (peft 0.21.2, DoraLinearVariant).
+            y = self._add("linear", "dropped", x, self._node.inputs[1])
+        z = self._add("expand_add", "z", y, self._add("shrink", "s", x, a), b)
+        if self._site in self._bypasses.lora_biases:
+            z = self._add("bias_add", "b", z, self._adapter("lora_B_bias", out))
+        if not is_dora:
+            return z
+        factor = self._factor(a, b, out)
+        if y == value:
+            return self._add("scale", "dora", z, factor, *self._node.inputs[2:])
+        change = self._add("sub", "change", self._add("scale", "dora", z, factor), y)
+        return self._add("add", "changed", value, change)
 
-    def _dropped(self) -> str:
-        """The bypass network's input; with dropout in the adapters' dtype, as peft drops."""
+    def _factor(self, a: str, b: str, out: int) -> str:
+        """DoRA's factor of each output."""
+        if self._bypasses.serving:
+            return self._adapter("lora_factor", out)
+        norm = self._add("column_norm", "norm", self._node.inputs[1], a, b)
+        magnitude = self._adapter("lora_magnitude_vector", out)
+        return self._add("column_factor", "factor", magnitude, norm)
+
+    def _dropped(self, keeps_dtype: bool) -> str:
+        """The bypass network's input; with dropout in the adapters' dtype, as peft drops.
+
+        Args:
+            keeps_dtype: drop in the base's dtype, as the base multiplies it, too.
+        """
         x, bypasses = self._node.inputs[0], self._bypasses
         if not bypasses.dropout:
             return x
         key = [node.name for node in self._graph.nodes].index(self._node.name)
         attributes: dict[str, Attribute] = {"p": bypasses.dropout, "key": key}
-        if self._builder.types[x].dtype != bypasses.dtype:
+        if self._builder.types[x].dtype != bypasses.dtype and not keeps_dtype:
             attributes["dtype"] = bypasses.dtype
         return self._add("dropout", "x", x, **attributes)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pcg.errors import UnsupportedError
 from pcg.ir.ia3_recipe import Ia3Site
 from pcg.ir.program import ModelGraph
-from pcg.ir.recipe import LoraRecipe, Site
+from pcg.ir.recipe import Site
 from pcg.ir.recipes import Recipe
 from pcg.passes.attach import Bypasses
 
@@ -27,7 +26,6 @@ def bypasses_of(
         dtype: of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
-        UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     modules = tuple(model.linear_modules())
     templates = {
@@ -36,19 +34,19 @@ def bypasses_of(
         for layer in range(len(model.layers))
     }
     ranks: dict[str, set[int]] = {}
+    magnitudes: set[str] = set()
+    lora_biases: set[str] = set()
     scaled: dict[bool, set[str]] = {False: set(), True: set()}
     biases: set[str] = set()
     dropout = 0.0
     for recipe in recipes:
-        if isinstance(recipe, LoraRecipe) and recipe.lora_bias:
-            raise UnsupportedError(
-                "lora_bias=True (a bias on lora_B) is not supported; set it to False"
-            )
         sites = recipe.sites(modules, model.output_module, model_type)
         for path, site in sites.items():
             match site:
                 case Site():
                     ranks.setdefault(templates[path], set()).add(site.rank)
+                    magnitudes |= {templates[path]} if site.use_dora else set()
+                    lora_biases |= {templates[path]} if site.has_bias else set()
                 case Ia3Site():
                     scaled[site.is_feedforward].add(templates[path])
         biases |= _biases(model, recipe, {templates[path] for path in sites})
@@ -58,6 +56,8 @@ def bypasses_of(
         frozenset(biases),
         dtype,
         dropout,
+        magnitudes=frozenset(magnitudes),
+        lora_biases=frozenset(lora_biases),
         scaled=frozenset(scaled[False]),
         scaled_inputs=frozenset(scaled[True]),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, python_name
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.served_weights import ServedWeights
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Bound:
 class AdapterStacks:
     """Makes and keeps the stacks of adapters that run together."""
 
-    def __init__(self, model: ModelGraph, kept: int = 4) -> None:
+    def __init__(self, model: ModelGraph, weights: ServedWeights, kept: int = 4) -> None:
+        self._weights = weights
         self._kept = kept
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [_Sites.of(block) for block in model.blocks]
@@ -150,8 +152,11 @@ class AdapterStacks:
     def _stacked(self, adapters: Sequence[Adapter]) -> list[_Stacks]:
         key = tuple(id(adapter) for adapter in adapters)
         if key not in self._stacks:
-            layers = [sites.stack(adapters, layer) for layer, sites in enumerate(self._layers)]
-            prologue, epilogue = (sites.stack(adapters, 0) for sites in self._outer)
+            layers = [
+                sites.stack(adapters, layer, self._weights)
+                for layer, sites in enumerate(self._layers)
+            ]
+            prologue, epilogue = (sites.stack(adapters, 0, self._weights) for sites in self._outer)
             self._stacks[key] = [*layers, prologue | epilogue]
             while len(self._stacks) > self._kept:
                 self._stacks.popitem(last=False)
@@ -193,11 +198,12 @@ class _Sites:
         )
         return cls(tuple(joined), single)
 
-    def stack(self, adapters: Sequence[Adapter], layer: int) -> _Stacks:
+    def stack(self, adapters: Sequence[Adapter], layer: int, weights: ServedWeights) -> _Stacks:
         """What a layer's attributes are, but for the segments; sites without adapters stay out."""
         stacks: _Stacks = {}
         for name, source in self.single:
-            parts = [_part(adapter, source.format(layer=layer)) for adapter in adapters]
+            path = source.format(layer=layer)
+            parts = [weights.part(adapter, path) for adapter in adapters]
             whole = _padded(parts, _absent(source))
             if whole is not None:
                 present = tuple(part is not None for part in parts)
@@ -205,7 +211,8 @@ class _Sites:
                     whole = whole.transpose(1, 2)
                 stacks[name] = partial(_segmented, whole, present)
         for name, modules in self.joined:
-            made = _join(adapters, [(path.format(layer=layer), out) for path, out in modules])
+            paths = [(path.format(layer=layer), out) for path, out in modules]
+            made = _join(adapters, paths, weights)
             if made is not None:
                 stacks[name] = made
         return stacks
@@ -220,13 +227,13 @@ JOINED_BYTES = 2**20
 
 
 def _join(
-    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]]
+    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]], weights: ServedWeights
 ) -> Callable[[Segments], JoinedLora] | None:
     """The LoRA of several modules of one input; None where no adapter has any of them."""
     a_parts, b_parts = [], []
     for path, _ in modules:
-        a_parts.append(_padded([_part(adapter, f"{path}.lora_A") for adapter in adapters]))
-        b_parts.append(_padded([_part(adapter, f"{path}.lora_B") for adapter in adapters]))
+        a_parts.append(_padded([weights.part(adapter, f"{path}.lora_A") for adapter in adapters]))
+        b_parts.append(_padded([weights.part(adapter, f"{path}.lora_B") for adapter in adapters]))
     present = [a for a in a_parts if a is not None]
     if not present:
         return None
@@ -252,7 +259,7 @@ def _join(
     return lambda segments: JoinedLora(whole_a, rest, joined, ranks, segments)
 
 
-SCALES = ("ia3_l", "ia3_l_in")
+SCALES = ("ia3_l", "ia3_l_in", "lora_factor")
 """Vectors that a program multiplies by; without an adapter's own, by one."""
 
 
@@ -316,15 +323,3 @@ def _segments(start: int, sizes: Sequence[int], device: torch.device) -> Segment
         places[first : first + size] = torch.arange(i * largest, i * largest + size)
         first += size
     return Segments(start, tuple(sizes), 0, gather.to(device), places.to(device))
-
-
-def _part(adapter: Adapter, path: str) -> Tensor | None:
-    """A matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n]; None for none."""
-    module, _, kind = path.rpartition(".")
-    if kind == "bias":
-        bias = adapter.biases.get(module)
-        return None if bias is None else bias.unsqueeze(0)
-    weights = adapter.weights.get(module)
-    if weights is None or kind not in weights.served:
-        return None
-    return weights.served[kind]()

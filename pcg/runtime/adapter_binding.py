@@ -70,8 +70,14 @@ def _neutral(
         frozen = {p.source: p.name for p in parameters if p.role == "frozen"}
         own: Tensor = getattr(weights, python_name(frozen[parameter.source]))
         return own
-    sizes = [int(size) for size in parameter.type.shape]
     dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
+    if kind == "lora_magnitude_vector":
+        source = f"{parameter.source.removesuffix(kind)}weight"
+        (name,) = (p.name for p in parameters if p.role == "frozen" and p.source == source)
+        own = getattr(weights, python_name(name))
+        norm: Tensor = torch.linalg.vector_norm(own.to(dtype), dim=1)
+        return norm
+    sizes = [int(size) for size in parameter.type.shape]
     device = next(iter(vars(weights).values())).device
     return _NEUTRAL[kind](sizes).to(device, dtype)
 
@@ -81,4 +87,5 @@ _NEUTRAL: Mapping[str, Callable[[list[int]], Tensor]] = {
     "ia3_l_in": torch.ones,
     "lora_A": lambda sizes: torch.empty(0, sizes[1]),
     "lora_B": lambda sizes: torch.empty(sizes[0], 0),
+    "lora_B_bias": torch.zeros,
 }

@@ -134,7 +134,6 @@ def _read_tensors(
 
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     features: dict[str, tuple[type[PcgError], str]] = {
-        "lora_magnitude_vector": (AdapterError, "a DoRA magnitude, though use_dora is not set"),
         "lora_embedding_": (UnsupportedError, "LoRA on an embedding"),
         "modules_to_save": (UnsupportedError, "a whole module trained beside the adapter"),
         "embed": (UnsupportedError, "a whole embedding, saved as the vocabulary was changed"),

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -72,6 +73,7 @@ def new_adapter(
     model_type: str | None = None,
     base_model_name: str = "",
     extra: Mapping[str, Any] | None = None,
+    base_weights: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
     """A fresh adapter, initialised as peft does.
 
@@ -91,6 +93,7 @@ def new_adapter(
         base_model_name: of the base, for adapter_config.json.
         extra: fields for adapter_config.json; `fan_in_fan_out=True` for a base that stores its
             weights [in, out].
+        base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
     Raises:
         AdapterError: the recipe does not fit the model.
         UnsupportedError: an initialisation that needs the base's weights or data.
@@ -105,12 +108,24 @@ def new_adapter(
     sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
     kind = WEIGHTS[recipe.peft_type]
     weights = {
-        path: kind.fresh(recipe, site, module_shapes[path], dtype, _generator(seed, path))
+        path: kind.fresh(
+            recipe,
+            site,
+            module_shapes[path],
+            _generator(seed, path),
+            partial(_base_weight, base_weights, path),
+        ).map(lambda tensor: tensor.to(dtype))
         for path, site in sites.items()
     }
     resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}
     return Adapter(name, resolved, weights, {}, base_model_name, extra)
+
+
+def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
+    if weights is None:
+        raise AdapterError("this recipe begins with the base's weights; give base_weights")
+    return weights[path].cpu()
 
 
 def _generator(seed: int, path: str) -> torch.Generator:

@@ -10,9 +10,8 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.errors import AdapterError, GenerationError
 from pcg.ir.program import ModelGraph, Program, Serving, Training
-from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
@@ -31,6 +30,7 @@ from pcg.runtime.finetuning import finetune
 from pcg.runtime.generation import Chunk, Completion, Generator, Request
 from pcg.runtime.model_runner import BaseWeights, ModelRunner, TensorSource, load_weights
 from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.served_weights import ServedWeights
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
 
@@ -65,6 +65,8 @@ class Executor:
         self._eos_ids = eos_ids
         self._adapters: dict[str, Adapter] = {}
         self._weights = load_weights(program, weights, device)
+        self._linear = self._weights.linear(program.base)
+        self._served = ServedWeights(self._linear)
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
             model = program.training.model
@@ -74,7 +76,7 @@ class Executor:
     def _use(self, serving: Serving) -> None:
         self._serving = serving
         self._runner = ModelRunner(serving, self._weights)
-        self._stacks = AdapterStacks(serving.model)
+        self._stacks = AdapterStacks(serving.model, self._served)
         self._generator = Generator(
             self._runner,
             self._stacks,
@@ -294,6 +296,7 @@ class Executor:
                 output_layer=base.output_module,
                 model_type=str(self.program.config["model_type"]),
                 base_model_name=self.program.name,
+                base_weights=self._linear,
             )
             adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
         return self.put_adapter(adapter)
@@ -332,11 +335,6 @@ class Executor:
 
     def _prepared(self, adapter: Adapter) -> Adapter:
         """The adapter on this device in the program's adapter dtype, with its base's biases."""
-        if isinstance(adapter.recipe, LoraRecipe) and adapter.recipe.lora_bias:
-            raise UnsupportedError(
-                f"adapter {adapter.name!r} has lora_bias=True (a bias on lora_B), which pcg does "
-                "not run; train it without"
-            )
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
         return adapter.map(lambda tensor: tensor.to(self.device, dtype))
 
@@ -360,7 +358,7 @@ class Executor:
 
     def refresh_adapter(self, name: str) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place."""
-        self._adapter(name)
+        self._served.changed(self._adapter(name))
         self._stacks.forget()
 
     # ------------------------------------------------------------------------------- finetuning

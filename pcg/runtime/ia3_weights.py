@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.ia3_recipe import Ia3Recipe, Ia3Site
-from pcg.runtime.module_weights import AdapterWeight, ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Base, ModuleWeights, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ class Ia3Weights(ModuleWeights):
         recipe: Ia3Recipe,
         site: Ia3Site,
         shape: Shape,
-        dtype: torch.dtype,
         generator: torch.Generator,
+        base: Base,
     ) -> Self:
         size = shape[site.is_feedforward]
         vector = torch.ones(size) if recipe.init else torch.randn(size, generator=generator)
-        return cls(vector.to(dtype), site.is_feedforward)
+        return cls(vector, site.is_feedforward)
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Ia3Recipe) -> Self:
@@ -74,8 +74,8 @@ class Ia3Weights(ModuleWeights):
         return {self._kind: AdapterWeight(self.vector)}
 
     @property
-    def served(self) -> Mapping[str, Callable[[], Tensor]]:
-        return {self._kind: lambda: self.vector.unsqueeze(0)}
+    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
+        return {self._kind: lambda base: self.vector.unsqueeze(0)}
 
     @property
     def _kind(self) -> str:

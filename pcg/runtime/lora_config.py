@@ -105,6 +105,7 @@ LORA = LoraFormat(
         "r": "rank",
         "rank_pattern": "rank_pattern",
         "target_modules": "target_modules",
+        "use_dora": "use_dora",
         "use_rslora": "use_rslora",
     },
     inert=(
@@ -128,7 +129,6 @@ LORA = LoraFormat(
         "target_parameters": "LoRA on parameters, such as fused experts",
         "trainable_token_indices": "trained token embeddings",
         "use_bdlora": "block-diagonal LoRA",
-        "use_dora": "DoRA",
         "use_qalora": "QA-LoRA",
         "velora_config": "VeLoRA",
     },

@@ -3,15 +3,16 @@
     base_model.model.<module>.lora_A.weight      [rank, in]
     base_model.model.<module>.lora_B.weight      [out, rank]
     base_model.model.<module>.lora_B.bias        [out]   with lora_bias
+    base_model.model.<module>.lora_magnitude_vector      [out]   with DoRA
 
-Source: `LoraLayer` of peft 0.21.2.
+Source: `LoraLayer` and `DoraLinearLayer` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.recipe import LoraRecipe, Site
-from pcg.runtime.module_weights import AdapterWeight, ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Base, ModuleWeights, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +32,21 @@ class LoraWeights(ModuleWeights):
         b: [out, rank].
         scale: alpha / rank, or alpha / √rank.
         bias: [out], B's own bias (`lora_bias`); most adapters have none.
+        magnitude: [out], of DoRA.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = ("lora_A.weight", "lora_B.weight", "lora_B.bias")
+    suffixes: ClassVar[tuple[str, ...]] = (
+        "lora_A.weight",
+        "lora_B.weight",
+        "lora_B.bias",
+        "lora_magnitude_vector",
+    )
 
     a: Tensor
     b: Tensor
     scale: float
     bias: Tensor | None = None
+    magnitude: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -50,8 +58,8 @@ class LoraWeights(ModuleWeights):
         recipe: LoraRecipe,
         site: Site,
         shape: Shape,
-        dtype: torch.dtype,
         generator: torch.Generator,
+        base: Base,
     ) -> Self:
         out, in_ = shape
         a, b = torch.empty(site.rank, in_), torch.zeros(out, site.rank)
@@ -65,7 +73,8 @@ class LoraWeights(ModuleWeights):
             if bias is not None:
                 bound = 1 / math.sqrt(site.rank)
                 torch.nn.init.uniform_(bias, -bound, bound, generator=generator)
-        return cls(a, b, site.scale, bias).map(lambda tensor: tensor.to(dtype))
+        fresh = cls(a, b, site.scale, bias)
+        return fresh if not site.use_dora else replace(fresh, magnitude=fresh._norm(base))
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraRecipe) -> Self:
@@ -73,7 +82,7 @@ class LoraWeights(ModuleWeights):
             if part not in parts:
                 raise AdapterError(f"no {path}.{part}, the partner of another tensor there")
         a, b = parts["lora_A.weight"], parts["lora_B.weight"]
-        bias = parts.get("lora_B.bias")
+        bias, magnitude = parts.get("lora_B.bias"), parts.get("lora_magnitude_vector")
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise AdapterError(
                 f"{path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected "
@@ -94,26 +103,59 @@ class LoraWeights(ModuleWeights):
             raise AdapterError(
                 f"{path} has {shape} with lora_bias={recipe.lora_bias} and lora_B {list(b.shape)}"
             )
-        return cls(a, b, site.scale, bias)
+        if magnitude is not None and not recipe.use_dora:
+            raise AdapterError(f"{path} has a DoRA magnitude, though use_dora is not set")
+        if recipe.use_dora and (magnitude is None or magnitude.shape != b.shape[:1]):
+            there = "no" if magnitude is None else f"{list(magnitude.shape)} as its"
+            raise AdapterError(
+                f"{path} has {there} lora_magnitude_vector with use_dora=True and lora_B "
+                f"{list(b.shape)}"
+            )
+        return cls(a, b, site.scale, bias, magnitude)
 
     @property
     def site(self) -> Site:
-        return Site(self.rank, self.scale)
+        return Site(self.rank, self.scale, self.magnitude is not None, self.bias is not None)
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        return dict(zip(self.suffixes, self.tensors, strict=False))
+        tensors = (self.a, self.b, self.bias, self.magnitude)
+        pairs = zip(self.suffixes, tensors, strict=True)
+        return {suffix: tensor for suffix, tensor in pairs if tensor is not None}
 
     @property
     def parameters(self) -> Mapping[str, AdapterWeight]:
+        tensors = {
+            "lora_A": self.a,
+            "lora_B": self.b,
+            "lora_B_bias": self.bias,
+            "lora_magnitude_vector": self.magnitude,
+        }
         return {
-            "lora_A": AdapterWeight(self.a, self.scale),
-            "lora_B": AdapterWeight(self.b, self.scale),
+            kind: AdapterWeight(tensor, self.scale)
+            for kind, tensor in tensors.items()
+            if tensor is not None
         }
 
     @property
-    def served(self) -> Mapping[str, Callable[[], Tensor]]:
-        return {"lora_A": lambda: self.a, "lora_B": lambda: self.b.t() * self.scale}
+    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
+        made: dict[str, Callable[[Base], Tensor]] = {
+            "lora_A": lambda base: self.a,
+            "lora_B": lambda base: self.b.t() * self.scale,
+        }
+        bias, magnitude = self.bias, self.magnitude
+        if bias is not None:
+            made["lora_B_bias"] = lambda base: (bias * self.scale).unsqueeze(0)
+        if magnitude is not None:
+            made["lora_factor"] = lambda base: (magnitude / self._norm(base)).unsqueeze(0)
+        return made
+
+    def _norm(self, base: Base) -> Tensor:
+        """||W + scale · B A|| of each output, [out], in the adapter's dtype."""
+        weight = base().to(self.a.dtype)
+        whole = torch.addmm(weight, self.b, self.a, alpha=self.scale)
+        norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
+        return norm
 
     @property
     def out_features(self) -> int:

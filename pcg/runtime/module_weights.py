@@ -10,13 +10,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, int]
 """(out, in) of a linear module."""
+
+Base: TypeAlias = Callable[[], Tensor]
+"""Gives the base's own weight of a module, [out, in], to what needs it."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,16 @@ class ModuleWeights(ABC):
     @classmethod
     @abstractmethod
     def fresh(
-        cls, recipe: Any, site: Any, shape: Shape, dtype: torch.dtype, generator: torch.Generator
+        cls, recipe: Any, site: Any, shape: Shape, generator: torch.Generator, base: Base
     ) -> Self:
-        """As peft initialises them: drawn in float32, then cast.
+        """As peft initialises them, in float32.
 
         Args:
             recipe: of the method.
             site: what the recipe does at the module.
             shape: (out, in) of the module.
-            dtype: of the weights.
             generator: of what is random.
+            base: the module's own weight.
         """
 
     @classmethod
@@ -86,7 +89,7 @@ class ModuleWeights(ABC):
 
     @property
     @abstractmethod
-    def served(self) -> Mapping[str, Callable[[], Tensor]]:
+    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
         """What serving programs read, likewise: matrices, scaled, a vector as [1, n]."""
 
     @property

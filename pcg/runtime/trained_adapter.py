@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, UnsupportedError
-from pcg.ir.recipe import LoraRecipe
+from pcg.errors import FinetuneError
 from pcg.ir.recipes import Recipe, recipe_of_fields
 from pcg.runtime.adapters import Adapter, check_fits, recipe_from
 
@@ -38,7 +37,7 @@ def start_adapter(
         saved: from a checkpoint, to go on with.
     Raises:
         FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
-        UnsupportedError: a feature of the recipe that pcg does not train.
+        UnsupportedError: a feature of the recipe that pcg does not do.
     """
     there = executor.adapters.get(name)
     if there is not None and peft is not None:
@@ -57,19 +56,14 @@ def start_adapter(
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = executor.program.base
         check_fits(saved, base.linear_modules(), executor.program.name, base.output_module)
-        _check_trainable(saved.recipe, name)
         return executor.put_adapter(owned(saved))
     if there is not None:
-        _check_trainable(there.recipe, name)
         return executor.put_adapter(owned(there))
     if peft is None:
         compiled = executor.program.recipes.get(name)
         peft = "lora" if compiled is None else recipe_of_fields(compiled)
-    if not isinstance(peft, str | os.PathLike):
-        _check_trainable(recipe_from(peft), name)
     made = executor.add_adapter(name, peft, seed=seed)
     try:
-        _check_trainable(made.recipe, name)
         return executor.put_adapter(owned(made))
     except BaseException:
         executor.remove_adapter(name)
@@ -101,14 +95,6 @@ def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
         samples = tensor.detach().reshape(-1)[::stride][:_SAMPLES].to("cpu", torch.float64)
         checksum = zlib.crc32(samples.numpy().tobytes(), zlib.crc32(head, checksum))
     return checksum
-
-
-def _check_trainable(recipe: Recipe, name: str) -> None:
-    if isinstance(recipe, LoraRecipe) and recipe.lora_bias:
-        raise UnsupportedError(
-            f"the recipe of adapter {name!r} has lora_bias=True (a bias on lora_B), which pcg does "
-            "not train; set it to False"
-        )
 
 
 _Sites = tuple[Mapping[str, object], str, float]

@@ -144,6 +144,10 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets < 0, 0.0, losses)
 
 
+def column_norm_reference(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return (weight + SCALE * b @ a).norm(dim=1)
+
+
 def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
     """Dropout as a product with the step's mask."""
 
@@ -247,6 +251,7 @@ def linear_cases() -> list[Case]:
     a, b = weight(2, 4, role="adapter"), weight(3, 2, role="adapter")
     bias, base = weight(4, role="adapter"), weight(4)
     expand_operands = (x(3), x(2), b)
+    a_frozen, b_frozen = (dataclasses.replace(operand, needs=False) for operand in (a, b))
     cases = [
         Case("linear", (x(4), weight(3, 4))),
         Case("linear", (x(2, 4), weight(3, 4))),
@@ -267,6 +272,12 @@ def linear_cases() -> list[Case]:
     for needs in ((True, True), (False, True), (True, False)):
         operands = (x(4, needs=needs[0]), dataclasses.replace(vector, needs=needs[1]))
         cases.append(Case("scale", operands, {}, lambda y, by: y * by))
+        cases.append(Case("scale", (*operands, base), {}, lambda y, by, b: by * (y - b) + b))
+        operands = (operands[0], dataclasses.replace(bias, needs=needs[1]))
+        cases.append(Case("bias_add", operands, {}, lambda y, by: y + SCALE * by))
+    magnitude, norm = weight(4, role="adapter"), weight(4, positive=True)
+    cases.append(Case("column_factor", (magnitude, norm), {}, lambda m, n: m / n))
+    cases.append(Case("column_norm", (weight(3, 4), a_frozen, b_frozen), {}, column_norm_reference))
     for p in (0.3, 1.0):
         attributes: dict[str, Attribute] = {"p": p, "key": 3}
         cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
@@ -393,10 +404,13 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
     """Whether a bypass network's operator reads the parameter, which then carries its scale."""
     bypass = {
         "bias_add",
+        "column_factor",
+        "column_norm",
         "expand_add",
         "expand_backward",
         "scale",
         "scaled_outer",
+        "sum_tokens",
         "shrink",
         "shrink_backward",
     }

@@ -254,7 +254,8 @@ def scaled_outer(make: Maker, op: str) -> Sequence[str]:
 def bias_add(make: Maker, op: str) -> Sequence[str]:
     y = make.matrix()
     size = make.type(y).shape[-1]
-    return make.add(op, y, make.of("f32", size), make.of(make.type(y).dtype, size))
+    base = [make.of(make.type(y).dtype, size)] if make.coin() else []
+    return make.add(op, y, make.of("f32", size), *base)
 
 
 def dropout(make: Maker, op: str) -> Sequence[str]:
@@ -266,16 +267,31 @@ def dropout(make: Maker, op: str) -> Sequence[str]:
 
 def scale(make: Maker, op: str) -> Sequence[str]:
     y = make.matrix()
-    return make.add(op, y, make.of("f32", make.type(y).shape[-1]))
+    vectors = [make.of("f32", make.type(y).shape[-1]) for _ in range(1 + make.coin())]
+    return make.add(op, y, *vectors)
 
 
 def inner(make: Maker, op: str) -> Sequence[str]:
     y = make.matrix()
-    return make.add(op, y, make.like(y), dtype=make.draw(st.sampled_from(FLOATS)))
+    base = [make.of("f32", make.type(y).shape[-1])] if make.coin() else []
+    return make.add(op, y, make.like(y), *base, dtype=make.draw(st.sampled_from(FLOATS)))
+
+
+def column_norm(make: Maker, op: str) -> Sequence[str]:
+    rank, out, in_ = make.sizes(3)
+    a, b = make.of("f32", rank, in_), make.of("f32", out, rank)
+    return make.add(op, make.of(make.draw(st.sampled_from(FLOATS)), out, in_), a, b)
+
+
+def column_factor(make: Maker, op: str) -> Sequence[str]:
+    (out,) = make.sizes(1)
+    return make.add(op, make.of("f32", out), make.of("f32", out))
 
 
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
-    return make.add(op, make.matrix(), dtype=make.draw(st.sampled_from(FLOATS)))
+    dz = make.matrix()
+    bias = [make.of("f32", make.type(dz).shape[-1])] if make.coin() else []
+    return make.add(op, dz, *bias, dtype=make.draw(st.sampled_from(FLOATS)))
 
 
 def rms_norm(make: Maker, op: str) -> Sequence[str]:
@@ -436,6 +452,8 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("mean", "sum"), reduction),
     "bias_add": bias_add,
     "cast": cast,
+    "column_factor": column_factor,
+    "column_norm": column_norm,
     "concat": concat,
     "dropout": dropout,
     "embedding": embedding,

@@ -26,6 +26,14 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "llama-biases": {
         "lora": peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
         "lora-first": peft.LoraConfig(r=3, **FIRST),
+        "lora-bias": peft.LoraConfig(r=3, target_modules=ALL, lora_bias=True, lora_alpha=5),
+        "dora": peft.LoraConfig(r=4, lora_alpha=6, target_modules=ALL, use_dora=True),
+        "dora-first": peft.LoraConfig(r=3, use_dora=True, **FIRST),
+        "dora-biases": peft.LoraConfig(
+            r=2, target_modules=["q_proj", "o_proj"], use_dora=True, bias="lora_only"
+        ),
+        "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
+        "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="all"),
         "ia3": peft.IA3Config(),
         "ia3-all": peft.IA3Config(target_modules=ALL, feedforward_modules=["o_proj", "up_proj"]),
         "ia3-head": peft.IA3Config(
@@ -34,6 +42,8 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     },
     "gpt2": {
         "lora": peft.LoraConfig(r=4, target_modules=GPT2),
+        "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
+        "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
         "ia3-regex": peft.IA3Config(
             target_modules=r".*\.(attn|mlp)\.c_.*", feedforward_modules=r".*c_fc"
@@ -41,6 +51,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     },
     "opt": {
         "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
+        "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
         "ia3": peft.IA3Config(),
     },
 }
@@ -106,5 +117,6 @@ def trained(wrapped: Any) -> dict[str, Tensor]:
 def our_name(name: str, parameter: Tensor) -> str:
     path = name.removeprefix("base_model.model.").replace(".default", "")
     path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
+    path = path.replace(".lora_B.bias", ".lora_B_bias")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
     return f"{path}_in" if is_input else path

@@ -22,6 +22,7 @@ from pcg.runtime.training_runner import TrainingRunner
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
+from tests.methods.cases import trained
 from tests.passes.mlp import mlp_model
 
 SEED = 11
@@ -33,10 +34,10 @@ CASES = {
 }
 
 
-def pair(name: str, p: float = 0.25) -> tuple[Any, Executor]:
-    """peft's model in train mode, and an executor with the same adapter `a`."""
+def pair(name: str, p: float = 0.25, use_dora: bool = False) -> tuple[Any, Executor]:
+    """peft's model, and an executor with the same adapter `a`."""
     base = oracle.random_model(BY_NAME[name].config(2))
-    fields = {**LORA, "target_modules": CASES[name], "lora_dropout": p}
+    fields = {**LORA, "target_modules": CASES[name], "lora_dropout": p, "use_dora": use_dora}
     executor = compiler.compile(base)
     config = peft.LoraConfig(**{k: v for k, v in fields.items() if k != "peft_type"})
     with warnings.catch_warnings():
@@ -44,11 +45,12 @@ def pair(name: str, p: float = 0.25) -> tuple[Any, Executor]:
         wrapped = peft.get_peft_model(base, config)
     executor.add_adapter("a", fields)
     ours = executor.training_runner("a").parameters
-    theirs = oracle.lora_parameters(wrapped)
+    theirs = trained(wrapped)
     assert ours.keys() == theirs.keys()
     generator = torch.Generator().manual_seed(1)
     for path, parameter in theirs.items():
-        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        start = parameter.data if path.endswith("vector") else 0.0
+        parameter.data.copy_(start + 0.1 * torch.randn(parameter.shape, generator=generator))
         ours[path].copy_(parameter.data)
     return wrapped, executor
 
@@ -64,7 +66,8 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
     for graph, layer in [*graphs, (model.epilogue, len(model.layers))]:
         for node in graph.nodes:
             if node.op == "dropout":
-                (reader,) = graph.consumers[node.name]
+                # DoRA's base product reads it, too.
+                (reader,) = (n for n in graph.consumers[node.name] if n.op == "shrink")
                 source = graph.parameters_by_name[reader.inputs[1]].source
                 is_layer = graph is not model.epilogue
                 # The head sees the tokens with a target alone.
@@ -92,13 +95,14 @@ def replace_dropouts(wrapped: Any, by_path: Mapping[str, Tensor]) -> None:
         dropout.forward = forward
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_pefts_with_the_same_masks(name: str) -> None:
-    wrapped, executor = pair(name)
+def test_gradients_are_pefts_with_the_same_masks(name: str, use_dora: bool) -> None:
+    wrapped, executor = pair(name, use_dora=use_dora)
     sequences = prompts((12, 5, 9))
     runner = executor.training_runner("a")
     by_path = masks(runner, sequences, SEED)
-    assert len(by_path) == len(runner.parameters) // 2
+    assert len(by_path) == len(runner.parameters) // (3 if use_dora else 2)
     replace_dropouts(wrapped.eval(), by_path)
     for module in wrapped.modules():  # not the base's own dropout, which pcg does not have
         module.training = isinstance(module, peft.tuners.lora.LoraLayer)
@@ -106,7 +110,8 @@ def test_gradients_are_pefts_with_the_same_masks(name: str) -> None:
         parameter.grad = None
     targets = sum(len(s) - 1 for s in sequences)
     loss = runner.forward_backward([Example(s, s) for s in sequences], targets, SEED)
-    expected_loss, expected = oracle.loss_and_gradients(wrapped, sequences)
+    expected_loss, _ = oracle.loss_and_gradients(wrapped, sequences)
+    expected = {path: p.grad for path, p in trained(wrapped).items()}
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     for path, parameter in runner.parameters.items():
         error = (parameter.grad - expected[path]).norm() / expected[path].norm()

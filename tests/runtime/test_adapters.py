@@ -283,7 +283,6 @@ def test_config_fields_are_those_of_the_installed_peft() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"use_dora": True}, "use_dora=True .DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [0]}, "trainable_token_indices"),
         ({"target_parameters": ["x"]}, "target_parameters"),
@@ -314,7 +313,7 @@ def test_features_refused_by_name(fields: dict[str, Any], name: str) -> None:
 
 def test_features_of_config_objects_refused_by_name() -> None:
     for config, name in [
-        (peft.LoraConfig(use_dora=True), "DoRA"),
+        (peft.LoraConfig(use_qalora=True), "QA-LoRA"),
         (peft.OFTConfig(), "OFT"),
         (peft.PrefixTuningConfig(num_virtual_tokens=2), "PREFIX_TUNING"),
         (peft.AdaLoraConfig(total_step=10), "ADALORA"),
@@ -411,7 +410,7 @@ def test_missing_files(saved: Path, tmp_path: Path) -> None:
         (b'{"r": 8,', "damaged at line 1, column"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         (b"[1]", "holds a list"),
-        (b'{"peft_type": "LORA", "use_dora": true}', "adapter_config.json: .*use_dora=True"),
+        (b'{"peft_type": "LORA", "use_qalora": true}', "adapter_config.json: .*use_qalora=True"),
     ],
 )
 def test_damaged_config(saved: Path, content: bytes, message: str) -> None:
@@ -453,6 +452,7 @@ def test_truncated_weights(saved: Path, keep: int) -> None:
         ({"bias": "lora_only"}, "", {"a.o.bias": torch.zeros(6)}, AdapterError, "lora_only"),
         ({"bias": "all"}, "", {"a.q.base_layer.bias": torch.zeros(5)}, AdapterError, r"\[5\]"),
         ({"lora_bias": True}, "", {}, AdapterError, "no lora_B.bias"),
+        ({"use_dora": True}, "", {}, AdapterError, "no lora_magnitude_vector"),
         ({}, "", {"a.q.lora_B.bias": torch.zeros(6)}, AdapterError, "lora_bias=False"),
         ({}, "a.", {"a.q.lora_A.weight": torch.zeros(2, 4, dtype=torch.int8)}, UnsupportedError,
          "is I8"),

@@ -29,31 +29,52 @@ def dropout(batch: Any, x: Tensor, p: float, key: int) -> Tensor:
     return mask.div_(1.0 - p).mul_(x)
 
 
-def scale(y: Tensor, vector: Any) -> Tensor:
-    """vector ⊙ y, each token by its own adapter's vector, in y's dtype; y where there is none.
+def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
+    """vector ⊙ (y - base) + base, each token by its own adapter's vector; y where there is none.
 
     Args:
         y: [T, n]; not written over, as the base may read it elsewhere.
-        vector: [n], or a stack [adapters, 1, n] with segments.
+        vector: [n], the program's own or one adapter's, or a stack [adapters, 1, n] with segments.
+        base: [n], what is not scaled.
     """
     if vector is None:
         return y
-    segments = vector.segments
-    weight: Tensor = vector.weight
+    weight: Tensor = vector if isinstance(vector, Tensor) else vector.weight
+    segments = None if isinstance(vector, Tensor) else vector.segments
     if segments is None:
-        return (y * weight).to(y.dtype)
+        return _scaled(y, weight, base)
     if segments.batched is not None:
-        return (y.view(segments.batched) * weight).to(y.dtype).view(y.shape)
-    rows = y[segments.start :]
+        return _scaled(y.view(segments.batched), weight, base).view(y.shape)
     if len(segments.sizes) == 1:
-        scaled = rows * weight[0]
+        by_row = weight[0]
     else:
         sizes = torch.tensor(segments.sizes, device=y.device)
-        scaled = rows * weight[:, 0].repeat_interleave(sizes, 0)
-    return torch.cat((y[: segments.start], scaled.to(y.dtype)))
+        by_row = weight[:, 0].repeat_interleave(sizes, 0)
+    return torch.cat((y[: segments.start], _scaled(y[segments.start :], by_row, base)))
 
 
-def inner(left: Tensor, right: Tensor) -> Tensor:
-    """The sum over tokens of left ⊙ right, [n], in fp32 at least."""
+def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
+    if base is None:
+        return (y * vector).to(y.dtype)
+    return torch.addcmul(base.to(vector.dtype), y - base, vector).to(y.dtype)
+
+
+def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
+    """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
     wide = torch.float64 if left.dtype == torch.float64 else torch.float32
+    if base is not None:
+        right = right - base
     return (left.to(wide) * right.to(wide)).sum(0)
+
+
+def column_norm(weight: Tensor, a: Any, b: Any) -> Tensor:
+    """||W + scale · B A|| of each output, [out], in A's dtype."""
+    whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
+    norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
+    return norm
+
+
+def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
+    """The magnitude in units of the length, [out]."""
+    factor: Tensor = magnitude.weight / norm
+    return factor

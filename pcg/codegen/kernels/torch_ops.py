@@ -17,9 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
-from pcg.codegen.kernels.bypass_ops import dropout, inner, scale
+from pcg.codegen.kernels.bypass_ops import column_factor, column_norm, dropout, inner, scale
 
-__all__ = ["attention", "attention_backward", "dropout", "inner", "scale"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "column_factor",
+    "column_norm",
+    "dropout",
+    "inner",
+    "scale",
+]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
@@ -185,7 +193,7 @@ def lora_linear(
     outputs, and either one stack B [adapters, ranks, outs] or one of each output.
     """
     first: Any = weights[0]
-    y = linear(x, first, biases[0] if biases else None)
+    y = linear(x, first, first.group_bias)
     lora = a[0]
     sizes = first.group_sizes
     if lora is None:
@@ -222,7 +230,7 @@ def linear_group(
     if weights[1] is not None:
         padded = biases or [None] * len(weights)
         return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
-    y = linear(x, first, biases[0] if biases else None)
+    y = linear(x, first, first.group_bias)
     outs: Sequence[Tensor] = y.split(first.group_sizes, -1)
     return outs
 
@@ -304,21 +312,23 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     return (dz.to(s.dtype).t() @ s).mul_(b.scale)
 
 
-def bias_add(y: Tensor, bias: Any, base: Tensor) -> Tensor:
-    """y + (bias - base), each token with its own adapter's bias."""
+def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
+    """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
     if bias is None:
         return y
     if bias.segments is None:
-        delta: Tensor = bias.weight - base
+        delta: Tensor = bias.weight * bias.scale if base is None else bias.weight - base
         return (y + delta).to(y.dtype)
-    present = torch.tensor(bias.present, device=y.device).unsqueeze(-1)
-    delta = (bias.weight[:, 0] - base) * present
+    delta = bias.weight[:, 0]  # scaled; zeros for who has none
+    if base is not None:
+        delta = (delta - base) * torch.tensor(bias.present, device=y.device).unsqueeze(-1)
     sizes = torch.tensor(bias.segments.sizes, device=y.device)
     rows = y[bias.segments.start :]
     rows.copy_(rows + delta.repeat_interleave(sizes, 0))
     return y
 
 
-def sum_tokens(dz: Tensor) -> Tensor:
-    """The sum over tokens, in fp32 at least."""
-    return _wide(dz).sum(0)
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    total = _wide(dz).sum(0)
+    return total if bias is None else total.mul_(bias.scale)

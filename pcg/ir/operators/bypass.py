@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 from pcg.ir.types import TORCH_NAMES
@@ -45,15 +47,20 @@ class Dropout(Operator):
 
 
 class Scale(Operator):
-    """z = l ⊙ y, in y's dtype: `y: [T, n]`, `l: [n]`, each token by its own adapter's l."""
+    """z = l ⊙ (y - b) + b, in y's dtype: each token by its own adapter's l.
+
+    `y: [T, n]`, `l: [n]`; `b: [n]`, what is not scaled, may be missing.
+    """
 
     name = "scale"
-    inputs = (2, 2)
+    inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        y, vector = types
-        if len(y.dims) != 2 or vector.shape != y.shape[1:]:
-            raise TypeCheckError(f"scale of {y} by {vector}; expected [{y.shape[-1]}]")
+        y, *vectors = types
+        if len(y.dims) != 2 or any(vector.shape != y.shape[1:] for vector in vectors):
+            raise TypeCheckError(
+                f"scale of {y} by {', '.join(map(str, vectors))}; expected [{y.shape[-1]}]"
+            )
         return (y,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -65,18 +72,22 @@ class Scale(Operator):
             dy = context.add("scale", context.incoming, context.input(1))
         if context.needs[1]:
             dtype = context.input_type(1).dtype
-            dvector = context.add("inner", context.incoming, context.input(0), dtype=dtype)
-        return [dy, dvector]
+            read = [context.input(0), *(context.input(2) for _ in context.node.inputs[2:])]
+            dvector = context.add("inner", context.incoming, *read, dtype=dtype)
+        return [dy, dvector, None][: len(context.node.inputs)]
 
 
 class Inner(Operator):
-    """dl = Σ dz ⊙ y over the adapter's tokens: `dz: [T, n]`, `y: [T, n]` give `[n]`."""
+    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz: [T, n]`, `y: [T, n]` give `[n]`.
+
+    `b: [n]` may be missing.
+    """
 
     name = "inner"
-    inputs = (2, 2)
+    inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        left, right = types
+        left, right = types[:2]
         if left.shape != right.shape or len(left.dims) != 2:
             raise TypeCheckError(f"inner of {left} and {right}")
         return (left.with_shape(left.shape[1:]).with_dtype(str(attributes["dtype"])),)
@@ -86,4 +97,49 @@ class Inner(Operator):
         return f"K.inner({', '.join(inputs)}).to(torch.{dtype})"
 
 
-OPERATORS: tuple[Operator, ...] = (Dropout(), Inner(), Scale())
+class ColumnNorm(Operator):
+    """n = ||W + scale · B A||, the length of each output's weights (DoRA §4).
+
+    `W: [out, in]`, `A: [r, in]`, `B: [out, r]` give `[out]` in A's dtype. It is taken for a
+    constant: no gradient flows through it (DoRA §4.3).
+    """
+
+    name = "column_norm"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        weight, a, b = types
+        if (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]:
+            raise TypeCheckError(f"column_norm of {weight} with {a} and {b}")
+        return (a.with_shape((weight.shape[0],)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.column_norm({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [None, None, None]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].elements * inputs[1].shape[0]
+
+
+class ColumnFactor(Operator):
+    """f = m / n, DoRA's factor of each output: `m: [out]` the magnitude, `n: [out]` the length."""
+
+    name = "column_factor"
+    inputs = (2, 2)
+    is_replayed = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if types[0].shape != types[1].shape:
+            raise TypeCheckError(f"column_factor of {types[0]} and {types[1]}")
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.column_factor({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("div", context.incoming, context.input(1)), None]
+
+
+OPERATORS: tuple[Operator, ...] = (ColumnFactor(), ColumnNorm(), Dropout(), Inner(), Scale())
