@@ -10,10 +10,11 @@ from pcg.errors import AdapterError
 from pcg.ir.ia3_recipe import Ia3Recipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.vera_recipe import VeraRecipe
 
 Recipe: TypeAlias = TargetRecipe[Any]
 
-_METHODS: tuple[type[Recipe], ...] = (Ia3Recipe, LoraRecipe)
+_METHODS: tuple[type[Recipe], ...] = (Ia3Recipe, LoraRecipe, VeraRecipe)
 RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
 
 

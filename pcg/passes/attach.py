@@ -13,6 +13,11 @@ makes of the weights, and that serving has as an adapter's parameter,
 
     n = column_norm(W, A, B);  f = column_factor(m, n);  scale(z, f, b)
 
+VeRA is LoRA whose A and B training makes of matrices that all sites share, and of the site's
+vectors; serving has LoRA's A and B in their place,
+
+    A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
+
 The base program is unchanged but for reading z instead of y.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
@@ -44,6 +49,7 @@ class Bypasses:
         biases: sources of the base biases that adapters have their own of.
         dtype: of the adapters' parameters.
         dropout: probability that an element of A's input is dropped in training.
+        vera: rank of each VeRA site.
         magnitudes: LoRA sites with DoRA.
         lora_biases: LoRA sites whose B has a bias.
         scaled: sites whose output is scaled, (IA)³.
@@ -55,6 +61,7 @@ class Bypasses:
     biases: frozenset[str] = frozenset()
     dtype: str = "f32"
     dropout: float = 0.0
+    vera: Mapping[str, int] = field(default_factory=dict)
     magnitudes: frozenset[str] = frozenset()
     lora_biases: frozenset[str] = frozenset()
     scaled: frozenset[str] = frozenset()
@@ -63,20 +70,22 @@ class Bypasses:
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
-        return bool(self.ranks or self.biases or self.scaled or self.scaled_inputs)
+        return any((self.ranks, self.biases, self.vera, self.scaled, self.scaled_inputs))
 
     def for_serving(self) -> Bypasses:
         """The same as serving has it, without what training alone does."""
-        ranks = dict.fromkeys(self.ranks)
-        return dataclasses.replace(self, ranks=ranks, dropout=0.0, serving=True)
+        ranks = dict.fromkeys([*self.ranks, *self.vera])
+        return dataclasses.replace(self, ranks=ranks, dropout=0.0, vera={}, serving=True)
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """The model with bypass networks at the given sites."""
-    return model.map(lambda graph: _attach_graph(graph, bypasses))
+    shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
+    largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
+    return model.map(lambda graph: _attach_graph(graph, bypasses, largest))
 
 
-def _attach_graph(graph: Graph, bypasses: Bypasses) -> Graph:
+def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) -> Graph:
     builder = Builder(graph.name)
     for value in graph.inputs:
         builder.input(value.name, value.type)
@@ -85,7 +94,8 @@ def _attach_graph(graph: Graph, bypasses: Bypasses) -> Graph:
     names: dict[str, str] = {}
     for node in graph.nodes:
         inputs = tuple(names.get(name, name) for name in node.inputs)
-        place = _Place(builder, graph, dataclasses.replace(node, inputs=inputs), bypasses)
+        node_ = dataclasses.replace(node, inputs=inputs)
+        place = _Place(builder, graph, node_, bypasses, largest)
         new = place.attach()
         if new != node.name:
             names[node.name] = new
@@ -95,11 +105,19 @@ def _attach_graph(graph: Graph, bypasses: Bypasses) -> Graph:
 class _Place:
     """A node of the base, and what attaches to it."""
 
-    def __init__(self, builder: Builder, graph: Graph, node: Node, bypasses: Bypasses) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        graph: Graph,
+        node: Node,
+        bypasses: Bypasses,
+        largest: tuple[int, ...],
+    ) -> None:
         self._builder = builder
         self._graph = graph
         self._node = node
         self._bypasses = bypasses
+        self._largest = largest  # (out, in) of VeRA's shared matrices
         self._site = site_of(graph, node) or ""
         weight = node.inputs[1] if self._site else ""
         # What the names of the site's parameters begin with in the graph.
@@ -115,6 +133,8 @@ class _Place:
         value = node.name
         if site in bypasses.ranks:
             value = self._lora(value)
+        if site in bypasses.vera:
+            value = self._vera(value)
         value = self._bias(value)
         if site in bypasses.scaled:
             value = self._scaled(value, "ia3_l", "scaled")
@@ -140,6 +160,17 @@ class _Place:
             return self._add("scale", "dora", z, factor, *self._node.inputs[2:])
         change = self._add("sub", "change", self._add("scale", "dora", z, factor), y)
         return self._add("add", "changed", value, change)
+
+    def _vera(self, value: str) -> str:
+        out, in_ = self._graph.types[self._node.inputs[1]].features
+        (rows, columns), rank = self._largest, self._bypasses.vera[self._site]
+        a = self._parameter("vera_A", "vera_A", rank, columns)
+        b = self._parameter("vera_B", "vera_B", rows, rank)
+        down = self._add("vera_down", "down", a, size=in_)
+        vectors = self._adapter("vera_lambda_b", out), self._adapter("vera_lambda_d", rank)
+        up = self._add("vera_up", "up", b, *vectors)
+        s = self._add("shrink", "vera_s", self._dropped(keeps_dtype=False), down)
+        return self._add("expand_add", "vera_z", value, s, up)
 
     def _factor(self, a: str, b: str, out: int) -> str:
         """DoRA's factor of each output."""

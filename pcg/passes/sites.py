@@ -8,6 +8,7 @@ from pcg.ir.ia3_recipe import Ia3Site
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import Site
 from pcg.ir.recipes import Recipe
+from pcg.ir.vera_recipe import VeraSite
 from pcg.passes.attach import Bypasses
 
 
@@ -34,6 +35,7 @@ def bypasses_of(
         for layer in range(len(model.layers))
     }
     ranks: dict[str, set[int]] = {}
+    vera: dict[str, int] = {}
     magnitudes: set[str] = set()
     lora_biases: set[str] = set()
     scaled: dict[bool, set[str]] = {False: set(), True: set()}
@@ -47,6 +49,8 @@ def bypasses_of(
                     ranks.setdefault(templates[path], set()).add(site.rank)
                     magnitudes |= {templates[path]} if site.use_dora else set()
                     lora_biases |= {templates[path]} if site.has_bias else set()
+                case VeraSite():
+                    vera[templates[path]] = max(site.rank, vera.get(templates[path], 0))
                 case Ia3Site():
                     scaled[site.is_feedforward].add(templates[path])
         biases |= _biases(model, recipe, {templates[path] for path in sites})
@@ -56,6 +60,7 @@ def bypasses_of(
         frozenset(biases),
         dtype,
         dropout,
+        vera=vera,
         magnitudes=frozenset(magnitudes),
         lora_biases=frozenset(lora_biases),
         scaled=frozenset(scaled[False]),

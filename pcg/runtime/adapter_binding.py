@@ -32,7 +32,7 @@ def bind(
     bound = SimpleNamespace()
     for parameter in parameters:
         if parameter.role == "adapter":
-            weight = _weight(adapter, parameter.source.format(layer=layer))
+            weight = adapter.parameter(parameter.source.format(layer=layer))
             if weight is None:
                 weight = AdapterWeight(_neutral(parameter, parameters, weights))
             setattr(bound, python_name(parameter.name), weight)
@@ -45,20 +45,10 @@ def trained_tensors(model: ModelGraph, adapter: Adapter) -> Mapping[str, Tensor]
     for parameter, layer in model.parameters():
         if parameter.role == "adapter":
             path = parameter.source.format(layer=layer)
-            weight = _weight(adapter, path)
-            if weight is not None:
+            weight = adapter.parameter(path)
+            if weight is not None and path not in adapter.shared:
                 tensors[path] = weight.weight
     return tensors
-
-
-def _weight(adapter: Adapter, path: str) -> AdapterWeight | None:
-    """The adapter's weight at a path; None where it has none."""
-    module, _, kind = path.rpartition(".")
-    if kind == "bias":
-        bias = adapter.biases.get(module)
-        return None if bias is None else AdapterWeight(bias)
-    weights = adapter.weights.get(module)
-    return None if weights is None else weights.parameters.get(kind)
 
 
 def _neutral(
@@ -88,4 +78,6 @@ _NEUTRAL: Mapping[str, Callable[[list[int]], Tensor]] = {
     "lora_A": lambda sizes: torch.empty(0, sizes[1]),
     "lora_B": lambda sizes: torch.empty(sizes[0], 0),
     "lora_B_bias": torch.zeros,
+    "vera_lambda_b": torch.zeros,
+    "vera_lambda_d": torch.zeros,
 }

@@ -11,8 +11,11 @@ from pcg.ir.target_recipe import TargetRecipe
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
 from pcg.runtime.ia3_config import IA3
 from pcg.runtime.lora_config import LORA
+from pcg.runtime.vera_config import VERA
 
-FORMATS: Mapping[str, ConfigFormat] = {format_.recipe.peft_type: format_ for format_ in (IA3, LORA)}
+FORMATS: Mapping[str, ConfigFormat] = {
+    format_.recipe.peft_type: format_ for format_ in (IA3, LORA, VERA)
+}
 
 
 def recipe_from(config: object, *, saved: bool = False) -> Recipe:

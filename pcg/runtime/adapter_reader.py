@@ -3,6 +3,7 @@
     base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
     base_model.model.<module>.bias               [out]   one of another module (bias="all")
+    base_model.<name>                                    `ModuleWeights.shared_names`
 
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
@@ -29,6 +30,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
+SHARED_PREFIX = "base_model."
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -52,13 +54,13 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     file = directory / WEIGHTS
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
-    parts, biases = _read_tensors(file, recipe)
+    parts, biases, shared = _read_tensors(file, recipe)
     if not parts:
         raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
     _check_biases(file, recipe, weights, biases)
     base = config.get("base_model_name_or_path")
-    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config))
+    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -104,9 +106,12 @@ def _no_weights(directory: Path) -> str:
 
 def _read_tensors(
     file: Path, recipe: Recipe
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """The method's tensors by module path and part, and the biases by module path."""
-    suffixes = "|".join(map(re.escape, KINDS[recipe.peft_type].suffixes))
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    """The method's tensors by module path and part, biases by module path, and what is shared."""
+    kind = KINDS[recipe.peft_type]
+    suffixes = "|".join(map(re.escape, kind.suffixes))
+    shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
+    shared: dict[str, Tensor] = {}
     expected = re.compile(
         rf"(?:base_model\.model\.)?(?P<module>.+?)\.(?:(?P<part>{suffixes})|(?:base_layer\.)?bias)"
     )
@@ -120,6 +125,9 @@ def _read_tensors(
                     raise UnsupportedError(
                         f"{file}: {key} is {info.dtype}; pcg reads {', '.join(_FLOATS)}"
                     )
+                if key in shared_keys:
+                    shared[shared_keys[key]] = stream.get_tensor(key)
+                    continue
                 match = expected.fullmatch(key)
                 if match is None:
                     raise _unknown_key(file, key, recipe)
@@ -129,7 +137,12 @@ def _read_tensors(
                     biases[match["module"]] = stream.get_tensor(key)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
-    return parts, biases
+    if kind.shared_is_stored(recipe) != bool(shared) or len(shared) not in (0, len(shared_keys)):
+        raise AdapterError(
+            f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
+            f"does not go with {CONFIG}; the two files are not of one save"
+        )
+    return parts, biases, shared
 
 
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:

@@ -15,9 +15,14 @@ from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
-from pcg.runtime.module_weights import ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Around, ModuleWeights, Shape
+from pcg.runtime.vera_weights import VeraWeights
 
-WEIGHTS: Mapping[str, type[ModuleWeights]] = {"IA3": Ia3Weights, "LORA": LoraWeights}
+WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "IA3": Ia3Weights,
+    "LORA": LoraWeights,
+    "VERA": VeraWeights,
+}
 """The weights of a module, by the recipe's `peft_type`."""
 
 
@@ -34,6 +39,7 @@ class Adapter:
         base_model_name: what it was trained for; empty if that is not known.
         extra: fields of adapter_config.json that change nothing here, such as task_type; written
             back as they were read.
+        shared: tensors that all modules share and that are not trained, by name.
     """
 
     name: str
@@ -42,16 +48,28 @@ class Adapter:
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     base_model_name: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All its tensors, in order."""
+        """All tensors that are trained, in order."""
         bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
         return (*bypasses, *self.biases.values())
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
+
+    def parameter(self, path: str) -> AdapterWeight | None:
+        """What a training program reads, by the parameter's source; None where there is none."""
+        module, _, kind = path.rpartition(".")
+        if not module:
+            return AdapterWeight(self.shared[kind]) if kind in self.shared else None
+        if kind == "bias":
+            bias = self.biases.get(module)
+            return None if bias is None else AdapterWeight(bias)
+        weights = self.weights.get(module)
+        return None if weights is None else weights.parameters.get(kind)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The adapter with every tensor changed."""
@@ -59,6 +77,7 @@ class Adapter:
             self,
             weights={path: weights.map(change) for path, weights in self.weights.items()},
             biases={path: change(bias) for path, bias in self.biases.items()},
+            shared={name: change(tensor) for name, tensor in self.shared.items()},
         )
 
 
@@ -107,19 +126,21 @@ def new_adapter(
         )
     sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
     kind = WEIGHTS[recipe.peft_type]
+    shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
     weights = {
         path: kind.fresh(
             recipe,
             site,
             module_shapes[path],
             _generator(seed, path),
-            partial(_base_weight, base_weights, path),
+            Around(partial(_base_weight, base_weights, path), shared),
         ).map(lambda tensor: tensor.to(dtype))
         for path, site in sites.items()
     }
     resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}
-    return Adapter(name, resolved, weights, {}, base_model_name, extra)
+    shared = {name: tensor.to(dtype) for name, tensor in shared.items()}
+    return Adapter(name, resolved, weights, {}, base_model_name, extra, shared)
 
 
 def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
@@ -131,6 +152,27 @@ def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
 def _generator(seed: int, path: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
+    """The adapter with what its modules share, made anew where its file does not hold it.
+
+    Args:
+        adapter: that fits the base.
+        module_shapes: (out, in) of all linear modules of the base, by path.
+    Raises:
+        AdapterError: what the file holds is smaller than the modules.
+    """
+    kind = WEIGHTS[adapter.recipe.peft_type]
+    shapes = [module_shapes[path] for path in adapter.weights]
+    needed = kind.fresh_shared(adapter.recipe, shapes)
+    for name, tensor in adapter.shared.items():
+        if any(n > m for n, m in zip(needed[name].shape, tensor.shape, strict=True)):
+            raise AdapterError(
+                f"adapter {adapter.name!r} has {name} {list(tensor.shape)}, and this base needs "
+                f"{list(needed[name].shape)}; it is an adapter for another base"
+            )
+    return replace(adapter, shared={**needed, **adapter.shared})
 
 
 def check_fits(

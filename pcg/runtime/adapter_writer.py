@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.runtime.adapter_config import config_fields, config_text
-from pcg.runtime.adapter_reader import CONFIG, PREFIX, WEIGHTS
+from pcg.runtime.adapter_reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
+from pcg.runtime.adapter_weights import WEIGHTS as WEIGHTS_OF
 from pcg.runtime.adapter_weights import Adapter
 from pcg.runtime.module_weights import ModuleWeights
 
@@ -87,6 +88,9 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     for path, bias in adapter.biases.items():
         layer = ".base_layer" if path in adapter.weights else ""
         tensors[f"{PREFIX}{path}{layer}.bias"] = bias
+    if WEIGHTS_OF[adapter.recipe.peft_type].shared_is_stored(adapter.recipe):
+        for name, tensor in adapter.shared.items():
+            tensors[f"{SHARED_PREFIX}{name}"] = tensor
     return {key: _own_copy(tensor) for key, tensor in tensors.items()}
 
 

@@ -2,7 +2,7 @@
 
 from pcg.runtime.adapter_config import recipe_from
 from pcg.runtime.adapter_reader import read_adapter
-from pcg.runtime.adapter_weights import Adapter, check_fits, new_adapter
+from pcg.runtime.adapter_weights import Adapter, check_fits, new_adapter, with_shared
 from pcg.runtime.adapter_writer import write_adapter
 from pcg.runtime.lora_weights import LoraWeights
 
@@ -13,5 +13,6 @@ __all__ = [
     "new_adapter",
     "read_adapter",
     "recipe_from",
+    "with_shared",
     "write_adapter",
 ]

@@ -21,6 +21,7 @@ from pcg.runtime.adapters import (
     new_adapter,
     read_adapter,
     recipe_from,
+    with_shared,
     write_adapter,
 )
 from pcg.runtime.batch import whole_sequences
@@ -287,6 +288,7 @@ class Executor:
         ):
             adapter = read_adapter(path_or_config, name)
             check_fits(adapter, modules, self.program.name, base.output_module)
+            adapter = with_shared(adapter, modules)
         else:
             adapter = new_adapter(
                 name,
@@ -397,7 +399,9 @@ class Executor:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
         trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
-        key = trained | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
+        key = (
+            trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
+        )
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         return TrainingRunner(self._training[key], self._weights, adapter)

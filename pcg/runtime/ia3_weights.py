@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.ia3_recipe import Ia3Recipe, Ia3Site
-from pcg.runtime.module_weights import AdapterWeight, Base, ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Around, ModuleWeights, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Ia3Weights(ModuleWeights):
         site: Ia3Site,
         shape: Shape,
         generator: torch.Generator,
-        base: Base,
+        around: Around,
     ) -> Self:
         size = shape[site.is_feedforward]
         vector = torch.ones(size) if recipe.init else torch.randn(size, generator=generator)
@@ -74,8 +74,8 @@ class Ia3Weights(ModuleWeights):
         return {self._kind: AdapterWeight(self.vector)}
 
     @property
-    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
-        return {self._kind: lambda base: self.vector.unsqueeze(0)}
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        return {self._kind: lambda around: self.vector.unsqueeze(0)}
 
     @property
     def _kind(self) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.recipe import LoraRecipe, Site
-from pcg.runtime.module_weights import AdapterWeight, Base, ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Around, ModuleWeights, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class LoraWeights(ModuleWeights):
         site: Site,
         shape: Shape,
         generator: torch.Generator,
-        base: Base,
+        around: Around,
     ) -> Self:
         out, in_ = shape
         a, b = torch.empty(site.rank, in_), torch.zeros(out, site.rank)
@@ -74,7 +74,7 @@ class LoraWeights(ModuleWeights):
                 bound = 1 / math.sqrt(site.rank)
                 torch.nn.init.uniform_(bias, -bound, bound, generator=generator)
         fresh = cls(a, b, site.scale, bias)
-        return fresh if not site.use_dora else replace(fresh, magnitude=fresh._norm(base))
+        return fresh if not site.use_dora else replace(fresh, magnitude=fresh._norm(around))
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraRecipe) -> Self:
@@ -138,21 +138,21 @@ class LoraWeights(ModuleWeights):
         }
 
     @property
-    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
-        made: dict[str, Callable[[Base], Tensor]] = {
-            "lora_A": lambda base: self.a,
-            "lora_B": lambda base: self.b.t() * self.scale,
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        made: dict[str, Callable[[Around], Tensor]] = {
+            "lora_A": lambda around: self.a,
+            "lora_B": lambda around: self.b.t() * self.scale,
         }
         bias, magnitude = self.bias, self.magnitude
         if bias is not None:
-            made["lora_B_bias"] = lambda base: (bias * self.scale).unsqueeze(0)
+            made["lora_B_bias"] = lambda around: (bias * self.scale).unsqueeze(0)
         if magnitude is not None:
-            made["lora_factor"] = lambda base: (magnitude / self._norm(base)).unsqueeze(0)
+            made["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
         return made
 
-    def _norm(self, base: Base) -> Tensor:
+    def _norm(self, around: Around) -> Tensor:
         """||W + scale · B A|| of each output, [out], in the adapter's dtype."""
-        weight = base().to(self.a.dtype)
+        weight = around.base().to(self.a.dtype)
         whole = torch.addmm(weight, self.b, self.a, alpha=self.scale)
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
         return norm

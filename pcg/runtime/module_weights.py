@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,8 +18,18 @@ from torch import Tensor
 Shape = tuple[int, int]
 """(out, in) of a linear module."""
 
-Base: TypeAlias = Callable[[], Tensor]
-"""Gives the base's own weight of a module, [out, in], to what needs it."""
+
+@dataclass(frozen=True)
+class Around:
+    """What a module's weights may need beside themselves.
+
+    Attributes:
+        base: gives the base's own weight of the module, [out, in].
+        shared: the adapter's tensors that all its modules share, by name.
+    """
+
+    base: Callable[[], Tensor]
+    shared: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,13 @@ class ModuleWeights(ABC):
 
     suffixes: ClassVar[tuple[str, ...]]
     """What follows the module's path in the keys of a file."""
+    shared_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that all modules of an adapter share."""
 
     @classmethod
     @abstractmethod
     def fresh(
-        cls, recipe: Any, site: Any, shape: Shape, generator: torch.Generator, base: Base
+        cls, recipe: Any, site: Any, shape: Shape, generator: torch.Generator, around: Around
     ) -> Self:
         """As peft initialises them, in float32.
 
@@ -56,8 +68,23 @@ class ModuleWeights(ABC):
             site: what the recipe does at the module.
             shape: (out, in) of the module.
             generator: of what is random.
-            base: the module's own weight.
+            around: the base's weight, and what is shared.
         """
+
+    @classmethod
+    def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
+        """What all modules of a fresh adapter share, which is not trained.
+
+        Args:
+            recipe: of the method.
+            shapes: (out, in) of the adapted modules.
+        """
+        return {}
+
+    @classmethod
+    def shared_is_stored(cls, recipe: Any) -> bool:
+        """Whether what is shared stands in the adapter's file; else it is made anew."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -89,7 +116,7 @@ class ModuleWeights(ABC):
 
     @property
     @abstractmethod
-    def served(self) -> Mapping[str, Callable[[Base], Tensor]]:
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """What serving programs read, likewise: matrices, scaled, a vector as [1, n]."""
 
     @property

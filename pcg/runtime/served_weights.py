@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from pcg.runtime.adapters import Adapter
-from pcg.runtime.module_weights import ModuleWeights
+from pcg.runtime.module_weights import Around, ModuleWeights
 
 _KEPT = ("lora_factor",)
 """Kinds that cost a pass over the base's weight, and are made once for each adapter."""
@@ -44,10 +44,10 @@ class ServedWeights:
         if weights is None or kind not in weights.served:
             return None
         if kind not in _KEPT:
-            return self._make(weights, module, kind)
+            return self._make(adapter, module, kind)
         kept = self._kept.setdefault(weights, {})
         if kind not in kept:
-            kept[kind] = self._make(weights, module, kind)
+            kept[kind] = self._make(adapter, module, kind)
         return kept[kind]
 
     def changed(self, adapter: Adapter) -> None:
@@ -55,5 +55,6 @@ class ServedWeights:
         for weights in adapter.weights.values():
             self._kept.pop(weights, None)
 
-    def _make(self, weights: ModuleWeights, module: str, kind: str) -> Tensor:
-        return weights.served[kind](partial(self._base.__getitem__, module))
+    def _make(self, adapter: Adapter, module: str, kind: str) -> Tensor:
+        around = Around(partial(self._base.__getitem__, module), adapter.shared)
+        return adapter.weights[module].served[kind](around)

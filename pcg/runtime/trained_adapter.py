@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.ir.recipes import Recipe, recipe_of_fields
-from pcg.runtime.adapters import Adapter, check_fits, recipe_from
+from pcg.runtime.adapters import Adapter, check_fits, recipe_from, with_shared
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
@@ -56,7 +56,7 @@ def start_adapter(
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = executor.program.base
         check_fits(saved, base.linear_modules(), executor.program.name, base.output_module)
-        return executor.put_adapter(owned(saved))
+        return executor.put_adapter(owned(with_shared(saved, base.linear_modules())))
     if there is not None:
         return executor.put_adapter(owned(there))
     if peft is None:

@@ -148,6 +148,10 @@ def column_norm_reference(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (weight + SCALE * b @ a).norm(dim=1)
 
 
+def vera_up_reference(whole: Tensor, lambda_b: Tensor, lambda_d: Tensor) -> Tensor:
+    return torch.diag(lambda_b) @ whole[:3] @ torch.diag(lambda_d)
+
+
 def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
     """Dropout as a product with the step's mask."""
 
@@ -275,6 +279,11 @@ def linear_cases() -> list[Case]:
         cases.append(Case("scale", (*operands, base), {}, lambda y, by, b: by * (y - b) + b))
         operands = (operands[0], dataclasses.replace(bias, needs=needs[1]))
         cases.append(Case("bias_add", operands, {}, lambda y, by: y + SCALE * by))
+    whole = weight(5, 2, role="adapter")
+    vectors = (weight(3, role="adapter"), weight(2, role="adapter"))
+    frozen_whole = dataclasses.replace(whole, needs=False)
+    cases.append(Case("vera_down", (frozen_whole,), {"size": 1}, lambda w: w[:, :1]))
+    cases.append(Case("vera_up", (frozen_whole, *vectors), {}, vera_up_reference))
     magnitude, norm = weight(4, role="adapter"), weight(4, positive=True)
     cases.append(Case("column_factor", (magnitude, norm), {}, lambda m, n: m / n))
     cases.append(Case("column_norm", (weight(3, 4), a_frozen, b_frozen), {}, column_norm_reference))
@@ -411,6 +420,9 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "scale",
         "scaled_outer",
         "sum_tokens",
+        "vera_down",
+        "vera_up",
+        "vera_up_backward",
         "shrink",
         "shrink_backward",
     }

@@ -288,6 +288,18 @@ def column_factor(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.of("f32", out), make.of("f32", out))
 
 
+def vera_down(make: Maker, op: str) -> Sequence[str]:
+    rank, in_, more = make.sizes(3)
+    return make.add(op, make.of("f32", rank, in_ + more), size=in_)
+
+
+def vera_up(make: Maker, op: str) -> Sequence[str]:
+    rank, out, more = make.sizes(3)
+    first = [make.of("f32", out, rank)] if op == "vera_up_backward" else []
+    whole = make.of("f32", out + more, rank)
+    return make.add(op, *first, whole, make.of("f32", out), make.of("f32", rank))
+
+
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
     dz = make.matrix()
     bias = [make.of("f32", make.type(dz).shape[-1])] if make.coin() else []
@@ -475,6 +487,8 @@ RECIPES: dict[str, Recipe] = {
     "softmax": softmax,
     "sum_tokens": sum_tokens,
     "topk": topk,
+    "vera_down": vera_down,
+    **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),
 }
 
 STATES: SearchStrategy[tuple[State, int]] = st.one_of(

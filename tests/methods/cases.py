@@ -22,6 +22,17 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 FIRST = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]}
 GPT2 = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # not every machine draws the same numbers
+    DRAWN = peft.VeraConfig(
+        r=3,
+        target_modules=["down_proj", "q_proj"],
+        save_projection=False,
+        projection_prng_key=7,
+        bias="all",
+        d_initial=0.5,
+    )
+
 CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "llama-biases": {
         "lora": peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
@@ -34,6 +45,9 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         ),
         "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
         "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="all"),
+        "vera": peft.VeraConfig(r=5, target_modules=ALL),
+        "vera-drawn": DRAWN,
+        "vera-first": peft.VeraConfig(r=4, **FIRST),
         "ia3": peft.IA3Config(),
         "ia3-all": peft.IA3Config(target_modules=ALL, feedforward_modules=["o_proj", "up_proj"]),
         "ia3-head": peft.IA3Config(
@@ -45,6 +59,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
         "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
+        "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
         "ia3-regex": peft.IA3Config(
             target_modules=r".*\.(attn|mlp)\.c_.*", feedforward_modules=r".*c_fc"
         ),
@@ -52,6 +67,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "opt": {
         "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+        "vera": peft.VeraConfig(r=6),
         "ia3": peft.IA3Config(),
     },
 }

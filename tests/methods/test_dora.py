@@ -53,7 +53,7 @@ def test_the_factor_is_made_once_until_the_adapter_changes(
     calls = []
     norm = LoraWeights._norm
     monkeypatch.setattr(
-        LoraWeights, "_norm", lambda self, base: calls.append(self) or norm(self, base)
+        LoraWeights, "_norm", lambda self, around: calls.append(self) or norm(self, around)
     )
     sequences = prompts((5, 4))
     executor.logits(sequences, ["a", "b"])

@@ -273,7 +273,7 @@ def test_recipes_from_everything() -> None:
 
 
 def test_config_fields_are_those_of_the_installed_peft() -> None:
-    for config in (peft.LoraConfig, peft.IA3Config):
+    for config in (peft.LoraConfig, peft.IA3Config, peft.VeraConfig):
         theirs = config(inference_mode=True).to_dict()
         theirs["peft_type"] = theirs["peft_type"].value
         defaults = FORMATS[theirs["peft_type"]].defaults

@@ -5,7 +5,7 @@ Shapes and what an adapter's weight is: `torch_ops`, through which emitted progr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,3 +78,36 @@ def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
     """The magnitude in units of the length, [out]."""
     factor: Tensor = magnitude.weight / norm
     return factor
+
+
+def vera_down(shared: Any, size: int) -> Tensor:
+    """A site's A [r, in]: the shared matrix's first columns."""
+    a: Tensor = shared.weight[:, :size]
+    return a
+
+
+def vera_up(shared: Any, lambda_b: Any, lambda_d: Any) -> Tensor:
+    """A site's B [out, r]: the shared matrix's first rows, λ_b ⊙ B ⊙ λ_d."""
+    b: Tensor = shared.weight[: len(lambda_b.weight)] * lambda_d.weight
+    return b.mul_(lambda_b.weight.unsqueeze(-1))
+
+
+def vera_up_backward(
+    gradient: Tensor, shared: Any, lambda_b: Any, lambda_d: Any
+) -> tuple[Tensor, Tensor]:
+    """dλ_b [out] and dλ_d [r] of vera_up."""
+    product = gradient * shared.weight[: len(lambda_b.weight)]
+    return product @ lambda_d.weight, lambda_b.weight @ product
+
+
+class MadeWeight(NamedTuple):
+    """A weight that the program made of an adapter's parameters, as functions take an adapter's."""
+
+    weight: Tensor
+    scale: float = 1.0
+    segments: None = None
+
+
+def as_weight(weight: Any) -> Any:
+    """An adapter's weight as it is; one that the program made, wrapped likewise."""
+    return MadeWeight(weight) if isinstance(weight, Tensor) else weight

@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
-from pcg.codegen.kernels.bypass_ops import column_factor, column_norm, dropout, inner, scale
+from pcg.codegen.kernels.bypass_ops import (
+    as_weight,
+    column_factor,
+    column_norm,
+    dropout,
+    inner,
+    scale,
+    vera_down,
+    vera_up,
+    vera_up_backward,
+)
 
 __all__ = [
     "attention",
@@ -27,6 +37,9 @@ __all__ = [
     "dropout",
     "inner",
     "scale",
+    "vera_down",
+    "vera_up",
+    "vera_up_backward",
 ]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
@@ -245,6 +258,7 @@ def shrink(x: Tensor, a: Any) -> Any:
     """
     if a is None:
         return None
+    a = as_weight(a)
     segments, weight = a.segments, a.weight
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
@@ -259,6 +273,7 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
         return y
+    b = as_weight(b)
     segments, weight = b.segments, b.weight
     if segments is None:
         if y.dtype == s.dtype:
@@ -292,12 +307,13 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
 
 def shrink_backward(ds: Tensor, a: Any) -> Tensor:
     """dx = ds A."""
-    dx: Tensor = ds @ a.weight
+    dx: Tensor = ds @ as_weight(a).weight
     return dx
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
     """ds = scale · dz B, in B's dtype."""
+    b = as_weight(b)
     ds: Tensor = dz.to(b.weight.dtype) @ b.weight
     return ds.mul_(b.scale)
 
@@ -309,7 +325,7 @@ def outer(ds: Tensor, x: Tensor) -> Tensor:
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     """dB = scale · dzᵀ s."""
-    return (dz.to(s.dtype).t() @ s).mul_(b.scale)
+    return (dz.to(s.dtype).t() @ s).mul_(as_weight(b).scale)
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:

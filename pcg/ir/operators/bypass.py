@@ -142,4 +142,76 @@ class ColumnFactor(Operator):
         return [context.add("div", context.incoming, context.input(1)), None]
 
 
-OPERATORS: tuple[Operator, ...] = (ColumnFactor(), ColumnNorm(), Dropout(), Inner(), Scale())
+class VeraDown(Operator):
+    """A site's A: the first `size` columns of the shared matrix, which is not trained (VeRA §3)."""
+
+    name = "vera_down"
+    is_view = True
+    is_replayed = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        (whole,) = types
+        size = int(attributes["size"])  # type: ignore[arg-type]
+        if len(whole.dims) != 2 or not 0 < size <= int(whole.shape[1]):
+            raise TypeCheckError(f"vera_down of {whole} to {size} columns")
+        return (whole.with_shape((whole.shape[0], size)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.vera_down({inputs[0]}, {attributes['size']})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [None]
+
+
+class VeraUp(Operator):
+    """A site's B: the first rows of the shared matrix, λ_b ⊙ B ⊙ λ_d (VeRA §3).
+
+    `B: [largest out, r]`, which is not trained, `λ_b: [out]`, `λ_d: [r]` give `[out, r]`.
+    """
+
+    name = "vera_up"
+    inputs = (3, 3)
+    is_replayed = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        whole, lambda_b, lambda_d = types
+        out, rank = (vector.shape[0] for vector in (lambda_b, lambda_d))
+        if len(whole.dims) != 2 or int(whole.shape[0]) < int(out) or whole.shape[1] != rank:
+            raise TypeCheckError(f"vera_up of {whole} by {lambda_b} and {lambda_d}")
+        return (whole.with_shape((out, rank)),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.vera_up({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        inputs = [context.input(i) for i in range(3)]
+        return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
+
+
+class VeraUpBackward(Operator):
+    """dλ_b and dλ_d: the rows' and the columns' sums of dB' ⊙ B, weighted by the other vector."""
+
+    name = "vera_up_backward"
+    inputs = (4, 4)
+    suffixes = ("d",)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        gradient, whole, lambda_b, lambda_d = types
+        if VeraUp().infer((whole, lambda_b, lambda_d), {})[0].shape != gradient.shape:
+            raise TypeCheckError(f"gradient {gradient} does not fit {lambda_b} and {lambda_d}")
+        return lambda_b, lambda_d
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.vera_up_backward({', '.join(inputs)})"
+
+
+OPERATORS: tuple[Operator, ...] = (
+    ColumnFactor(),
+    ColumnNorm(),
+    Dropout(),
+    Inner(),
+    Scale(),
+    VeraDown(),
+    VeraUp(),
+    VeraUpBackward(),
+)
