@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from pcg.errors import AdapterError
+from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.target_recipe import TargetRecipe
@@ -14,7 +15,7 @@ from pcg.ir.vera_recipe import VeraRecipe
 
 Recipe: TypeAlias = TargetRecipe[Any]
 
-_METHODS: tuple[type[Recipe], ...] = (Ia3Recipe, LoraRecipe, VeraRecipe)
+_METHODS: tuple[type[Recipe], ...] = (BitfitRecipe, Ia3Recipe, LoraRecipe, VeraRecipe)
 RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
 
 

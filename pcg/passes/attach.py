@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
+from pcg.errors import UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
 from pcg.ir.program import ModelGraph, site_of
 from pcg.ir.types import Size, tensor
@@ -79,10 +80,22 @@ class Bypasses:
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
-    """The model with bypass networks at the given sites."""
+    """The model with bypass networks at the given sites.
+
+    Raises:
+        UnsupportedError: a bias is to be trained whose operator pcg cannot give another; named.
+    """
     shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
     largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
-    return model.map(lambda graph: _attach_graph(graph, bypasses, largest))
+    attached = model.map(lambda graph: _attach_graph(graph, bypasses, largest))
+    there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
+    missing = sorted(bypasses.biases - there)
+    if missing:
+        raise UnsupportedError(
+            f"{missing[0]} is not added by a linear operator or a layer norm, and pcg trains no "
+            'other biases; use bias="none"'
+        )
+    return attached
 
 
 def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) -> Graph:

@@ -8,13 +8,14 @@ from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.target_recipe import TargetRecipe
+from pcg.runtime.bitfit_config import BITFIT
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
 from pcg.runtime.ia3_config import IA3
 from pcg.runtime.lora_config import LORA
 from pcg.runtime.vera_config import VERA
 
 FORMATS: Mapping[str, ConfigFormat] = {
-    format_.recipe.peft_type: format_ for format_ in (IA3, LORA, VERA)
+    format_.recipe.peft_type: format_ for format_ in (BITFIT, IA3, LORA, VERA)
 }
 
 
@@ -55,11 +56,12 @@ def config_fields(
         notes: fields as of `notes_of`.
     """
     format_ = FORMATS[recipe.peft_type]
+    names = target_modules if isinstance(target_modules, str) else [*target_modules]
     return {
         **format_.defaults,
         **{name: notes[name] for name in NOTES if name in notes},
         **format_.written(recipe),
-        "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
+        **({"target_modules": names} if "target_modules" in format_.fields else {}),
         "inference_mode": True,
         "base_model_name_or_path": base_model_name or None,
     }

@@ -55,7 +55,7 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
     parts, biases, shared = _read_tensors(file, recipe)
-    if not parts:
+    if not parts and KINDS[recipe.peft_type].suffixes:
         raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
     _check_biases(file, recipe, weights, biases)
@@ -109,7 +109,7 @@ def _read_tensors(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """The method's tensors by module path and part, biases by module path, and what is shared."""
     kind = KINDS[recipe.peft_type]
-    suffixes = "|".join(map(re.escape, kind.suffixes))
+    suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
     shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
     shared: dict[str, Tensor] = {}
     expected = re.compile(

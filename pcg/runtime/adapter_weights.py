@@ -15,10 +15,11 @@ from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
-from pcg.runtime.module_weights import AdapterWeight, Around, ModuleWeights, Shape
+from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
 from pcg.runtime.vera_weights import VeraWeights
 
 WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
     "IA3": Ia3Weights,
     "LORA": LoraWeights,
     "VERA": VeraWeights,
@@ -152,6 +153,30 @@ def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
 def _generator(seed: int, path: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter whose biases are not those that its recipe trains.
+
+    Args:
+        adapter: to be attached.
+        base_biases: the base's own, of those that the recipe trains, by path of their module.
+    Raises:
+        AdapterError: one is missing, or of another shape, or the base has none of it.
+    """
+    who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
+    for path in [*base_biases, *adapter.biases]:
+        found = [
+            "none" if bias is None else str(list(bias.shape))
+            for bias in (adapter.biases.get(path), base_biases.get(path))
+        ]
+        if found[0] != found[1]:
+            raise AdapterError(
+                f"{who} has {found[0]} as the bias of {path}, and the base {found[1]}; it is an "
+                "adapter for another base, or not all of it was saved"
+            )
+    if not adapter.tensors:
+        raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
 
 
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:

@@ -17,6 +17,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
     Adapter,
+    check_biases,
     check_fits,
     new_adapter,
     read_adapter,
@@ -289,6 +290,7 @@ class Executor:
             adapter = read_adapter(path_or_config, name)
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
+            check_biases(adapter, self._base_biases(adapter))
         else:
             adapter = new_adapter(
                 name,
@@ -301,6 +303,7 @@ class Executor:
                 base_weights=self._linear,
             )
             adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
+            check_biases(adapter, adapter.biases)
         return self.put_adapter(adapter)
 
     def put_adapter(self, adapter: Adapter) -> Adapter:

@@ -140,3 +140,9 @@ class ModuleWeights(ABC):
     def _tensors(self) -> list[tuple[str, Tensor]]:
         values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return [(name, value) for name, value in values if isinstance(value, Tensor)]
+
+
+class BiasesAlone(ModuleWeights):
+    """Of a method that trains biases of the base and has nothing of its own; there is none."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
