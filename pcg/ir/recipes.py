@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from pcg.errors import AdapterError
 from pcg.ir.bitfit_recipe import BitfitRecipe
+from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.target_recipe import TargetRecipe
@@ -15,7 +16,13 @@ from pcg.ir.vera_recipe import VeraRecipe
 
 Recipe: TypeAlias = TargetRecipe[Any]
 
-_METHODS: tuple[type[Recipe], ...] = (BitfitRecipe, Ia3Recipe, LoraRecipe, VeraRecipe)
+_METHODS: tuple[type[Recipe], ...] = (
+    BitfitRecipe,
+    BottleneckRecipe,
+    Ia3Recipe,
+    LoraRecipe,
+    VeraRecipe,
+)
 RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
 
 

@@ -18,6 +18,10 @@ vectors; serving has LoRA's A and B in their place,
 
     A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
 
+A bottleneck adapter reads the site's output, or the MLP's input where it is parallel,
+
+    h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
+
 The base program is unchanged but for reading z instead of y.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
@@ -33,12 +37,33 @@ from dataclasses import dataclass, field
 import sympy
 
 from pcg.errors import UnsupportedError
+from pcg.ir.bottleneck_recipe import MLP_INPUTS
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
 from pcg.ir.program import ModelGraph, site_of
 from pcg.ir.types import Size, tensor
 
 RANK = sympy.Symbol("r", integer=True, positive=True)
 """The rank at a site where adapters of several ranks meet."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """Where one kind of bottleneck adapter attaches.
+
+    Attributes:
+        site: whose output it adds to.
+        non_linearity: a name of `bottleneck_recipe.NON_LINEARITIES`.
+        is_parallel: it reads the input of the MLP that the site ends.
+    """
+
+    site: str
+    non_linearity: str
+    is_parallel: bool
+
+    @property
+    def kind(self) -> str:
+        """What its parameters are called by."""
+        return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,7 @@ class Bypasses:
         dtype: of the adapters' parameters.
         dropout: probability that an element of A's input is dropped in training.
         vera: rank of each VeRA site.
+        bottlenecks: size of each bottleneck adapter; None where several sizes meet.
         magnitudes: LoRA sites with DoRA.
         lora_biases: LoRA sites whose B has a bias.
         scaled: sites whose output is scaled, (IA)³.
@@ -63,6 +89,7 @@ class Bypasses:
     dtype: str = "f32"
     dropout: float = 0.0
     vera: Mapping[str, int] = field(default_factory=dict)
+    bottlenecks: Mapping[Bottleneck, int | None] = field(default_factory=dict)
     magnitudes: frozenset[str] = frozenset()
     lora_biases: frozenset[str] = frozenset()
     scaled: frozenset[str] = frozenset()
@@ -71,12 +98,16 @@ class Bypasses:
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
-        return any((self.ranks, self.biases, self.vera, self.scaled, self.scaled_inputs))
+        matrices = (self.ranks, self.vera, self.bottlenecks)
+        return any((*matrices, self.biases, self.scaled, self.scaled_inputs))
 
     def for_serving(self) -> Bypasses:
         """The same as serving has it, without what training alone does."""
         ranks = dict.fromkeys([*self.ranks, *self.vera])
-        return dataclasses.replace(self, ranks=ranks, dropout=0.0, vera={}, serving=True)
+        sizes: dict[Bottleneck, int | None] = dict.fromkeys(self.bottlenecks)
+        return dataclasses.replace(
+            self, ranks=ranks, dropout=0.0, vera={}, bottlenecks=sizes, serving=True
+        )
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
@@ -149,6 +180,9 @@ class _Place:
         if site in bypasses.vera:
             value = self._vera(value)
         value = self._bias(value)
+        for bottleneck, size in bypasses.bottlenecks.items():
+            if bottleneck.site == site:
+                value = self._bottleneck(value, bottleneck, size)
         if site in bypasses.scaled:
             value = self._scaled(value, "ia3_l", "scaled")
         return value
@@ -184,6 +218,31 @@ class _Place:
         up = self._add("vera_up", "up", b, *vectors)
         s = self._add("shrink", "vera_s", self._dropped(keeps_dtype=False), down)
         return self._add("expand_add", "vera_z", value, s, up)
+
+    def _bottleneck(self, value: str, bottleneck: Bottleneck, size: int | None) -> str:
+        kind, rank = bottleneck.kind, size or RANK
+        (out,) = self._builder.types[value].features
+        x = self._mlp_input() if bottleneck.is_parallel else value
+        (in_,) = self._builder.types[x].features
+        down, up = self._adapter(f"{kind}_down", rank, in_), self._adapter(f"{kind}_up", out, rank)
+        biases = self._adapter(f"{kind}_down_bias", rank), self._adapter(f"{kind}_up_bias", out)
+        s = self._add("shrink", f"{kind}_s", x, down)
+        function = bottleneck.non_linearity
+        h = self._add("activate", f"{kind}_h", s, biases[0], function=function)
+        z = self._add("expand_add", f"{kind}_z", value, h, up)
+        return self._add("bias_add", f"{kind}_b", z, biases[1])
+
+    def _mlp_input(self) -> str:
+        """What the MLP reads whose output the site makes."""
+        parent = self._site.rpartition(".")[0]
+        for node in self._builder.nodes:
+            path, _, name = (site_of(self._graph, node) or "").rpartition(".")
+            if path == parent and name in MLP_INPUTS:
+                return node.inputs[0]
+        raise UnsupportedError(
+            f"{self._site} ends no MLP whose input pcg knows, beside which a parallel adapter "
+            f"would be; its first module is named {', '.join(MLP_INPUTS)}"
+        )
 
     def _factor(self, a: str, b: str, out: int) -> str:
         """DoRA's factor of each output."""

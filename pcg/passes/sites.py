@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pcg.ir.bottleneck_recipe import BottleneckSite
 from pcg.ir.ia3_recipe import Ia3Site
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import Site
 from pcg.ir.recipes import Recipe
 from pcg.ir.vera_recipe import VeraSite
-from pcg.passes.attach import Bypasses
+from pcg.passes.attach import Bottleneck, Bypasses
 
 
 def bypasses_of(
@@ -36,6 +37,7 @@ def bypasses_of(
     }
     ranks: dict[str, set[int]] = {}
     vera: dict[str, int] = {}
+    bottlenecks: dict[Bottleneck, int | None] = {}
     magnitudes: set[str] = set()
     lora_biases: set[str] = set()
     scaled: dict[bool, set[str]] = {False: set(), True: set()}
@@ -51,6 +53,9 @@ def bypasses_of(
                     lora_biases |= {templates[path]} if site.has_bias else set()
                 case VeraSite():
                     vera[templates[path]] = max(site.rank, vera.get(templates[path], 0))
+                case BottleneckSite():
+                    key = Bottleneck(templates[path], site.non_linearity, site.is_parallel)
+                    bottlenecks[key] = max(site.size, bottlenecks.get(key) or 0)
                 case Ia3Site():
                     scaled[site.is_feedforward].add(templates[path])
         biases |= _biases(model, recipe, {templates[path] for path in sites})
@@ -61,6 +66,7 @@ def bypasses_of(
         dtype,
         dropout,
         vera=vera,
+        bottlenecks=bottlenecks,
         magnitudes=frozenset(magnitudes),
         lora_biases=frozenset(lora_biases),
         scaled=frozenset(scaled[False]),

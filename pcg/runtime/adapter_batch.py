@@ -207,7 +207,7 @@ class _Sites:
             whole = _padded(parts, _absent(source))
             if whole is not None:
                 present = tuple(part is not None for part in parts)
-                if source.endswith(".lora_A"):
+                if source.endswith((".lora_A", "_adapter_down")):
                     whole = whole.transpose(1, 2)
                 stacks[name] = partial(_segmented, whole, present)
         for name, modules in self.joined:

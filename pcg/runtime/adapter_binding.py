@@ -69,10 +69,15 @@ def _neutral(
         return norm
     sizes = [int(size) for size in parameter.type.shape]
     device = next(iter(vars(weights).values())).device
+    kind = kind[max(kind.find("adapter_"), 0) :]  # of any bottleneck
     return _NEUTRAL[kind](sizes).to(device, dtype)
 
 
 _NEUTRAL: Mapping[str, Callable[[list[int]], Tensor]] = {
+    "adapter_down": lambda sizes: torch.empty(0, sizes[1]),
+    "adapter_down_bias": lambda sizes: torch.empty(0),
+    "adapter_up": lambda sizes: torch.empty(sizes[0], 0),
+    "adapter_up_bias": torch.zeros,
     "ia3_l": torch.ones,
     "ia3_l_in": torch.ones,
     "lora_A": lambda sizes: torch.empty(0, sizes[1]),

@@ -9,13 +9,14 @@ from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.target_recipe import TargetRecipe
 from pcg.runtime.bitfit_config import BITFIT
+from pcg.runtime.bottleneck_config import BOTTLENECK
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
 from pcg.runtime.ia3_config import IA3
 from pcg.runtime.lora_config import LORA
 from pcg.runtime.vera_config import VERA
 
 FORMATS: Mapping[str, ConfigFormat] = {
-    format_.recipe.peft_type: format_ for format_ in (BITFIT, IA3, LORA, VERA)
+    format_.recipe.peft_type: format_ for format_ in (BITFIT, BOTTLENECK, IA3, LORA, VERA)
 }
 
 

@@ -13,6 +13,7 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import did_you_mean
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
+from pcg.runtime.bottleneck_weights import BottleneckWeights
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
 from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
@@ -20,6 +21,7 @@ from pcg.runtime.vera_weights import VeraWeights
 
 WEIGHTS: Mapping[str, type[ModuleWeights]] = {
     "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
+    "BOTTLENECK": BottleneckWeights,
     "IA3": Ia3Weights,
     "LORA": LoraWeights,
     "VERA": VeraWeights,

@@ -284,11 +284,22 @@ def linear_cases() -> list[Case]:
     frozen_whole = dataclasses.replace(whole, needs=False)
     cases.append(Case("vera_down", (frozen_whole,), {"size": 1}, lambda w: w[:, :1]))
     cases.append(Case("vera_up", (frozen_whole, *vectors), {}, vera_up_reference))
+    attributes: dict[str, Attribute]
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": F.gelu,
+        "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": torch.relu,
+        "silu": F.silu,
+        "tanh": torch.tanh,
+    }
+    for name, f in functions.items():
+        attributes = {"function": name}
+        cases.append(Case("activate", (x(4), bias), attributes, lambda s, d, f=f: f(s + SCALE * d)))
     magnitude, norm = weight(4, role="adapter"), weight(4, positive=True)
     cases.append(Case("column_factor", (magnitude, norm), {}, lambda m, n: m / n))
     cases.append(Case("column_norm", (weight(3, 4), a_frozen, b_frozen), {}, column_norm_reference))
     for p in (0.3, 1.0):
-        attributes: dict[str, Attribute] = {"p": p, "key": 3}
+        attributes = {"p": p, "key": 3}
         cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
     attributes = {"p": 0.3, "key": 3, "dtype": "f64"}
     cases.append(Case("dropout", (x(4, dtype="f32"),), attributes, dropout_reference(0.3, 3)))
@@ -412,6 +423,7 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor], *, check_types: bool) -
 def has_kernel_operand(graph: Graph, name: str) -> bool:
     """Whether a bypass network's operator reads the parameter, which then carries its scale."""
     bypass = {
+        "activate",
         "bias_add",
         "column_factor",
         "column_norm",

@@ -300,6 +300,12 @@ def vera_up(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *first, whole, make.of("f32", out), make.of("f32", rank))
 
 
+def activate(make: Maker, op: str) -> Sequence[str]:
+    s = make.matrix()
+    function = make.draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu", "tanh"]))
+    return make.add(op, s, make.of("f32", make.type(s).shape[-1]), function=function)
+
+
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
     dz = make.matrix()
     bias = [make.of("f32", make.type(dz).shape[-1])] if make.coin() else []
@@ -462,6 +468,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("cross_entropy", "cross_entropy_backward"), cross_entropy),
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
+    "activate": activate,
     "bias_add": bias_add,
     "cast": cast,
     "column_factor": column_factor,

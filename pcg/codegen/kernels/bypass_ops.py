@@ -5,9 +5,12 @@ Shapes and what an adapter's weight is: `torch_ops`, through which emitted progr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -78,6 +81,35 @@ def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
     """The magnitude in units of the length, [out]."""
     factor: Tensor = magnitude.weight / norm
     return factor
+
+
+def activate(s: Any, bias: Any, function: str) -> Any:
+    """σ(s + scale · bias) of a bottleneck; s and what comes out as `shrink` gives it.
+
+    Args:
+        s: [T, size], [tokens of adapters, size], or [adapters, tokens, size]; None where no token
+            of the batch has such an adapter.
+        bias: [size], or a stack [adapters, 1, size] with segments, scaled already.
+        function: σ's name.
+    """
+    if s is None:
+        return None
+    segments = bias.segments
+    if segments is None:
+        return _FUNCTIONS[function](s + bias.weight * bias.scale)
+    if segments.batched is not None:
+        return _FUNCTIONS[function](s + bias.weight)
+    sizes = torch.tensor(segments.sizes, device=s.device)
+    return _FUNCTIONS[function](s + bias.weight[:, 0].repeat_interleave(sizes, 0))
+
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 def vera_down(shared: Any, size: int) -> Tensor:

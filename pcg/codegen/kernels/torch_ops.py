@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
 from pcg.codegen.kernels.bypass_ops import (
+    activate,
     as_weight,
     column_factor,
     column_norm,
@@ -30,6 +31,7 @@ from pcg.codegen.kernels.bypass_ops import (
 )
 
 __all__ = [
+    "activate",
     "attention",
     "attention_backward",
     "column_factor",

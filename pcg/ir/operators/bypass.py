@@ -6,11 +6,13 @@ its own adapter; a token whose adapter has no parameter at the site passes uncha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import sympy
 
 from pcg.errors import TypeCheckError
+from pcg.ir.graph import Attribute
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 from pcg.ir.types import TORCH_NAMES
 
@@ -205,7 +207,45 @@ class VeraUpBackward(Operator):
         return f"K.vera_up_backward({', '.join(inputs)})"
 
 
+class Activate(Operator):
+    """h = σ(s + scale · d) in a bottleneck: `s: [T, size]`, `d: [size]`; `function` names σ."""
+
+    name = "activate"
+    inputs = (2, 2)
+    gradients: ClassVar[Mapping[str, tuple[str, dict[str, Attribute]]]] = {
+        "gelu": ("gelu_backward", {"approximate": "none"}),
+        "gelu_new": ("gelu_backward", {"approximate": "tanh"}),
+        "relu": ("relu_backward", {}),
+        "silu": ("silu_backward", {}),
+        "tanh": ("tanh_backward", {}),
+    }
+    """σ -> the operator of its input gradient, and that one's attributes."""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        s, bias = types
+        if len(s.dims) != 2 or bias.shape != s.shape[1:]:
+            raise TypeCheckError(f"activate of {s} with {bias}; expected [{s.shape[-1]}]")
+        if attributes["function"] not in self.gradients:
+            raise TypeCheckError(f"activate has no function {attributes['function']!r}")
+        return (s,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.activate({', '.join(inputs)}, {attributes['function']!r})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        op, attributes = self.gradients[str(context.attributes["function"])]
+        if op == "tanh_backward":
+            argument = context.output()
+        else:
+            argument = context.add("bias_add", context.input(0), context.input(1))
+        ds = context.add(op, context.incoming, argument, **attributes)
+        dtype = context.input_type(1).dtype
+        dbias = context.add("sum_tokens", ds, context.input(1), dtype=dtype)
+        return [ds if context.needs[0] else None, dbias if context.needs[1] else None]
+
+
 OPERATORS: tuple[Operator, ...] = (
+    Activate(),
     ColumnFactor(),
     ColumnNorm(),
     Dropout(),
