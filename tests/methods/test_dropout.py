@@ -34,12 +34,24 @@ CASES = {
 }
 
 
-def pair(name: str, p: float = 0.25, use_dora: bool = False) -> tuple[Any, Executor]:
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "dora": {**LORA, "use_dora": True},
+    "vera": {"peft_type": "VERA", "r": 4, "vera_dropout": 0.25},
+}
+PARAMETERS = {"lora": 2, "dora": 3, "vera": 2}
+"""Trained tensors of a module."""
+
+
+def pair(name: str, p: float = 0.25, method: str = "lora") -> tuple[Any, Executor]:
     """peft's model, and an executor with the same adapter `a`."""
     base = oracle.random_model(BY_NAME[name].config(2))
-    fields = {**LORA, "target_modules": CASES[name], "lora_dropout": p, "use_dora": use_dora}
+    fields = {**METHODS[method], "target_modules": CASES[name]}
+    if method != "vera":
+        fields["lora_dropout"] = p
     executor = compiler.compile(base)
-    config = peft.LoraConfig(**{k: v for k, v in fields.items() if k != "peft_type"})
+    kind = peft.VeraConfig if method == "vera" else peft.LoraConfig
+    config = kind(**{k: v for k, v in fields.items() if k != "peft_type"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
         wrapped = peft.get_peft_model(base, config)
@@ -49,7 +61,7 @@ def pair(name: str, p: float = 0.25, use_dora: bool = False) -> tuple[Any, Execu
     assert ours.keys() == theirs.keys()
     generator = torch.Generator().manual_seed(1)
     for path, parameter in theirs.items():
-        start = parameter.data if path.endswith("vector") else 0.0
+        start = 0.0 if "lora_A" in path or "lora_B" in path else parameter.data
         parameter.data.copy_(start + 0.1 * torch.randn(parameter.shape, generator=generator))
         ours[path].copy_(parameter.data)
     return wrapped, executor
@@ -66,9 +78,11 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
     for graph, layer in [*graphs, (model.epilogue, len(model.layers))]:
         for node in graph.nodes:
             if node.op == "dropout":
-                # DoRA's base product reads it, too.
-                (reader,) = (n for n in graph.consumers[node.name] if n.op == "shrink")
-                source = graph.parameters_by_name[reader.inputs[1]].source
+                source = next(
+                    p.source
+                    for p in graph.parameters
+                    if p.role == "adapter" and p.name.startswith(f"{node.scope}.")
+                )
                 is_layer = graph is not model.epilogue
                 # The head sees the tokens with a target alone.
                 rows = torch.arange(len(batch.input_ids)) if is_layer else torch.tensor(learned)
@@ -77,7 +91,7 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
                 p, key = node.attribute("p"), node.attribute("key")
                 mask = torch.ones(len(batch.input_ids), ones.shape[1])
                 mask[rows] = torch_ops.dropout(batch, ones, p, key)
-                found[source.format(layer=layer).removesuffix(".lora_A")] = mask
+                found[source.format(layer=layer).rpartition(".")[0]] = mask
     return found
 
 
@@ -85,7 +99,9 @@ def replace_dropouts(wrapped: Any, by_path: Mapping[str, Tensor]) -> None:
     """Let peft drop what our program drops, sequence after sequence."""
     modules = dict(wrapped.base_model.model.named_modules())
     for path, mask in by_path.items():
-        dropout = modules[path].lora_dropout["default"]
+        is_vera = hasattr(modules[path], "vera_dropout")
+        dropouts = modules[path].vera_dropout if is_vera else modules[path].lora_dropout
+        dropout = dropouts["default"]
         assert isinstance(dropout, torch.nn.Dropout)
         rows = iter(mask)
 
@@ -95,14 +111,14 @@ def replace_dropouts(wrapped: Any, by_path: Mapping[str, Tensor]) -> None:
         dropout.forward = forward
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_pefts_with_the_same_masks(name: str, use_dora: bool) -> None:
-    wrapped, executor = pair(name, use_dora=use_dora)
+def test_gradients_are_pefts_with_the_same_masks(name: str, method: str) -> None:
+    wrapped, executor = pair(name, method=method)
     sequences = prompts((12, 5, 9))
     runner = executor.training_runner("a")
     by_path = masks(runner, sequences, SEED)
-    assert len(by_path) == len(runner.parameters) // (3 if use_dora else 2)
+    assert len(by_path) == len(runner.parameters) // PARAMETERS[method]
     replace_dropouts(wrapped.eval(), by_path)
     for module in wrapped.modules():  # not the base's own dropout, which pcg does not have
         module.training = isinstance(module, peft.tuners.lora.LoraLayer)
