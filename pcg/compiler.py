@@ -32,7 +32,8 @@ from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipes import Recipe, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
 from pcg.passes.raise_ import raise_model

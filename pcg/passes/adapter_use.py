@@ -14,7 +14,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
-from pcg.passes.attach import Bypasses
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 
 

@@ -10,7 +10,7 @@ from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import Site
 from pcg.ir.recipes import Recipe
 from pcg.ir.vera_recipe import VeraSite
-from pcg.passes.attach import Bottleneck, Bypasses
+from pcg.passes.bypasses import Bottleneck, Bypasses
 
 
 def bypasses_of(

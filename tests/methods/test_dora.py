@@ -9,7 +9,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.recipe import LoraRecipe
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.runtime.adapters import new_adapter, recipe_from
 from pcg.runtime.data import Example
 from pcg.runtime.lora_weights import LoraWeights

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.codegen.kernels import torch_ops
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.train import train_block
 from pcg.runtime.batch import whole_sequences
 from pcg.runtime.data import Example

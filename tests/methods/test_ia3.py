@@ -14,7 +14,8 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.ia3_recipe import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Recipe, Ia3Site
 from pcg.ir.recipe import FAMILY_TARGETS as LORA_TARGETS
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.fuse import fuse
 from pcg.runtime.adapters import recipe_from
 from tests.families import oracle

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.vera_recipe import FAMILY_TARGETS, VeraRecipe
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.fuse import fuse
 from pcg.passes.train import train_block
 from pcg.runtime.adapters import recipe_from

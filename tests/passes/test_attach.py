@@ -8,7 +8,8 @@ from pcg.errors import AdapterError
 from pcg.ir.parser import parse_graph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 from tests.passes.mlp import MLP, mlp_model
 
