@@ -153,7 +153,8 @@ def peft_of(
 
 def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
     """The default recipe with what was given in place of its own."""
-    from pcg.ir.recipe import ALL_LINEAR, LoraRecipe
+    from pcg.ir.recipe import LoraRecipe
+    from pcg.ir.target_recipe import ALL_LINEAR
 
     recipe = LoraRecipe.default()
     modules: str | tuple[str, ...] = ALL_LINEAR

@@ -288,9 +288,9 @@ def _compiled_recipe(program: Program, name: str) -> Any:
     """The recipe that the program was compiled for, where it is one for any name."""
     if name in program.recipes or len(program.recipes) != 1:
         return None
-    from pcg.ir.recipe import LoraRecipe
+    from pcg.ir.recipes import recipe_of_fields
 
-    return LoraRecipe(**next(iter(program.recipes.values())))
+    return recipe_of_fields(next(iter(program.recipes.values())))
 
 
 def _print(result: FinetuneResult, program: str, output: Path) -> None:

@@ -30,10 +30,11 @@ from pcg.ir.printer import print_graphs
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.program_folder import load_program
 from pcg.ir.program_manifest import read_manifest
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
@@ -119,11 +120,8 @@ def _raise(state: Compilation) -> Compilation:
 def _attach(state: Compilation) -> Compilation:
     base = _made(state.base)
     bypasses = state.bypasses(base)
-    open_ranks = dataclasses.replace(bypasses, ranks=dict.fromkeys(bypasses.ranks))
-    serving = attach(base, open_ranks)
-    training = (
-        attach(base, bypasses) if state.trains and (bypasses.ranks or bypasses.biases) else None
-    )
+    serving = attach(base, bypasses.for_serving())
+    training = attach(base, bypasses) if state.trains and bypasses else None
     return dataclasses.replace(state, serving_model=serving, training_model=training)
 
 
@@ -487,13 +485,13 @@ def explain(
         PcgError: what cannot be read, traced or attached is named.
     """
     from pcg.passes.account import Account, Asked, account
-    from pcg.passes.adapter_use import AdapterUse, adapter_use
+    from pcg.passes.adapter_use import AdapterUse, adapter_use, lora_alone
 
     if tp != 1:
         raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    source, recipes = resolve(model), recipes_of(peft)
+    source, recipes = resolve(model), lora_alone(recipes_of(peft))
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     asked = Asked(source.name, source.config, recipes, budget)
 
@@ -563,7 +561,7 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def recipes_of(peft: object) -> dict[str, LoraRecipe]:
+def recipes_of(peft: object) -> dict[str, Recipe]:
     """The recipes that `peft` names; one without a name is called `default`."""
     if peft is None:
         return {}
@@ -576,28 +574,23 @@ def _is_recipe(peft: Mapping[Any, Any]) -> bool:
     return "peft_type" in peft
 
 
-def _recipe(value: object) -> LoraRecipe:
+def _recipe(value: object) -> Recipe:
     if isinstance(value, str | os.PathLike) and value != "lora":
         return read_adapter(value, "adapter").recipe
     return recipe_from(value)
 
 
-def recipe_fields(recipe: LoraRecipe) -> dict[str, Any]:
-    """A recipe as plain data."""
-    return dataclasses.asdict(recipe)
-
-
 class _Specialiser:
     """Runs the pipeline again from attach, for adapters at other sites."""
 
-    def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving:
+    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
         return _made(self._run(program, recipes, trains=False).serving)  # type: ignore[no-any-return]
 
-    def training(self, program: Program, recipe: LoraRecipe) -> Training:
+    def training(self, program: Program, recipe: Recipe) -> Training:
         return _made(self._run(program, [recipe], trains=True).training)  # type: ignore[no-any-return]
 
     @staticmethod
-    def _run(program: Program, recipes: Sequence[LoraRecipe], trains: bool) -> Compilation:
+    def _run(program: Program, recipes: Sequence[Recipe], trains: bool) -> Compilation:
         model_type = str(program.config["model_type"])
         dtype = _adapter_dtype(program.base.dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 from pcg import __version__
 from pcg.errors import AdapterError, ProgramError
 from pcg.ir.program_files import json_object
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import recipe_fields, recipe_of_fields
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -29,7 +29,7 @@ class Manifest:
         dtype: of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.
-        recipes: by adapter name, the fields of `LoraRecipe`.
+        recipes: by adapter name, the fields of its recipe, as of `recipe_fields`.
         files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
     """
 
@@ -99,10 +99,7 @@ _KINDS: Mapping[str, Any] = {
 def _recipe(path: Path, name: str, fields: Any) -> dict[str, Any]:
     """A recipe's fields, checked; JSON made lists of its tuples."""
     try:
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
-        }
-        return dataclasses.asdict(LoraRecipe(**values))
+        return recipe_fields(recipe_of_fields(fields))
     except (AttributeError, TypeError, AdapterError) as error:
         raise ProgramError(f"{path}: recipe {name!r} is damaged: {error}") from error
 

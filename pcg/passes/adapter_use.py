@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
-from pcg.passes.attach import Bypasses
+from pcg.ir.recipes import Recipe
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 
 
@@ -36,7 +38,25 @@ class AdapterUse:
 
     def bypasses(self, dtype: str) -> Bypasses:
         """The bypass networks to attach, with parameters of this dtype."""
-        return Bypasses(dict(self.sites), self.biases, dtype)
+        return Bypasses(dict(self.sites), self.biases, dtype, self.dropout)
+
+
+def lora_alone(recipes: Mapping[str, Recipe]) -> dict[str, LoraRecipe]:
+    """The recipes, of which all are LoRA as eager training is accounted for.
+
+    Raises:
+        UnsupportedError: one is of another method; it is named.
+    """
+    found = {}
+    for name, recipe in recipes.items():
+        if not isinstance(recipe, LoraRecipe) or recipe.use_dora or recipe.lora_bias:
+            extra = " with use_dora or lora_bias" if isinstance(recipe, LoraRecipe) else ""
+            raise UnsupportedError(
+                f"pcg explain accounts for LoRA alone, not {recipe.method}{extra}, which adapter "
+                f"{name!r} is; pcg compiles, serves and finetunes it"
+            )
+        found[name] = recipe
+    return found
 
 
 def adapter_use(

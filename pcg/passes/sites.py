@@ -1,17 +1,20 @@
-"""From recipes to bypasses: which sites of a model's blocks adapters attach to, with what rank."""
+"""From recipes to bypasses: which sites of a model's blocks adapters attach to, and what there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pcg.errors import UnsupportedError
+from pcg.ir.bottleneck_recipe import BottleneckSite
+from pcg.ir.ia3_recipe import Ia3Site
 from pcg.ir.program import ModelGraph
-from pcg.ir.recipe import LoraRecipe
-from pcg.passes.attach import Bypasses
+from pcg.ir.recipe import Site
+from pcg.ir.recipes import Recipe
+from pcg.ir.vera_recipe import VeraSite
+from pcg.passes.bypasses import Bottleneck, Bypasses
 
 
 def bypasses_of(
-    model: ModelGraph, recipes: Iterable[LoraRecipe], model_type: str, dtype: str
+    model: ModelGraph, recipes: Iterable[Recipe], model_type: str, dtype: str
 ) -> Bypasses:
     """The sites that any of the recipes adapts.
 
@@ -25,7 +28,6 @@ def bypasses_of(
         dtype: of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
-        UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     modules = tuple(model.linear_modules())
     templates = {
@@ -34,33 +36,50 @@ def bypasses_of(
         for layer in range(len(model.layers))
     }
     ranks: dict[str, set[int]] = {}
+    vera: dict[str, int] = {}
+    bottlenecks: dict[Bottleneck, int | None] = {}
+    magnitudes: set[str] = set()
+    lora_biases: set[str] = set()
+    scaled: dict[bool, set[str]] = {False: set(), True: set()}
     biases: set[str] = set()
+    dropout = 0.0
     for recipe in recipes:
-        if recipe.lora_bias:
-            raise UnsupportedError(
-                "lora_bias=True (a bias on lora_B) is not supported; set it to False"
-            )
         sites = recipe.sites(modules, model.output_module, model_type)
         for path, site in sites.items():
-            ranks.setdefault(templates[path], set()).add(site.rank)
+            match site:
+                case Site():
+                    ranks.setdefault(templates[path], set()).add(site.rank)
+                    magnitudes |= {templates[path]} if site.use_dora else set()
+                    lora_biases |= {templates[path]} if site.has_bias else set()
+                case VeraSite():
+                    vera[templates[path]] = max(site.rank, vera.get(templates[path], 0))
+                case BottleneckSite():
+                    key = Bottleneck(templates[path], site.non_linearity, site.is_parallel)
+                    bottlenecks[key] = max(site.size, bottlenecks.get(key) or 0)
+                case Ia3Site():
+                    scaled[site.is_feedforward].add(templates[path])
         biases |= _biases(model, recipe, {templates[path] for path in sites})
+        dropout = max(dropout, recipe.dropout)
     return Bypasses(
         {site: max(found) for site, found in ranks.items()},
         frozenset(biases),
         dtype,
+        dropout,
+        vera=vera,
+        bottlenecks=bottlenecks,
+        magnitudes=frozenset(magnitudes),
+        lora_biases=frozenset(lora_biases),
+        scaled=frozenset(scaled[False]),
+        scaled_inputs=frozenset(scaled[True]),
     )
 
 
-def _biases(model: ModelGraph, recipe: LoraRecipe, adapted: set[str]) -> set[str]:
+def _biases(model: ModelGraph, recipe: Recipe, adapted: set[str]) -> set[str]:
     """Sources of the base biases that the recipe trains."""
-    if recipe.bias == "none":
-        return set()
     sources = {
         parameter.source
         for graph in model.graphs
         for parameter in graph.parameters
         if parameter.role == "frozen" and parameter.source.endswith(".bias")
     }
-    if recipe.bias == "lora_only":
-        sources = {source for source in sources if source.removesuffix(".bias") in adapted}
-    return sources
+    return {s for s in sources if recipe.trains_bias(s.removesuffix(".bias"), adapted)}

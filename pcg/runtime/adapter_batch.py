@@ -21,6 +21,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, python_name
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.served_weights import ServedWeights
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class SegmentedWeight:
         weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A's is a transposed view,
             which the CPU's batched product reads faster.
         segments: which tokens use which.
-        present: of each adapter, whether it has a weight here; its part of the stack is zeros else.
+        present: of each adapter, whether it has a weight here; its part of the stack is zeros else,
+            or ones where the program scales by it.
     """
 
     weight: Tensor
@@ -85,15 +87,6 @@ class JoinedLora:
     segments: Segments
 
 
-@dataclass(frozen=True)
-class AdapterWeight:
-    """One adapter's weight for all tokens: A [r, in], B [out, r], or a bias [out]."""
-
-    weight: Tensor
-    scale: float = 1.0
-    segments: None = None
-
-
 _Stacks: TypeAlias = dict[str, Callable[[Segments], object]]
 
 
@@ -118,7 +111,8 @@ class Bound:
 class AdapterStacks:
     """Makes and keeps the stacks of adapters that run together."""
 
-    def __init__(self, model: ModelGraph, kept: int = 4) -> None:
+    def __init__(self, model: ModelGraph, weights: ServedWeights, kept: int = 4) -> None:
+        self._weights = weights
         self._kept = kept
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [_Sites.of(block) for block in model.blocks]
@@ -144,7 +138,7 @@ class AdapterStacks:
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         stacks = self._stacked(chosen)
-        segments = _segments(start, merged, next(iter(chosen[0].weights.values())).a.device)
+        segments = _segments(start, merged, chosen[0].tensors[0].device)
         namespaces = [
             _Namespace({name: make(segments) for name, make in layer.items()}) for layer in stacks
         ]
@@ -158,8 +152,11 @@ class AdapterStacks:
     def _stacked(self, adapters: Sequence[Adapter]) -> list[_Stacks]:
         key = tuple(id(adapter) for adapter in adapters)
         if key not in self._stacks:
-            layers = [sites.stack(adapters, layer) for layer, sites in enumerate(self._layers)]
-            prologue, epilogue = (sites.stack(adapters, 0) for sites in self._outer)
+            layers = [
+                sites.stack(adapters, layer, self._weights)
+                for layer, sites in enumerate(self._layers)
+            ]
+            prologue, epilogue = (sites.stack(adapters, 0, self._weights) for sites in self._outer)
             self._stacks[key] = [*layers, prologue | epilogue]
             while len(self._stacks) > self._kept:
                 self._stacks.popitem(last=False)
@@ -201,19 +198,21 @@ class _Sites:
         )
         return cls(tuple(joined), single)
 
-    def stack(self, adapters: Sequence[Adapter], layer: int) -> _Stacks:
+    def stack(self, adapters: Sequence[Adapter], layer: int, weights: ServedWeights) -> _Stacks:
         """What a layer's attributes are, but for the segments; sites without adapters stay out."""
         stacks: _Stacks = {}
         for name, source in self.single:
-            parts = [_part(adapter, source.format(layer=layer)) for adapter in adapters]
-            whole = _padded(parts)
+            path = source.format(layer=layer)
+            parts = [weights.part(adapter, path) for adapter in adapters]
+            whole = _padded(parts, _absent(source))
             if whole is not None:
                 present = tuple(part is not None for part in parts)
-                if source.endswith(".lora_A"):
+                if source.endswith((".lora_A", "_adapter_down")):
                     whole = whole.transpose(1, 2)
                 stacks[name] = partial(_segmented, whole, present)
         for name, modules in self.joined:
-            made = _join(adapters, [(path.format(layer=layer), out) for path, out in modules])
+            paths = [(path.format(layer=layer), out) for path, out in modules]
+            made = _join(adapters, paths, weights)
             if made is not None:
                 stacks[name] = made
         return stacks
@@ -228,13 +227,13 @@ JOINED_BYTES = 2**20
 
 
 def _join(
-    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]]
+    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]], weights: ServedWeights
 ) -> Callable[[Segments], JoinedLora] | None:
     """The LoRA of several modules of one input; None where no adapter has any of them."""
     a_parts, b_parts = [], []
     for path, _ in modules:
-        a_parts.append(_padded([_part(adapter, f"{path}.lora_A") for adapter in adapters]))
-        b_parts.append(_padded([_part(adapter, f"{path}.lora_B") for adapter in adapters]))
+        a_parts.append(_padded([weights.part(adapter, f"{path}.lora_A") for adapter in adapters]))
+        b_parts.append(_padded([weights.part(adapter, f"{path}.lora_B") for adapter in adapters]))
     present = [a for a in a_parts if a is not None]
     if not present:
         return None
@@ -260,13 +259,22 @@ def _join(
     return lambda segments: JoinedLora(whole_a, rest, joined, ranks, segments)
 
 
-def _padded(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The parts stacked, zeros for missing rows, columns and parts; None where all are missing."""
+SCALES = ("ia3_l", "ia3_l_in", "lora_factor")
+"""Vectors that a program multiplies by; without an adapter's own, by one."""
+
+
+def _absent(source: str) -> float:
+    """What stands for the weight of an adapter without one, and changes nothing."""
+    return 1.0 if source.endswith(SCALES) else 0.0
+
+
+def _padded(parts: Sequence[Tensor | None], absent: float = 0.0) -> Tensor | None:
+    """The parts stacked, `absent` for missing rows, columns, parts; None where all are missing."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
     rows, columns = (max(part.shape[i] for part in present) for i in (0, 1))
-    stack = present[0].new_zeros(len(parts), rows, columns)
+    stack = present[0].new_full((len(parts), rows, columns), absent)
     for i, part in enumerate(parts):
         if part is not None:
             stack[i, : part.shape[0], : part.shape[1]] = part
@@ -315,15 +323,3 @@ def _segments(start: int, sizes: Sequence[int], device: torch.device) -> Segment
         places[first : first + size] = torch.arange(i * largest, i * largest + size)
         first += size
     return Segments(start, tuple(sizes), 0, gather.to(device), places.to(device))
-
-
-def _part(adapter: Adapter, path: str) -> Tensor | None:
-    """A [r, in], scaled Bᵀ [r, out], or a bias [1, out]; None where the adapter has none."""
-    module, _, kind = path.rpartition(".")
-    if kind == "bias":
-        bias = adapter.biases.get(module)
-        return None if bias is None else bias.unsqueeze(0)
-    weights = adapter.weights.get(module)
-    if weights is None:
-        return None
-    return weights.a if kind == "lora_A" else weights.b.t() * weights.scale

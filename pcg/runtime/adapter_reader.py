@@ -1,10 +1,9 @@
 """Read adapters in peft's format: adapter_config.json and adapter_model.safetensors.
 
-    base_model.model.<module>.lora_A.weight      [rank, in]
-    base_model.model.<module>.lora_B.weight      [out, rank]
-    base_model.model.<module>.lora_B.bias        [out]   with lora_bias
+    base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
     base_model.model.<module>.bias               [out]   one of another module (bias="all")
+    base_model.<name>                                    `ModuleWeights.shared_names`
 
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
@@ -20,20 +19,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.runtime.adapter_config import notes_of, recipe_from
-from pcg.runtime.adapter_weights import Adapter, LoraWeights
+from pcg.runtime.adapter_weights import WEIGHTS as KINDS
+from pcg.runtime.adapter_weights import Adapter
+from pcg.runtime.module_weights import ModuleWeights
 from pcg.runtime.tensor_file import read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
+SHARED_PREFIX = "base_model."
 
-_KEY = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>.+?)\.(?:lora_(?P<lora>A\.weight|B\.weight|B\.bias)"
-    r"|(?:base_layer\.)?bias)"
-)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -56,13 +54,13 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     file = directory / WEIGHTS
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
-    parts, biases = _read_tensors(file)
-    if not parts:
-        raise AdapterError(f"{file} holds no LoRA weights")
+    parts, biases, shared = _read_tensors(file, recipe)
+    if not parts and KINDS[recipe.peft_type].suffixes:
+        raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
     _check_biases(file, recipe, weights, biases)
     base = config.get("base_model_name_or_path")
-    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config))
+    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -106,8 +104,17 @@ def _no_weights(directory: Path) -> str:
     return f"{directory} has a {CONFIG} but no {WEIGHTS}; copy it too, or save the adapter again"
 
 
-def _read_tensors(file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """The LoRA tensors by module path and part, and the biases by module path."""
+def _read_tensors(
+    file: Path, recipe: Recipe
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    """The method's tensors by module path and part, biases by module path, and what is shared."""
+    kind = KINDS[recipe.peft_type]
+    suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
+    shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
+    shared: dict[str, Tensor] = {}
+    expected = re.compile(
+        rf"(?:base_model\.model\.)?(?P<module>.+?)\.(?:(?P<part>{suffixes})|(?:base_layer\.)?bias)"
+    )
     header = read_header(file, AdapterError)
     parts: dict[str, dict[str, Tensor]] = {}
     biases: dict[str, Tensor] = {}
@@ -118,81 +125,70 @@ def _read_tensors(file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
                     raise UnsupportedError(
                         f"{file}: {key} is {info.dtype}; pcg reads {', '.join(_FLOATS)}"
                     )
-                match = _KEY.fullmatch(key)
+                if key in shared_keys:
+                    shared[shared_keys[key]] = stream.get_tensor(key)
+                    continue
+                match = expected.fullmatch(key)
                 if match is None:
-                    raise _unknown_key(file, key)
-                if match["lora"]:
-                    parts.setdefault(match["module"], {})[match["lora"]] = stream.get_tensor(key)
+                    raise _unknown_key(file, key, recipe)
+                if match["part"]:
+                    parts.setdefault(match["module"], {})[match["part"]] = stream.get_tensor(key)
                 else:
                     biases[match["module"]] = stream.get_tensor(key)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
-    return parts, biases
+    if kind.shared_is_stored(recipe) != bool(shared) or len(shared) not in (0, len(shared_keys)):
+        raise AdapterError(
+            f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
+            f"does not go with {CONFIG}; the two files are not of one save"
+        )
+    return parts, biases, shared
 
 
-def _unknown_key(file: Path, key: str) -> PcgError:
+def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     features: dict[str, tuple[type[PcgError], str]] = {
-        "lora_magnitude_vector": (AdapterError, "a DoRA magnitude, though use_dora is not set"),
         "lora_embedding_": (UnsupportedError, "LoRA on an embedding"),
-        "modules_to_save": (UnsupportedError, "a whole module trained beside LoRA"),
+        "modules_to_save": (UnsupportedError, "a whole module trained beside the adapter"),
         "embed": (UnsupportedError, "a whole embedding, saved as the vocabulary was changed"),
         "lm_head.": (UnsupportedError, "the whole head, saved as the vocabulary was changed"),
     }
     for part, (error_type, meaning) in features.items():
         if part in key:
-            return error_type(f"{file} has {key}: {meaning}; pcg does LoRA on linear modules alone")
-    return AdapterError(f"{file} has {key}, which is no LoRA weight; pcg ignores nothing")
-
-
-def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: LoraRecipe) -> LoraWeights:
-    """The bypass of one module, checked against the recipe."""
-    for part in ("A.weight", "B.weight"):
-        if part not in parts:
-            raise AdapterError(
-                f"{file} has no {path}.lora_{part}, the partner of another tensor there"
+            return error_type(
+                f"{file} has {key}: {meaning}; pcg does {recipe.method} on linear modules alone"
             )
-    a, b, bias = parts["A.weight"], parts["B.weight"], parts.get("B.bias")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        raise AdapterError(
-            f"{file}: {path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected "
-            "[rank, in] and [out, rank]"
-        )
+    return AdapterError(
+        f"{file} has {key}, which is no {recipe.method} weight; pcg ignores nothing"
+    )
+
+
+def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe) -> ModuleWeights:
+    """The bypass of one module, checked against the recipe."""
     if recipe.target_modules is not None and recipe.site(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
             f"(target_modules={_short(recipe.target_modules)}); the two files are not of one save"
         )
-    site = recipe.site_of_target(path)
-    if a.shape[0] != site.rank:
-        many = len(recipe.rank_pattern) > 1
-        raise AdapterError(
-            f"{file}: {path} has rank {a.shape[0]}, and {CONFIG} gives it {site.rank}, so that its "
-            "scale is not known; the two files are not of one save"
-            + (", or rank_pattern was in another order (peft sorts the keys)" if many else "")
-        )
-    if (bias is not None) != recipe.lora_bias or (bias is not None and bias.shape != b.shape[:1]):
-        shape = "no lora_B.bias" if bias is None else f"a lora_B.bias {list(bias.shape)}"
-        raise AdapterError(
-            f"{file}: {path} has {shape} with lora_bias={recipe.lora_bias} and "
-            f"lora_B {list(b.shape)}"
-        )
-    return LoraWeights(a, b, site.scale, bias)
+    try:
+        return KINDS[recipe.peft_type].read(path, parts, recipe)
+    except AdapterError as error:
+        raise AdapterError(f"{file}: {error}") from error
 
 
 def _check_biases(
     file: Path,
-    recipe: LoraRecipe,
-    weights: Mapping[str, LoraWeights],
+    recipe: Recipe,
+    weights: Mapping[str, ModuleWeights],
     biases: Mapping[str, Tensor],
 ) -> None:
     for path, bias in biases.items():
-        allowed = recipe.bias == "all" or (recipe.bias == "lora_only" and path in weights)
-        if not allowed:
+        if not recipe.trains_bias(path, weights):
             raise AdapterError(
                 f'{file} has the bias of {path}, which bias="{recipe.bias}" in {CONFIG} does not '
                 "train; the two files are not of one save"
             )
-        if bias.ndim != 1 or (path in weights and bias.shape != weights[path].b.shape[:1]):
+        out = weights[path].out_features if path in weights else None
+        if bias.ndim != 1 or out not in (None, len(bias)):
             raise AdapterError(f"{file}: the bias of {path} has shape {list(bias.shape)}")
 
 

@@ -1,49 +1,37 @@
-"""An adapter in memory: a LoRA recipe, and the weights that belong to it."""
+"""An adapter in memory: a recipe of any method, and the weights that belong to it."""
 
 import hashlib
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import did_you_mean
-from pcg.ir.recipe import LoraRecipe, Site
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
+from pcg.runtime.bottleneck_weights import BottleneckWeights
+from pcg.runtime.ia3_weights import Ia3Weights
+from pcg.runtime.lora_weights import LoraWeights
+from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
+from pcg.runtime.vera_weights import VeraWeights
 
-Shape = tuple[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class LoraWeights:
-    """The bypass of one module: y += scale · (B (A x) + bias).
-
-    Attributes:
-        a: [rank, in].
-        b: [out, rank].
-        scale: alpha / rank, or alpha / √rank.
-        bias: [out], B's own bias (`lora_bias`); most adapters have none.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    bias: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
+    "BOTTLENECK": BottleneckWeights,
+    "IA3": Ia3Weights,
+    "LORA": LoraWeights,
+    "VERA": VeraWeights,
+}
+"""The weights of a module, by the recipe's `peft_type`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA adapter.
+    """An adapter of any method.
 
     Attributes:
         name: that requests and jobs use.
@@ -54,33 +42,51 @@ class Adapter:
         base_model_name: what it was trained for; empty if that is not known.
         extra: fields of adapter_config.json that change nothing here, such as task_type; written
             back as they were read.
+        shared: tensors that all modules share and that are not trained, by name.
     """
 
     name: str
-    recipe: LoraRecipe
-    weights: Mapping[str, LoraWeights]
+    recipe: Recipe
+    weights: Mapping[str, ModuleWeights]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     base_model_name: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def max_rank(self) -> int:
-        return max(weights.rank for weights in self.weights.values())
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All its tensors, in order."""
+        """All tensors that are trained, in order."""
         bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
         return (*bypasses, *self.biases.values())
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
+
+    def parameter(self, path: str) -> AdapterWeight | None:
+        """What a training program reads, by the parameter's source; None where there is none."""
+        module, _, kind = path.rpartition(".")
+        if not module:
+            return AdapterWeight(self.shared[kind]) if kind in self.shared else None
+        if kind == "bias":
+            bias = self.biases.get(module)
+            return None if bias is None else AdapterWeight(bias)
+        weights = self.weights.get(module)
+        return None if weights is None else weights.parameters.get(kind)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The adapter with every tensor changed."""
+        return replace(
+            self,
+            weights={path: weights.map(change) for path, weights in self.weights.items()},
+            biases={path: change(bias) for path, bias in self.biases.items()},
+            shared={name: change(tensor) for name, tensor in self.shared.items()},
+        )
 
 
 def new_adapter(
     name: str,
-    recipe: LoraRecipe,
+    recipe: Recipe,
     module_shapes: Mapping[str, Shape],
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -89,12 +95,14 @@ def new_adapter(
     model_type: str | None = None,
     base_model_name: str = "",
     extra: Mapping[str, Any] | None = None,
+    base_weights: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
     """A fresh adapter, initialised as peft does.
 
-    A is uniform in ±1/√in and B zero, so that the adapter changes nothing before it is trained.
-    A module's weights depend on the seed and its path alone, not on what else is adapted. Biases
-    of the base (`recipe.bias`) are not here: they start as the base's own.
+    LoRA's A is uniform in ±1/√in and B zero, (IA)³'s vectors are ones, so that the adapter changes
+    nothing before it is trained. A module's weights depend on the seed and its path alone, not on
+    what else is adapted. Biases of the base (`recipe.bias`) are not here: they start as the base's
+    own.
 
     Args:
         name: of the adapter.
@@ -107,24 +115,41 @@ def new_adapter(
         base_model_name: of the base, for adapter_config.json.
         extra: fields for adapter_config.json; `fan_in_fan_out=True` for a base that stores its
             weights [in, out].
+        base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
     Raises:
         AdapterError: the recipe does not fit the model.
         UnsupportedError: an initialisation that needs the base's weights or data.
     Source: `LoraLayer.reset_lora_parameters` of peft 0.21.2.
     """
-    if not isinstance(recipe.init, bool) and recipe.init.lower() != "gaussian":
+    init = recipe.init if isinstance(recipe, LoraRecipe) else True
+    if not isinstance(init, bool) and init.lower() != "gaussian":
         raise UnsupportedError(
-            f"init_lora_weights={recipe.init!r}: pcg starts an adapter with True, False or "
+            f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
             '"gaussian"; or let peft make and save one, and load that'
         )
     sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
+    kind = WEIGHTS[recipe.peft_type]
+    shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
     weights = {
-        path: _initial(recipe, site, module_shapes[path], dtype, _generator(seed, path))
+        path: kind.fresh(
+            recipe,
+            site,
+            module_shapes[path],
+            _generator(seed, path),
+            Around(partial(_base_weight, base_weights, path), shared),
+        ).map(lambda tensor: tensor.to(dtype))
         for path, site in sites.items()
     }
     resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}
-    return Adapter(name, resolved, weights, {}, base_model_name, extra)
+    shared = {name: tensor.to(dtype) for name, tensor in shared.items()}
+    return Adapter(name, resolved, weights, {}, base_model_name, extra, shared)
+
+
+def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
+    if weights is None:
+        raise AdapterError("this recipe begins with the base's weights; give base_weights")
+    return weights[path].cpu()
 
 
 def _generator(seed: int, path: str) -> torch.Generator:
@@ -132,24 +157,49 @@ def _generator(seed: int, path: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _initial(
-    recipe: LoraRecipe, site: Site, shape: Shape, dtype: torch.dtype, generator: torch.Generator
-) -> LoraWeights:
-    out_features, in_features = shape
-    a, b = torch.empty(site.rank, in_features), torch.zeros(out_features, site.rank)
-    bias = torch.zeros(out_features) if recipe.lora_bias else None
-    if isinstance(recipe.init, str):
-        torch.nn.init.normal_(a, std=1 / site.rank, generator=generator)
-    else:
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-    if recipe.init is False:  # as nn.Linear starts
-        torch.nn.init.kaiming_uniform_(b, a=math.sqrt(5), generator=generator)
-        if bias is not None:
-            bound = 1 / math.sqrt(site.rank)
-            torch.nn.init.uniform_(bias, -bound, bound, generator=generator)
-    return LoraWeights(
-        a.to(dtype), b.to(dtype), site.scale, None if bias is None else bias.to(dtype)
-    )
+def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter whose biases are not those that its recipe trains.
+
+    Args:
+        adapter: to be attached.
+        base_biases: the base's own, of those that the recipe trains, by path of their module.
+    Raises:
+        AdapterError: one is missing, or of another shape, or the base has none of it.
+    """
+    who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
+    for path in [*base_biases, *adapter.biases]:
+        found = [
+            "none" if bias is None else str(list(bias.shape))
+            for bias in (adapter.biases.get(path), base_biases.get(path))
+        ]
+        if found[0] != found[1]:
+            raise AdapterError(
+                f"{who} has {found[0]} as the bias of {path}, and the base {found[1]}; it is an "
+                "adapter for another base, or not all of it was saved"
+            )
+    if not adapter.tensors:
+        raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
+
+
+def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
+    """The adapter with what its modules share, made anew where its file does not hold it.
+
+    Args:
+        adapter: that fits the base.
+        module_shapes: (out, in) of all linear modules of the base, by path.
+    Raises:
+        AdapterError: what the file holds is smaller than the modules.
+    """
+    kind = WEIGHTS[adapter.recipe.peft_type]
+    shapes = [module_shapes[path] for path in adapter.weights]
+    needed = kind.fresh_shared(adapter.recipe, shapes)
+    for name, tensor in adapter.shared.items():
+        if any(n > m for n, m in zip(needed[name].shape, tensor.shape, strict=True)):
+            raise AdapterError(
+                f"adapter {adapter.name!r} has {name} {list(tensor.shape)}, and this base needs "
+                f"{list(needed[name].shape)}; it is an adapter for another base"
+            )
+    return replace(adapter, shared={**needed, **adapter.shared})
 
 
 def check_fits(
@@ -178,12 +228,11 @@ def check_fits(
                 f"{who} adapts {path}, which is no linear module of {base}"
                 f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
             )
-        out_features, in_features = module_shapes[path]
-        if (weights.b.shape[0], weights.a.shape[1]) != (out_features, in_features):
+        misfit = weights.misfit(module_shapes[path])
+        if misfit:
             raise AdapterError(
-                f"{who} has A {list(weights.a.shape)} and B {list(weights.b.shape)} for {path}, "
-                f"which is [{out_features}, {in_features}] in {base}; it is an adapter for "
-                "another base"
+                f"{who} has {misfit} for {path}, which is {list(module_shapes[path])} in {base}; "
+                "it is an adapter for another base"
             )
     for path, bias in adapter.biases.items():
         if path in module_shapes and bias.shape != (module_shapes[path][0],):

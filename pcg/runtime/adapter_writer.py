@@ -17,8 +17,10 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.runtime.adapter_config import config_fields, config_text
-from pcg.runtime.adapter_reader import CONFIG, PREFIX, WEIGHTS
-from pcg.runtime.adapter_weights import Adapter, LoraWeights
+from pcg.runtime.adapter_reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
+from pcg.runtime.adapter_weights import WEIGHTS as WEIGHTS_OF
+from pcg.runtime.adapter_weights import Adapter
+from pcg.runtime.module_weights import ModuleWeights
 
 
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
@@ -81,28 +83,28 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path, weights in adapter.weights.items():
         _check_bypass(adapter, path, weights)
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = weights.a
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = weights.b
-        if weights.bias is not None:
-            tensors[f"{PREFIX}{path}.lora_B.bias"] = weights.bias
+        for suffix, tensor in weights.stored.items():
+            tensors[f"{PREFIX}{path}.{suffix}"] = tensor
     for path, bias in adapter.biases.items():
         layer = ".base_layer" if path in adapter.weights else ""
         tensors[f"{PREFIX}{path}{layer}.bias"] = bias
+    if WEIGHTS_OF[adapter.recipe.peft_type].shared_is_stored(adapter.recipe):
+        for name, tensor in adapter.shared.items():
+            tensors[f"{SHARED_PREFIX}{name}"] = tensor
     return {key: _own_copy(tensor) for key, tensor in tensors.items()}
 
 
-def _check_bypass(adapter: Adapter, path: str, weights: LoraWeights) -> None:
-    """Refuse weights that a reader of the config would scale otherwise."""
+def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
+    """Refuse weights that a reader of the config would use otherwise."""
     recipe = adapter.recipe
     if recipe.target_modules is not None and recipe.site(path) is None:
         raise AdapterError(
             f"adapter {adapter.name!r} has weights for {path}, which its recipe does not target"
         )
     site = recipe.site_of_target(path)
-    if (weights.rank, weights.scale) != (site.rank, site.scale):
+    if weights.site != site:
         raise AdapterError(
-            f"adapter {adapter.name!r} has rank {weights.rank} and scale {weights.scale} at {path},"
-            f" its recipe gives {site.rank} and {site.scale}"
+            f"adapter {adapter.name!r} has {weights.site} at {path}, its recipe gives {site}"
         )
 
 

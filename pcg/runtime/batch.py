@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,7 @@ class Batch:
         spans: cover all tokens, in order.
         layer: the layer that runs; the runner sets it.
         uniform_length: the spans' length where all are whole sequences of one length, else 0.
+        dropout_seed: of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Batch:
         self.input_ids = input_ids
         self.spans = tuple(spans)
         self.layer = 0
+        self.dropout_seed: int | None = None
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         positions = [s.context + i for s in self.spans for i in range(s.length)]
@@ -76,6 +79,17 @@ class Batch:
         lengths = {span.length for span in self.spans}
         whole = not any(span.context for span in self.spans)
         self.uniform_length = lengths.pop() if len(lengths) == 1 and whole else 0
+
+    def generator(self, key: int) -> torch.Generator | None:
+        """What a random operator of the layer draws from, the same each time it asks.
+
+        Args:
+            key: of the operator in its layer.
+        """
+        if self.dropout_seed is None:
+            return None
+        seed = mixed_seed(self.dropout_seed, self.layer, key)
+        return torch.Generator(self.input_ids.device).manual_seed(seed)
 
     @property
     def last_tokens(self) -> Tensor:
@@ -162,3 +176,9 @@ def whole_sequences(sequences: Sequence[Sequence[int]], device: torch.device) ->
         start += len(sequence)
     ids = torch.tensor([token for s in sequences for token in s], dtype=torch.long, device=device)
     return Batch(ids, spans)
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed that tells any two sequences of numbers apart, the same on every platform."""
+    digest = hashlib.sha256(":".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

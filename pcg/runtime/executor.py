@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.errors import AdapterError, GenerationError
 from pcg.ir.program import ModelGraph, Program, Serving, Training
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
     Adapter,
+    check_biases,
     check_fits,
     new_adapter,
     read_adapter,
     recipe_from,
+    with_shared,
     write_adapter,
 )
 from pcg.runtime.batch import whole_sequences
@@ -30,6 +32,7 @@ from pcg.runtime.finetuning import finetune
 from pcg.runtime.generation import Chunk, Completion, Generator, Request
 from pcg.runtime.model_runner import BaseWeights, ModelRunner, TensorSource, load_weights
 from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.served_weights import ServedWeights
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
 
@@ -37,9 +40,9 @@ from pcg.runtime.training_runner import TrainingRunner
 class Specialiser(Protocol):
     """Compiles a program anew for adapters at other sites; the compiler gives one to executors."""
 
-    def serving(self, program: Program, recipes: Sequence[LoraRecipe]) -> Serving: ...
+    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
 
-    def training(self, program: Program, recipe: LoraRecipe) -> Training: ...
+    def training(self, program: Program, recipe: Recipe) -> Training: ...
 
 
 class Executor:
@@ -64,15 +67,18 @@ class Executor:
         self._eos_ids = eos_ids
         self._adapters: dict[str, Adapter] = {}
         self._weights = load_weights(program, weights, device)
+        self._linear = self._weights.linear(program.base)
+        self._served = ServedWeights(self._linear)
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
-            self._training[_model_sites(program.training.model)] = program.training
+            model = program.training.model
+            self._training[_model_sources(model) | _model_dropouts(model)] = program.training
         self._use(program.serving)
 
     def _use(self, serving: Serving) -> None:
         self._serving = serving
         self._runner = ModelRunner(serving, self._weights)
-        self._stacks = AdapterStacks(serving.model)
+        self._stacks = AdapterStacks(serving.model, self._served)
         self._generator = Generator(
             self._runner,
             self._stacks,
@@ -283,6 +289,8 @@ class Executor:
         ):
             adapter = read_adapter(path_or_config, name)
             check_fits(adapter, modules, self.program.name, base.output_module)
+            adapter = with_shared(adapter, modules)
+            check_biases(adapter, self._base_biases(adapter))
         else:
             adapter = new_adapter(
                 name,
@@ -292,8 +300,10 @@ class Executor:
                 output_layer=base.output_module,
                 model_type=str(self.program.config["model_type"]),
                 base_model_name=self.program.name,
+                base_weights=self._linear,
             )
             adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
+            check_biases(adapter, adapter.biases)
         return self.put_adapter(adapter)
 
     def put_adapter(self, adapter: Adapter) -> Adapter:
@@ -330,31 +340,15 @@ class Executor:
 
     def _prepared(self, adapter: Adapter) -> Adapter:
         """The adapter on this device in the program's adapter dtype, with its base's biases."""
-        if adapter.recipe.lora_bias:
-            raise UnsupportedError(
-                f"adapter {adapter.name!r} has lora_bias=True (a bias on lora_B), which pcg does "
-                "not run; train it without"
-            )
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, dtype)
-
-        weights = {
-            path: dataclasses.replace(w, a=moved(w.a), b=moved(w.b))
-            for path, w in adapter.weights.items()
-        }
-        biases = {path: moved(bias) for path, bias in adapter.biases.items()}
-        return dataclasses.replace(adapter, weights=weights, biases=biases)
+        return adapter.map(lambda tensor: tensor.to(self.device, dtype))
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
         """The base's biases that a fresh adapter trains, as they are."""
         biases: dict[str, Tensor] = {}
-        if adapter.recipe.bias == "none":
-            return biases
         for source, tensor in self._weights.by_source(self.program.base):
             module, _, kind = source.rpartition(".")
-            if kind == "bias" and (adapter.recipe.bias == "all" or module in adapter.weights):
+            if kind == "bias" and adapter.recipe.trains_bias(module, adapter.weights):
                 biases[module] = tensor.clone()
         return biases
 
@@ -364,11 +358,12 @@ class Executor:
         return "f64" if self.program.dtype == "f64" else "f32"
 
     def _has_sites(self, adapter: Adapter) -> bool:
-        return _sites(adapter) <= _model_sites(self._serving.model)
+        served = _sources((path, w.served) for path, w in adapter.weights.items())
+        return served | _bias_sources(adapter) <= _model_sources(self._serving.model)
 
     def refresh_adapter(self, name: str) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place."""
-        self._adapter(name)
+        self._served.changed(self._adapter(name))
         self._stacks.forget()
 
     # ------------------------------------------------------------------------------- finetuning
@@ -406,7 +401,10 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
-        key = _sites(adapter)
+        trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
+        key = (
+            trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
+        )
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         return TrainingRunner(self._training[key], self._weights, adapter)
@@ -415,21 +413,33 @@ class Executor:
 _LISTS = ("stop", "stop_token_ids")
 
 
-def _sites(adapter: Adapter) -> frozenset[str]:
-    """What the adapter attaches to: modules with a bypass, and biases."""
-    return frozenset({f"{path}.lora_A" for path in adapter.weights}) | frozenset(
-        f"{path}.bias" for path in adapter.biases
-    )
+def _sources(parts: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
+    """Sources of the parameters that an adapter has, of modules with the kinds of each."""
+    return frozenset(f"{path}.{kind}" for path, kinds in parts for kind in kinds)
 
 
-def _model_sites(model: ModelGraph) -> frozenset[str]:
-    """What a program's bypass networks attach to, in the same form."""
-    sources = (
+def _bias_sources(adapter: Adapter) -> frozenset[str]:
+    return frozenset(f"{path}.bias" for path in adapter.biases)
+
+
+def _model_sources(model: ModelGraph) -> frozenset[str]:
+    """Sources of the adapter parameters that a program reads, in all layers."""
+    return frozenset(
         parameter.source.format(layer=layer)
         for parameter, layer in model.parameters()
         if parameter.role == "adapter"
     )
-    return frozenset(source for source in sources if not source.endswith(".lora_B"))
+
+
+def _dropouts(p: float) -> frozenset[str]:
+    """What tells a training program with dropout from one without."""
+    return frozenset({f"dropout {p:g}"} if p else ())
+
+
+def _model_dropouts(model: ModelGraph) -> frozenset[str]:
+    """The same of a program's bypass networks."""
+    nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
+    return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
 
 
 def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:

@@ -57,7 +57,7 @@ class FinetuneOptions:
         data_format: a name of `data_formats.FORMATS`, or "auto".
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
         empty: what to do with rows that have nothing to learn: "error" or "drop".
-        seed: of the order of the data, and of a fresh adapter's weights.
+        seed: of the order of the data, of what is dropped, and of a fresh adapter's weights.
         shuffle: a new order each epoch.
         eval_data: to measure the loss on; in any form that the data may have.
         eval_every: steps between evaluations; None is at the end of each epoch. The last step is

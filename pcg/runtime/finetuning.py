@@ -1,8 +1,9 @@
 """The finetuning job: steps over one adapter, evaluations, checkpoints, exact resume.
 
 Between two steps the whole state of a job is the adapter, AdamW's moments and a `TrainerState`;
-nothing is random but the order of the data, which is a function of seed and epoch. So a run that
-is resumed ends with the same bits as one that was not interrupted.
+nothing is random but the order of the data, a function of seed and epoch, and what is dropped, one
+of seed, step and batch. So a run that is resumed ends with the same bits as one that was not
+interrupted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph, Parameter
-from pcg.ir.program import ModelGraph, Program, Serving, python_name
+from pcg.ir.program import ModelGraph, Program, Serving, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import Bound
 from pcg.runtime.batch import Batch
@@ -50,6 +50,17 @@ class BaseWeights:
         for layer, block in enumerate(model.layers):
             yield model.blocks[block], layer, self.layers[layer]
         yield model.epilogue, 0, self.epilogue
+
+    def linear(self, model: ModelGraph) -> dict[str, Tensor]:
+        """Weight [out, in] of each linear module by its path."""
+        found: dict[str, Tensor] = {}
+        for graph, layer, holder in self.holders(model):
+            for node in graph.nodes:
+                site = site_of(graph, node)
+                if site is not None:
+                    weight = getattr(holder, python_name(node.inputs[1]))
+                    found[site.format(layer=layer)] = weight
+        return found
 
     def by_source(self, model: ModelGraph) -> Iterator[tuple[str, Tensor]]:
         """The frozen tensors by their names in a checkpoint."""
@@ -119,10 +130,9 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
             if node.op in ("linear", "linear_group", "lora_linear"):
                 count = int(node.get("count", 1))  # type: ignore[arg-type]
                 biased = node.get("bias", len(node.inputs) == 3)
-                groups = [node.inputs[1 : 1 + count]]
-                groups += [node.inputs[1 + count : 1 + 2 * count]] if biased else []
-                for names in groups:
-                    _join(new, [python_name(n) for n in names if n in graph.types], packed)
+                names = [python_name(name) for name in node.inputs[1 : 1 + count]]
+                biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
+                _join(new, names, [getattr(new, python_name(name)) for name in biases], packed)
         return new
 
     layers = zip(model.layers, weights.layers, strict=True)
@@ -135,18 +145,23 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
 
 
 def _join(
-    holder: SimpleNamespace, names: Sequence[str], packed: dict[tuple[int, ...], Tensor]
+    holder: SimpleNamespace,
+    names: Sequence[str],
+    biases: Sequence[Tensor],
+    packed: dict[tuple[int, ...], Tensor],
 ) -> None:
-    """Put the tensors of these names, joined and packed, under the first; None under the others."""
+    """Put the weights of these names, joined and packed, under the first; None under the others.
+
+    Their biases, joined, go with them; the holder keeps each, which other operators may read.
+    """
     tensors: list[Tensor] = [getattr(holder, name) for name in names]
-    if not tensors:
-        return
-    key = tuple(id(tensor) for tensor in tensors)
+    key = tuple(id(tensor) for tensor in (*tensors, *biases))
     if key not in packed:
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
             whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
         whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
+        whole.group_bias = torch.cat(tuple(biases)) if biases else None  # type: ignore[attr-defined]
         packed[key] = whole
     for name in names:
         setattr(holder, name, None)

@@ -17,8 +17,8 @@ Parameters = Mapping[str, Tensor]
 
 def make_optimizer(parameters: Parameters, options: FinetuneOptions) -> torch.optim.Optimizer:
     """AdamW, decaying the bypass weights alone: a bias would shrink from the base's own."""
-    biases = [tensor for path, tensor in parameters.items() if path.endswith(".bias")]
-    weights = [tensor for path, tensor in parameters.items() if not path.endswith(".bias")]
+    biases = [tensor for path, tensor in parameters.items() if path.endswith("bias")]
+    weights = [tensor for path, tensor in parameters.items() if not path.endswith("bias")]
     groups = [{"params": weights, "weight_decay": options.weight_decay}]
     if biases:
         groups.append({"params": biases, "weight_decay": 0.0})

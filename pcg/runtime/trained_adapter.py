@@ -5,7 +5,6 @@ Training changes tensors in place, so the job's adapter shares none with the cal
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, UnsupportedError
-from pcg.ir.recipe import LoraRecipe, Site
-from pcg.runtime.adapters import Adapter, check_fits, recipe_from
+from pcg.errors import FinetuneError
+from pcg.ir.recipes import Recipe, recipe_of_fields
+from pcg.runtime.adapters import Adapter, check_fits, recipe_from, with_shared
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
@@ -38,7 +37,7 @@ def start_adapter(
         saved: from a checkpoint, to go on with.
     Raises:
         FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
-        UnsupportedError: a feature of the recipe that pcg does not train.
+        UnsupportedError: a feature of the recipe that pcg does not do.
     """
     there = executor.adapters.get(name)
     if there is not None and peft is not None:
@@ -57,19 +56,14 @@ def start_adapter(
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = executor.program.base
         check_fits(saved, base.linear_modules(), executor.program.name, base.output_module)
-        _check_trainable(saved.recipe, name)
-        return executor.put_adapter(owned(saved))
+        return executor.put_adapter(owned(with_shared(saved, base.linear_modules())))
     if there is not None:
-        _check_trainable(there.recipe, name)
         return executor.put_adapter(owned(there))
     if peft is None:
         compiled = executor.program.recipes.get(name)
-        peft = "lora" if compiled is None else LoraRecipe(**compiled)
-    if not isinstance(peft, str | os.PathLike):
-        _check_trainable(recipe_from(peft), name)
+        peft = "lora" if compiled is None else recipe_of_fields(compiled)
     made = executor.add_adapter(name, peft, seed=seed)
     try:
-        _check_trainable(made.recipe, name)
         return executor.put_adapter(owned(made))
     except BaseException:
         executor.remove_adapter(name)
@@ -78,24 +72,14 @@ def start_adapter(
 
 def owned(adapter: Adapter) -> Adapter:
     """The adapter with copies of its tensors."""
-    weights = {
-        path: dataclasses.replace(
-            w, a=w.a.clone(), b=w.b.clone(), bias=None if w.bias is None else w.bias.clone()
-        )
-        for path, w in adapter.weights.items()
-    }
-    biases = {path: bias.clone() for path, bias in adapter.biases.items()}
-    return dataclasses.replace(adapter, weights=weights, biases=biases)
+    return adapter.map(torch.clone)
 
 
 def overwrite(adapter: Adapter, values: Adapter) -> None:
     """Copy values into an adapter's own tensors."""
     with torch.no_grad():
-        for path, weights in adapter.weights.items():
-            for tensor, value in zip(weights.tensors, values.weights[path].tensors, strict=True):
-                tensor.copy_(value)
-        for path, bias in adapter.biases.items():
-            bias.copy_(values.biases[path])
+        for tensor, value in zip(adapter.tensors, values.tensors, strict=True):
+            tensor.copy_(value)
 
 
 def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
@@ -113,31 +97,22 @@ def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
     return checksum
 
 
-def _check_trainable(recipe: LoraRecipe, name: str) -> None:
-    if recipe.dropout:
-        raise UnsupportedError(
-            f"the recipe of adapter {name!r} has lora_dropout={recipe.dropout:g}, and pcg trains "
-            "without dropout; set it to 0 (of a saved adapter: in its adapter_config.json)"
-        )
-    if recipe.lora_bias:
-        raise UnsupportedError(
-            f"the recipe of adapter {name!r} has lora_bias=True (a bias on lora_B), which pcg does "
-            "not train; set it to False"
-        )
-
-
-_Sites = tuple[Mapping[str, Site], str]
+_Sites = tuple[Mapping[str, object], str, float]
+"""What a recipe does at each module, the biases that it trains, and its dropout."""
 
 
 def _sites(adapter: Adapter) -> _Sites:
-    sites = {path: Site(w.rank, w.scale) for path, w in adapter.weights.items()}
-    return sites, adapter.recipe.bias
+    sites = {path: weights.site for path, weights in adapter.weights.items()}
+    return sites, adapter.recipe.bias, adapter.recipe.dropout
 
 
-def _sites_of_recipe(executor: Executor, recipe: LoraRecipe) -> _Sites:
+def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
     base = executor.program.base
     model_type = str(executor.program.config["model_type"])
-    return recipe.sites(tuple(base.linear_modules()), base.output_module, model_type), recipe.bias
+    sites: Mapping[str, object] = recipe.sites(
+        tuple(base.linear_modules()), base.output_module, model_type
+    )
+    return sites, recipe.bias, recipe.dropout
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
@@ -145,16 +120,14 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
     difference = ""
     if first[1] != second[1]:
         difference = f'bias="{first[1]}" and {other} "{second[1]}"'
+    if first[2] != second[2]:
+        difference = f"dropout {first[2]:g} and {other} {second[2]:g}"
     for path in [*first[0], *second[0]]:
         a, b = first[0].get(path), second[0].get(path)
         if a != b and not difference:
-            difference = f"{_words(a)} at {path} and {other} {_words(b)}"
+            difference = f"{a or 'none'} at {path} and {other} {b or 'none'}"
     if difference:
         raise FinetuneError(
             f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "
             "checkpoint_dir"
         )
-
-
-def _words(site: Site | None) -> str:
-    return "none" if site is None else f"rank {site.rank} with scale {site.scale:g}"

@@ -8,16 +8,15 @@ all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.ir.graph import Parameter
-from pcg.ir.program import ModelGraph, Training, python_name
-from pcg.runtime.adapter_batch import NO_ADAPTERS, AdapterWeight
+from pcg.ir.program import Training, python_name
+from pcg.runtime.adapter_batch import NO_ADAPTERS
+from pcg.runtime.adapter_binding import bind, trained_tensors
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, whole_sequences
 from pcg.runtime.data import IGNORED, Example
@@ -38,26 +37,30 @@ class TrainingRunner:
         self._inputs = LayerInputs(training.model)
         model = training.model
         self._layers = [
-            _bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
+            bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
-        self._outer = _bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
-        self.parameters = _trained_tensors(model, adapter)
+        self._outer = bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
+        self.parameters = trained_tensors(model, adapter)
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
         self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
 
-    def forward_backward(self, examples: Sequence[Example], normaliser: float) -> float:
+    def forward_backward(
+        self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
+    ) -> float:
         """Add the gradients of sum(loss) / normaliser to each parameter's `grad`.
 
         Args:
             examples: whole sequences; their labels are shifted here.
             normaliser: target tokens that the loss is a mean over.
+            dropout_seed: of what the recipe drops; None drops nothing.
         Returns:
             The sum of the target tokens' losses.
         """
         with torch.no_grad():
             batch, targets = _shifted(examples, self._device)
+            batch.dropout_seed = dropout_seed
             shared, carried, kept = self._forward(batch)
             loss, gradients = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
             del shared, carried
@@ -119,7 +122,9 @@ class TrainingRunner:
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        for chunk in rows.split(self._chunk):
+        for index, chunk in enumerate(rows.split(self._chunk)):
+            # Behind the layers, and each chunk drops other elements.
+            batch.layer = len(self._layers) + index
             part = [x[chunk] for x in inputs]
             arguments = (self.weights.epilogue, self._outer, batch, *part, targets[chunk])
             if weight is None:
@@ -156,53 +161,6 @@ class TrainingRunner:
                 continue
             gradient = gradient.to(weight.dtype)
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-
-
-def _bind(
-    parameters: Sequence[Parameter], adapter: Adapter, layer: int, weights: SimpleNamespace
-) -> SimpleNamespace:
-    """The adapter's weights by attribute.
-
-    A layer that the adapter leaves out gets weights of rank 0, and the base's own biases.
-    """
-    bound = SimpleNamespace()
-    for parameter in parameters:
-        if parameter.role != "adapter":
-            continue
-        path = parameter.source.format(layer=layer)
-        weight = _weight(parameter, path, adapter)
-        if weight is None:
-            frozen = {p.source: p.name for p in parameters if p.role == "frozen"}
-            weight = AdapterWeight(getattr(weights, python_name(frozen[parameter.source])))
-        setattr(bound, python_name(parameter.name), weight)
-    return bound
-
-
-def _weight(parameter: Parameter, path: str, adapter: Adapter) -> AdapterWeight | None:
-    """The adapter's weight at a path; None for a bias that it does not have."""
-    module, _, kind = path.rpartition(".")
-    if kind == "bias":
-        bias = adapter.biases.get(module)
-        return None if bias is None else AdapterWeight(bias)
-    weights = adapter.weights.get(module)
-    if weights is None:
-        empty = torch.empty(0)
-        out, in_ = parameter.type.shape
-        shape = (0, int(in_)) if kind == "lora_A" else (int(out), 0)
-        return AdapterWeight(empty.new_empty(shape), 1.0)
-    return AdapterWeight(weights.a if kind == "lora_A" else weights.b, weights.scale)
-
-
-def _trained_tensors(model: ModelGraph, adapter: Adapter) -> Mapping[str, Tensor]:
-    """The adapter's tensors at the program's sites, by their name in a checkpoint."""
-    tensors: dict[str, Tensor] = {}
-    for parameter, layer in model.parameters():
-        if parameter.role == "adapter":
-            path = parameter.source.format(layer=layer)
-            bound = _weight(parameter, path, adapter)
-            if bound is not None and bound.weight.numel():
-                tensors[path] = bound.weight
-    return tensors
 
 
 def _shifted(examples: Sequence[Example], device: torch.device) -> tuple[Batch, Tensor]:

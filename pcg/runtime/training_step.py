@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from pcg.errors import FinetuneError, UnsupportedError
+from pcg.runtime.batch import mixed_seed
 from pcg.runtime.batches import Batches
 from pcg.runtime.data import Dataset, Example
 from pcg.runtime.finetune_options import FinetuneOptions
@@ -67,7 +68,7 @@ class TrainingStep:
         """Take the next batches and compute their gradients, clipped.
 
         Args:
-            step: steps done, for messages.
+            step: steps done; what is dropped depends on it.
             rate: the learning rate, for messages.
         Raises:
             FinetuneError: the loss or the norm is no number; the adapter is as it was.
@@ -80,7 +81,8 @@ class TrainingStep:
         targets = sum(example.targets for example in examples)
         total = 0.0
         for index, batch in enumerate(group):
-            loss = self._runner.forward_backward(batch, targets)
+            seed = mixed_seed(self._options.seed, step, index)
+            loss = self._runner.forward_backward(batch, targets, seed)
             if not math.isfinite(loss):
                 places = self._places(epoch, first + index)
                 self._refuse(f"the loss is {loss:g}", batch, places, step, rate)

@@ -27,8 +27,17 @@ from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
 
-NAMESPACE = {"torch": torch, "F": F, "K": torch_ops}
-"""What an emitted file imports."""
+
+class OneStep:
+    """A batch that draws the same numbers whenever it is asked."""
+
+    @staticmethod
+    def generator(key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(key)
+
+
+NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
+"""What an emitted file imports, and the batch that its functions take."""
 ELSEWHERE = {"attention"}
 """Operators whose rule is checked in a test of their own."""
 
@@ -135,6 +144,24 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets < 0, 0.0, losses)
 
 
+def column_norm_reference(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return (weight + SCALE * b @ a).norm(dim=1)
+
+
+def vera_up_reference(whole: Tensor, lambda_b: Tensor, lambda_d: Tensor) -> Tensor:
+    return torch.diag(lambda_b) @ whole[:3] @ torch.diag(lambda_d)
+
+
+def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
+    """Dropout as a product with the step's mask."""
+
+    def reference(x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape).bernoulli_(1 - p, generator=OneStep.generator(key))
+        return x.double() * kept / (1 - p) if p < 1 else x * 0.0
+
+    return reference
+
+
 # ----------------------------------------------------------------------------------------- cases
 
 
@@ -228,6 +255,7 @@ def linear_cases() -> list[Case]:
     a, b = weight(2, 4, role="adapter"), weight(3, 2, role="adapter")
     bias, base = weight(4, role="adapter"), weight(4)
     expand_operands = (x(3), x(2), b)
+    a_frozen, b_frozen = (dataclasses.replace(operand, needs=False) for operand in (a, b))
     cases = [
         Case("linear", (x(4), weight(3, 4))),
         Case("linear", (x(2, 4), weight(3, 4))),
@@ -244,6 +272,37 @@ def linear_cases() -> list[Case]:
             pairs = zip(expand_operands, some, strict=True)
             chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
             cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    vector = weight(4, role="adapter")
+    for needs in ((True, True), (False, True), (True, False)):
+        operands = (x(4, needs=needs[0]), dataclasses.replace(vector, needs=needs[1]))
+        cases.append(Case("scale", operands, {}, lambda y, by: y * by))
+        cases.append(Case("scale", (*operands, base), {}, lambda y, by, b: by * (y - b) + b))
+        operands = (operands[0], dataclasses.replace(bias, needs=needs[1]))
+        cases.append(Case("bias_add", operands, {}, lambda y, by: y + SCALE * by))
+    whole = weight(5, 2, role="adapter")
+    vectors = (weight(3, role="adapter"), weight(2, role="adapter"))
+    frozen_whole = dataclasses.replace(whole, needs=False)
+    cases.append(Case("vera_down", (frozen_whole,), {"size": 1}, lambda w: w[:, :1]))
+    cases.append(Case("vera_up", (frozen_whole, *vectors), {}, vera_up_reference))
+    attributes: dict[str, Attribute]
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": F.gelu,
+        "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": torch.relu,
+        "silu": F.silu,
+        "tanh": torch.tanh,
+    }
+    for name, f in functions.items():
+        attributes = {"function": name}
+        cases.append(Case("activate", (x(4), bias), attributes, lambda s, d, f=f: f(s + SCALE * d)))
+    magnitude, norm = weight(4, role="adapter"), weight(4, positive=True)
+    cases.append(Case("column_factor", (magnitude, norm), {}, lambda m, n: m / n))
+    cases.append(Case("column_norm", (weight(3, 4), a_frozen, b_frozen), {}, column_norm_reference))
+    for p in (0.3, 1.0):
+        attributes = {"p": p, "key": 3}
+        cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
+    attributes = {"p": 0.3, "key": 3, "dtype": "f64"}
+    cases.append(Case("dropout", (x(4, dtype="f32"),), attributes, dropout_reference(0.3, 3)))
     return cases
 
 
@@ -364,10 +423,18 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor], *, check_types: bool) -
 def has_kernel_operand(graph: Graph, name: str) -> bool:
     """Whether a bypass network's operator reads the parameter, which then carries its scale."""
     bypass = {
+        "activate",
         "bias_add",
+        "column_factor",
+        "column_norm",
         "expand_add",
         "expand_backward",
+        "scale",
         "scaled_outer",
+        "sum_tokens",
+        "vera_down",
+        "vera_up",
+        "vera_up_backward",
         "shrink",
         "shrink_backward",
     }

@@ -18,8 +18,10 @@ from pcg.ir.program import Program
 from pcg.ir.program_folder import is_program_folder, load_program, save_program
 from pcg.ir.program_manifest import FORMAT, read_manifest
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import recipe_fields
 from tests import tiny_llama
 
+LORA = {"peft_type": "LORA"}
 RECIPE = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "down_proj"), bias="none")
 
 
@@ -87,7 +89,7 @@ def test_manifest_says_what_it_was_made_of(folder: Path) -> None:
     assert manifest.format == FORMAT
     assert manifest.versions.keys() == {"pcg", "torch", "transformers"}
     assert manifest.weights == "somewhere"
-    assert manifest.recipes == {"mine": dataclasses.asdict(RECIPE)}
+    assert manifest.recipes == {"mine": recipe_fields(RECIPE)}
     assert manifest.files.keys() | {"manifest.json"} == content_of(folder).keys()
     assert is_program_folder(folder)
     assert not is_program_folder(folder.parent)
@@ -242,8 +244,14 @@ def remove(name: str) -> Callable[[Path], None]:
         (set_field(format=FORMAT + 1), rf"of format {FORMAT + 1}, written by pcg .*; update pcg"),
         (set_field(format="1"), r"has \"format\": '1'"),
         (set_field(recipes=None), r'"recipes" is damaged'),
-        (set_field(recipes={"a": {"rank": 0}}), r"recipe 'a' is damaged: rank=0"),
-        (set_field(recipes={"a": {"rang": 1}}), r"recipe 'a' is damaged: .*'rang'"),
+        (
+            set_field(recipes={"a": {"peft_type": "LORA", "rank": 0}}),
+            r"recipe 'a' is damaged: rank=0",
+        ),
+        (
+            set_field(recipes={"a": {"peft_type": "LORA", "rang": 1}}),
+            r"recipe 'a' is damaged: .*'rang'",
+        ),
         (set_field(surprise=1), r'has "surprise", which no manifest has'),
         (set_field(files={}), r"names no base.pcg"),
         (set_field(files={"../x": "00"}), r"names '../x', which is no file of it"),

@@ -260,11 +260,62 @@ def scaled_outer(make: Maker, op: str) -> Sequence[str]:
 def bias_add(make: Maker, op: str) -> Sequence[str]:
     y = make.matrix()
     size = make.type(y).shape[-1]
-    return make.add(op, y, make.of("f32", size), make.of(make.type(y).dtype, size))
+    base = [make.of(make.type(y).dtype, size)] if make.coin() else []
+    return make.add(op, y, make.of("f32", size), *base)
+
+
+def dropout(make: Maker, op: str) -> Sequence[str]:
+    p = make.draw(st.floats(0, 1, exclude_min=True))
+    key = make.draw(st.integers(0, 2**31))
+    dtypes: dict[str, Any] = make.draw(st.dictionaries(st.just("dtype"), st.sampled_from(FLOATS)))
+    return make.add(op, make.matrix(), p=p, key=key, **dtypes)
+
+
+def scale(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    vectors = [make.of("f32", make.type(y).shape[-1]) for _ in range(1 + make.coin())]
+    return make.add(op, y, *vectors)
+
+
+def inner(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    base = [make.of("f32", make.type(y).shape[-1])] if make.coin() else []
+    return make.add(op, y, make.like(y), *base, dtype=make.draw(st.sampled_from(FLOATS)))
+
+
+def column_norm(make: Maker, op: str) -> Sequence[str]:
+    rank, out, in_ = make.sizes(3)
+    a, b = make.of("f32", rank, in_), make.of("f32", out, rank)
+    return make.add(op, make.of(make.draw(st.sampled_from(FLOATS)), out, in_), a, b)
+
+
+def column_factor(make: Maker, op: str) -> Sequence[str]:
+    (out,) = make.sizes(1)
+    return make.add(op, make.of("f32", out), make.of("f32", out))
+
+
+def vera_down(make: Maker, op: str) -> Sequence[str]:
+    rank, in_, more = make.sizes(3)
+    return make.add(op, make.of("f32", rank, in_ + more), size=in_)
+
+
+def vera_up(make: Maker, op: str) -> Sequence[str]:
+    rank, out, more = make.sizes(3)
+    first = [make.of("f32", out, rank)] if op == "vera_up_backward" else []
+    whole = make.of("f32", out + more, rank)
+    return make.add(op, *first, whole, make.of("f32", out), make.of("f32", rank))
+
+
+def activate(make: Maker, op: str) -> Sequence[str]:
+    s = make.matrix()
+    function = make.draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu", "tanh"]))
+    return make.add(op, s, make.of("f32", make.type(s).shape[-1]), function=function)
 
 
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
-    return make.add(op, make.matrix(), dtype=make.draw(st.sampled_from(FLOATS)))
+    dz = make.matrix()
+    bias = [make.of("f32", make.type(dz).shape[-1])] if make.coin() else []
+    return make.add(op, dz, *bias, dtype=make.draw(st.sampled_from(FLOATS)))
 
 
 def rms_norm(make: Maker, op: str) -> Sequence[str]:
@@ -424,13 +475,18 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("cross_entropy", "cross_entropy_backward"), cross_entropy),
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
+    "activate": activate,
     "bias_add": bias_add,
     "cast": cast,
+    "column_factor": column_factor,
+    "column_norm": column_norm,
     "concat": concat,
+    "dropout": dropout,
     "embedding": embedding,
     "expand": expand,
     "expand_add": expand_add,
     "experts": experts,
+    "inner": inner,
     "linear": linear,
     "linear_group": linear_group,
     "lora_linear": linear_group,
@@ -439,11 +495,14 @@ RECIPES: dict[str, Recipe] = {
     "pow": power,
     "repeat_interleave": repeat_interleave,
     "reshape": reshape,
+    "scale": scale,
     "scaled_outer": scaled_outer,
     "shrink": shrink,
     "softmax": softmax,
     "sum_tokens": sum_tokens,
     "topk": topk,
+    "vera_down": vera_down,
+    **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),
 }
 
 STATES: SearchStrategy[tuple[State, int]] = st.one_of(

@@ -13,7 +13,7 @@ from pcg.codegen.kernels import torch_ops
 from pcg.ir.graph import Graph, Value
 from pcg.ir.operators import operator
 from pcg.ir.types import TORCH_NAMES
-from pcg.runtime.adapter_batch import AdapterWeight
+from pcg.runtime.module_weights import AdapterWeight
 
 _NAMESPACE = {"torch": torch, "F": F, "K": torch_ops}
 

@@ -6,7 +6,7 @@ from functools import cache
 
 from pcg.compiler import Compilation, run_passes
 from pcg.ir.program import ModelGraph
-from pcg.passes.attach import Bypasses
+from pcg.passes.bypasses import Bypasses
 from pcg.trace import Trace
 from tests.families.families import BY_NAME
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pcg.errors import AdapterError, UnsupportedError
+from pcg.errors import AdapterError
 from pcg.ir.parser import parse_graph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 from tests.passes.mlp import MLP, mlp_model
 
@@ -115,7 +116,3 @@ def test_biases_of_recipes(bias: str, targets: tuple[str, ...], expected: set[st
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(AdapterError, match="target_modules has 'upp'"):
         bypasses_of(mlp_model(), [LoraRecipe(target_modules=("upp",))], "llama", "f32")
-    with pytest.raises(UnsupportedError, match="lora_bias"):
-        bypasses_of(
-            mlp_model(), [LoraRecipe(target_modules=("up",), lora_bias=True)], "llama", "f32"
-        )

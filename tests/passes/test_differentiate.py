@@ -14,7 +14,8 @@ from pcg.ir.graph import Builder, Graph, Parameter, Value
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.train import layer_kinds, plan_layer, train_epilogue
 from tests.passes.evaluate import evaluate, random_values

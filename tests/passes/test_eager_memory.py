@@ -20,7 +20,7 @@ from pcg.ir.operators.model import CONTEXT
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.adapter_use import adapter_use
-from pcg.passes.attach import Bypasses
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.eager_memory import EagerMemory, eager_memory
 from pcg.passes.eager_walk import Eager
 from pcg.passes.storages import SEQUENCES, Storages

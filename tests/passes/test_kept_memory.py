@@ -60,7 +60,7 @@ def peak_error(family: Family, dtype: str, budget: float) -> float:
     """Predicted peak of a step by the measured one, less 1."""
     batch, seq = 4, 192
     wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_dim": 512, "head_dim": 64}
-    wide["word_embed_proj_dim"] = 256
+    wide |= {"word_embed_proj_dim": 256, "max_position_embeddings": 256}
     config = family.config(4)
     config |= {key: size for key, size in wide.items() if key in config}
     excluded = tuple(family.excluded) or None

@@ -14,8 +14,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators import operator
 from pcg.ir.verifier import verify
-from pcg.passes.attach import Bypasses, attach
+from pcg.passes.attach import attach
 from pcg.passes.budget import mixed, mixes, spread
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.differentiate import differentiate
 from pcg.passes.rematerialize import Choice, SaveProblem, graph_flops, node_flops

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
 from pcg.compiler import Compilation, run_passes
-from pcg.passes.attach import Bypasses
+from pcg.passes.bypasses import Bypasses
 from pcg.runtime.executor import Executor
 
 RECIPES = {

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import pcg.compiler
-from pcg.errors import DataError, FinetuneError, FinetuneInterrupted, UnsupportedError
+from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
 from pcg.runtime.batches import Batches
 from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.executor import Executor
@@ -415,18 +415,6 @@ def test_defaults_are_documented() -> None:
     assert FinetuneOptions.__doc__ is not None
     for name in FinetuneOptions.__dataclass_fields__:
         assert f"\n        {name}: " in FinetuneOptions.__doc__
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"lora_bias": True}, "lora_bias=True")],
-)
-def test_features_that_are_not_trained(
-    executor: Executor, recipe: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        executor.finetune(examples(2), "a", peft={**LORA, **recipe})
-    assert not executor.adapters
 
 
 def test_not_a_number_names_the_line(with_words: Executor, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pcg.compiler as compiler
 from pcg.compiler import Compilation, run_passes
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.program import ModelGraph
-from pcg.passes.attach import Bypasses
+from pcg.passes.bypasses import Bypasses
 from tests.families import oracle
 
 SMALL = {

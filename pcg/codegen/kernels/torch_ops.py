@@ -17,8 +17,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.attention import attention, attention_backward
+from pcg.codegen.kernels.bypass_ops import (
+    activate,
+    as_weight,
+    column_factor,
+    column_norm,
+    dropout,
+    inner,
+    scale,
+    vera_down,
+    vera_up,
+    vera_up_backward,
+)
 
-__all__ = ["attention", "attention_backward"]
+__all__ = [
+    "activate",
+    "attention",
+    "attention_backward",
+    "column_factor",
+    "column_norm",
+    "dropout",
+    "inner",
+    "scale",
+    "vera_down",
+    "vera_up",
+    "vera_up_backward",
+]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
@@ -207,7 +231,7 @@ def lora_linear(
     outputs, and either one stack B [adapters, ranks, outs] or one of each output.
     """
     first: Any = weights[0]
-    y = linear(x, first, biases[0] if biases else None)
+    y = linear(x, first, first.group_bias)
     lora = a[0]
     sizes = first.group_sizes
     if lora is None:
@@ -244,7 +268,7 @@ def linear_group(
     if weights[1] is not None:
         padded = biases or [None] * len(weights)
         return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
-    y = linear(x, first, biases[0] if biases else None)
+    y = linear(x, first, first.group_bias)
     outs: Sequence[Tensor] = y.split(first.group_sizes, -1)
     return outs
 
@@ -259,6 +283,7 @@ def shrink(x: Tensor, a: Any) -> Any:
     """
     if a is None:
         return None
+    a = as_weight(a)
     segments, weight = a.segments, a.weight
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
@@ -273,6 +298,7 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
         return y
+    b = as_weight(b)
     segments, weight = b.segments, b.weight
     if segments is None:
         if y.dtype == s.dtype:
@@ -306,12 +332,13 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
 
 def shrink_backward(ds: Tensor, a: Any) -> Tensor:
     """dx = ds A."""
-    dx: Tensor = ds @ a.weight
+    dx: Tensor = ds @ as_weight(a).weight
     return dx
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
     """ds = scale · dz B, in B's dtype."""
+    b = as_weight(b)
     ds: Tensor = dz.to(b.weight.dtype) @ b.weight
     return ds.mul_(b.scale)
 
@@ -323,24 +350,26 @@ def outer(ds: Tensor, x: Tensor) -> Tensor:
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     """dB = scale · dzᵀ s."""
-    return (dz.to(s.dtype).t() @ s).mul_(b.scale)
+    return (dz.to(s.dtype).t() @ s).mul_(as_weight(b).scale)
 
 
-def bias_add(y: Tensor, bias: Any, base: Tensor) -> Tensor:
-    """y + (bias - base), each token with its own adapter's bias."""
+def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
+    """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
     if bias is None:
         return y
     if bias.segments is None:
-        delta: Tensor = bias.weight - base
+        delta: Tensor = bias.weight * bias.scale if base is None else bias.weight - base
         return (y + delta).to(y.dtype)
-    present = torch.tensor(bias.present, device=y.device).unsqueeze(-1)
-    delta = (bias.weight[:, 0] - base) * present
+    delta = bias.weight[:, 0]  # scaled; zeros for who has none
+    if base is not None:
+        delta = (delta - base) * torch.tensor(bias.present, device=y.device).unsqueeze(-1)
     sizes = torch.tensor(bias.segments.sizes, device=y.device)
     rows = y[bias.segments.start :]
     rows.copy_(rows + delta.repeat_interleave(sizes, 0))
     return y
 
 
-def sum_tokens(dz: Tensor) -> Tensor:
-    """The sum over tokens, in fp32 at least."""
-    return _wide(dz).sum(0)
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    total = _wide(dz).sum(0)
+    return total if bias is None else total.mul_(bias.scale)

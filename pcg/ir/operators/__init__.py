@@ -5,13 +5,19 @@ from __future__ import annotations
 import difflib
 
 from pcg.errors import IrError
-from pcg.ir.operators import elementwise, linear, model, shape
+from pcg.ir.operators import bypass, elementwise, linear, model, shape
 from pcg.ir.operators.operator import Gradient, Operator
 
 OPERATORS: dict[str, Operator] = {
     entry.name: entry
     for entry in sorted(
-        (*elementwise.OPERATORS, *linear.OPERATORS, *model.OPERATORS, *shape.OPERATORS),
+        (
+            *bypass.OPERATORS,
+            *elementwise.OPERATORS,
+            *linear.OPERATORS,
+            *model.OPERATORS,
+            *shape.OPERATORS,
+        ),
         key=lambda entry: entry.name,
     )
 }

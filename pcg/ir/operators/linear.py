@@ -268,18 +268,18 @@ class ScaledOuter(Outer):
 
 
 class BiasAdd(Operator):
-    """z = y + (b' - b): a base operator's bias replaced by the adapter's own.
+    """z = y + scale · b', or with a base operator's bias b, which b' replaces, z = y + (b' - b).
 
-    `y: [T, out]`; `b': [out]`, the adapter's bias; `b: [out]`, the base's.
+    `y: [T, out]`; `b': [out]`, the adapter's bias; `b: [out]`, the base's, may be missing.
     """
 
     name = "bias_add"
-    inputs = (3, 3)
+    inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        y, bias, base = types
-        if bias.shape != y.shape[1:] or base.shape != y.shape[1:]:
-            raise TypeCheckError(f"bias_add of {bias} in place of {base} onto {y}")
+        y, *biases = types
+        if any(bias.shape != y.shape[1:] for bias in biases):
+            raise TypeCheckError(f"bias_add of {', '.join(map(str, biases))} onto {y}")
         return (y,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -288,20 +288,27 @@ class BiasAdd(Operator):
     def gradient(self, context: Gradient) -> list[str | None]:
         dbias = None
         if context.needs[1]:
-            dbias = context.add("sum_tokens", context.incoming, dtype=context.input_type(1).dtype)
-        return [context.incoming if context.needs[0] else None, dbias, None]
+            # The scale is the parameter's own; one that replaces the base's has none.
+            scaled = [context.input(1)] if len(context.node.inputs) == 2 else []
+            dtype = context.input_type(1).dtype
+            dbias = context.add("sum_tokens", context.incoming, *scaled, dtype=dtype)
+        dy = context.incoming if context.needs[0] else None
+        return [dy, dbias, None][: len(context.node.inputs)]
 
 
 class SumTokens(Operator):
-    """The sum over the adapter's tokens: `[T, n]` gives `[n]`."""
+    """The sum over the adapter's tokens: `[T, n]` gives `[n]`; scaled as a parameter `[n]` is."""
 
     name = "sum_tokens"
+    inputs = (1, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (types[0].with_shape(types[0].shape[1:]).with_dtype(str(attributes["dtype"])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.sum_tokens({inputs[0]}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+        return (
+            f"K.sum_tokens({', '.join(inputs)}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+        )
 
 
 OPERATORS: tuple[Operator, ...] = (

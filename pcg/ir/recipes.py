@@ -1,0 +1,52 @@
+"""The recipes of all PEFT methods, by peft's name of the method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from pcg.errors import AdapterError
+from pcg.ir.bitfit_recipe import BitfitRecipe
+from pcg.ir.bottleneck_recipe import BottleneckRecipe
+from pcg.ir.ia3_recipe import Ia3Recipe
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.vera_recipe import VeraRecipe
+
+Recipe: TypeAlias = TargetRecipe[Any]
+
+_METHODS: tuple[type[Recipe], ...] = (
+    BitfitRecipe,
+    BottleneckRecipe,
+    Ia3Recipe,
+    LoraRecipe,
+    VeraRecipe,
+)
+RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
+
+
+def recipe_fields(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain data."""
+    return {"peft_type": recipe.peft_type, **dataclasses.asdict(recipe)}
+
+
+def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
+    """The recipe of `recipe_fields`, also of JSON's, which made lists of tuples.
+
+    Raises:
+        AdapterError: a method or a field that no recipe has, or a value out of its range.
+    """
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
+    method = str(values.pop("peft_type", ""))
+    if method not in RECIPES:
+        raise AdapterError(f"peft_type={method!r}; use one of {', '.join(RECIPES)}")
+    known = {field.name for field in dataclasses.fields(RECIPES[method])}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise AdapterError(
+            f"{method} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}"
+        )
+    return RECIPES[method](**values)

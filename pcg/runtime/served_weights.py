@@ -1,0 +1,60 @@
+"""What serving programs read of an adapter, by source; made of its weights and the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.module_weights import Around, ModuleWeights
+
+_KEPT = ("lora_factor",)
+"""Kinds that cost a pass over the base's weight, and are made once for each adapter."""
+
+
+class ServedWeights:
+    """The parts of adapters; made where they are first asked for."""
+
+    def __init__(self, base: Mapping[str, Tensor]) -> None:
+        """Name the base.
+
+        Args:
+            base: weight [out, in] of each linear module, by its path.
+        """
+        self._base = base
+        self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def part(self, adapter: Adapter, path: str) -> Tensor | None:
+        """A matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
+
+        Args:
+            adapter: whose part it is.
+            path: source of the parameter; the last component is its kind.
+        Returns:
+            None where the adapter has none.
+        """
+        module, _, kind = path.rpartition(".")
+        if kind == "bias":
+            bias = adapter.biases.get(module)
+            return None if bias is None else bias.unsqueeze(0)
+        weights = adapter.weights.get(module)
+        if weights is None or kind not in weights.served:
+            return None
+        if kind not in _KEPT:
+            return self._make(adapter, module, kind)
+        kept = self._kept.setdefault(weights, {})
+        if kind not in kept:
+            kept[kind] = self._make(adapter, module, kind)
+        return kept[kind]
+
+    def changed(self, adapter: Adapter) -> None:
+        """Make the adapter's parts anew, after its tensors were changed in place."""
+        for weights in adapter.weights.values():
+            self._kept.pop(weights, None)
+
+    def _make(self, adapter: Adapter, module: str, kind: str) -> Tensor:
+        around = Around(partial(self._base.__getitem__, module), adapter.shared)
+        return adapter.weights[module].served[kind](around)

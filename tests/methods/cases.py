@@ -1,0 +1,138 @@
+"""Adapters of every method over small random models, made by peft: what the tests compare with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+
+import pcg.compiler as compiler
+from pcg.runtime.executor import Executor
+from tests.families import oracle
+from tests.families.families import BY_NAME
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FIRST = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]}
+GPT2 = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # not every machine draws the same numbers
+    DRAWN = peft.VeraConfig(
+        r=3,
+        target_modules=["down_proj", "q_proj"],
+        save_projection=False,
+        projection_prng_key=7,
+        bias="all",
+        d_initial=0.5,
+    )
+
+CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
+    "llama-biases": {
+        "lora": peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+        "lora-first": peft.LoraConfig(r=3, **FIRST),
+        "lora-bias": peft.LoraConfig(r=3, target_modules=ALL, lora_bias=True, lora_alpha=5),
+        "dora": peft.LoraConfig(r=4, lora_alpha=6, target_modules=ALL, use_dora=True),
+        "dora-first": peft.LoraConfig(r=3, use_dora=True, **FIRST),
+        "dora-biases": peft.LoraConfig(
+            r=2, target_modules=["q_proj", "o_proj"], use_dora=True, bias="lora_only"
+        ),
+        "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
+        "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="all"),
+        "vera": peft.VeraConfig(r=5, target_modules=ALL),
+        "vera-drawn": DRAWN,
+        "vera-first": peft.VeraConfig(r=4, **FIRST),
+        "ia3": peft.IA3Config(),
+        "ia3-all": peft.IA3Config(target_modules=ALL, feedforward_modules=["o_proj", "up_proj"]),
+        "ia3-head": peft.IA3Config(
+            target_modules=["lm_head", "q_proj", "gate_proj"], feedforward_modules=["lm_head"]
+        ),
+    },
+    "gpt2": {
+        "lora": peft.LoraConfig(r=4, target_modules=GPT2),
+        "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
+        "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
+        "ia3": peft.IA3Config(),
+        "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
+        "ia3-regex": peft.IA3Config(
+            target_modules=r".*\.(attn|mlp)\.c_.*", feedforward_modules=r".*c_fc"
+        ),
+    },
+    "opt": {
+        "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
+        "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+        "vera": peft.VeraConfig(r=6),
+        "ia3": peft.IA3Config(),
+    },
+}
+"""By family and by the adapter's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """A base, peft's model of each adapter, and an executor that has them all.
+
+    Attributes:
+        base: a transformers model.
+        wrapped: peft's models, by the adapter's name.
+        saved: directory of the adapters as peft saved them.
+        executor: that read them.
+    """
+
+    base: Any
+    wrapped: Mapping[str, Any]
+    saved: Path
+    executor: Executor
+
+    def model(self, adapter: str | None) -> Any:
+        return self.base if adapter is None else self.wrapped[adapter]
+
+
+def make_models(family: str, directory: Path) -> Models:
+    base = oracle.random_model(BY_NAME[family].config(2))
+    wrapped = {name: wrap(base, config) for name, config in CONFIGS[family].items()}
+    for name, model in wrapped.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Else peft saves the whole head where it is adapted.
+            model.save_pretrained(directory / name, save_embedding_layers=False)
+    executor = compiler.compile(base, {name: str(directory / name) for name in wrapped})
+    return Models(base, wrapped, directory, executor)
+
+
+def wrap(base: Any, config: peft.PeftConfig, seed: int = 1) -> Any:
+    """A copy of the base wrapped by peft, whose adapter does something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
+        wrapped = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(config)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator)
+            # What is a matrix that starts at zero is drawn; the rest moves from where it starts.
+            start = 0.0 if "lora_A" in name or "lora_B" in name else parameter.data
+            parameter.data.copy_(start + 0.1 * noise)
+    return wrapped
+
+
+def trained(wrapped: Any) -> dict[str, Tensor]:
+    """The parameters that peft trains, by pcg's name of each."""
+    return {
+        our_name(name, parameter): parameter
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def our_name(name: str, parameter: Tensor) -> str:
+    path = name.removeprefix("base_model.model.").replace(".default", "")
+    path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
+    path = path.replace(".lora_B.bias", ".lora_B_bias")
+    is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
+    return f"{path}_in" if is_input else path
