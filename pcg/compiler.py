@@ -485,21 +485,22 @@ def explain(
         PcgError: what cannot be read, traced or attached is named.
     """
     from pcg.passes.account import Account, Asked, account
-    from pcg.passes.adapter_use import AdapterUse, adapter_use, lora_alone
+    from pcg.passes.adapter_use import AdapterUse, adapter_use
 
     if tp != 1:
         raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    source, recipes = resolve(model), lora_alone(recipes_of(peft))
+    source, recipes = resolve(model), recipes_of(peft)
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     asked = Asked(source.name, source.config, recipes, budget)
 
     def use_of(base: ModelGraph) -> AdapterUse:
-        return adapter_use(base, recipes, str(source.config["model_type"]))
+        model_type = str(source.config["model_type"])
+        return adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype))
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return use_of(base).bypasses(_adapter_dtype(base.dtype))
+        return use_of(base).bypasses
 
     state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
     folded = run_passes(state, last="fold")

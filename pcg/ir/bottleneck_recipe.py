@@ -45,6 +45,10 @@ class BottleneckSite:
     scaling: float
     is_parallel: bool
 
+    def trained_elements(self, out: int, in_: int) -> int:
+        """Numbers that are trained at a module [out, in]; the adapter goes from `out` to `out`."""
+        return 2 * self.size * out + self.size + out
+
     def __str__(self) -> str:
         place = "beside" if self.is_parallel else "behind"
         return (

@@ -51,6 +51,10 @@ class Ia3Site:
 
     is_feedforward: bool
 
+    def trained_elements(self, out: int, in_: int) -> int:
+        """Numbers that are trained at a module [out, in]."""
+        return in_ if self.is_feedforward else out
+
     def __str__(self) -> str:
         return f"(IA)³ on the {'input' if self.is_feedforward else 'output'}"
 

@@ -58,6 +58,10 @@ class Site:
     use_dora: bool = False
     has_bias: bool = False
 
+    def trained_elements(self, out: int, in_: int) -> int:
+        """Numbers that are trained at a module [out, in]."""
+        return self.rank * (out + in_) + out * (self.use_dora + self.has_bias)
+
     def __str__(self) -> str:
         extra = " and DoRA" * self.use_dora + " and lora_bias" * self.has_bias
         return f"rank {self.rank} with scale {self.scale:g}{extra}"

@@ -26,6 +26,10 @@ class VeraSite:
 
     rank: int
 
+    def trained_elements(self, out: int, in_: int) -> int:
+        """Numbers that are trained at a module [out, in]; A and B are not."""
+        return out + self.rank
+
     def __str__(self) -> str:
         return f"VeRA of rank {self.rank}"
 

@@ -22,7 +22,9 @@ from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.ir.vera_recipe import VeraRecipe
 from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.decided_graph import decided_graph
 from pcg.passes.decisions import Decision, decisions
@@ -60,7 +62,7 @@ class Asked:
 
     model: str
     config: Mapping[str, Any]
-    recipes: Mapping[str, LoraRecipe]
+    recipes: Mapping[str, Recipe]
     budget: MemoryBudget
 
     @property
@@ -115,16 +117,28 @@ def account(what: Account, asked: Asked) -> Report:
     notes: list[str] = []
     kept: KeptMemory | None = None
     activations = sympy.Integer(0)
-    if use.trainable:
+    checkpointing: tuple[Stage, ...] = ()
+    if use.beside_lora:
+        notes.append(
+            f"eager: followed for plain LoRA alone; what eager keeps with "
+            f"{', '.join(use.beside_lora)} is not listed"
+        )
+    elif use.trainable:
         eager = Eager(
-            use.ranks, what.attention, asked.seq, use.biases, what.adapter_dtype, use.dropout
+            use.ranks,
+            what.attention,
+            asked.seq,
+            use.bypasses.biases,
+            what.adapter_dtype,
+            use.bypasses.dropout,
         )
         found = eager_memory(what.unraised, eager)
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
         inputs = _carried_bytes(what.unraised) * TOKENS_OF_BATCH
         layers = [inputs] * len(found.layers)
-        checkpointing = _stage("checkpointing", sympy.Add(found.outside, *layers), layers, at, 1.0)
+        total = sympy.Add(found.outside, *layers)
+        checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
         notes += _eager_notes(what.unraised, eager)
     if what.training is not None and what.plan is not None:
         kept = kept_memory(what.training, what.plan)
@@ -135,8 +149,7 @@ def account(what: Account, asked: Asked) -> Report:
             f"compressed: pcg does not finetune this yet ({what.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
         )
-    if use.trainable:
-        stages.append(checkpointing)
+    stages += checkpointing
     if kept is None:
         moments: list[tuple[MomentSizes, Moment]] = []
         workspace = _serving_workspace(what.training or what.base, asked)
@@ -204,7 +217,7 @@ def _carried_bytes(model: ModelGraph) -> int:
     return sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
 
 
-def _recipes_text(recipes: Mapping[str, LoraRecipe]) -> str | None:
+def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
     """The recipes in words; None for none."""
     texts = [_recipe_text(recipe) for recipe in recipes.values()]
     if len(texts) == 1:
@@ -213,11 +226,12 @@ def _recipes_text(recipes: Mapping[str, LoraRecipe]) -> str | None:
     return f"{len(named)} adapters: {', '.join(named)}" if named else None
 
 
-def _recipe_text(recipe: LoraRecipe) -> str:
+def _recipe_text(recipe: Recipe) -> str:
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
-    text = f"LoRA r{recipe.rank} on {where if isinstance(where, str) else ', '.join(where)}"
-    return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
+    size = f" r{recipe.rank}" if isinstance(recipe, LoraRecipe | VeraRecipe) else ""
+    text = f"{recipe.method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
+    return text if getattr(recipe, "bias", "none") == "none" else f"{text}, bias {recipe.bias}"
 
 
 def _number(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from pcg.errors import UnsupportedError
 from pcg.ir.program import ModelGraph
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipe import LoraRecipe, Site
 from pcg.ir.recipes import Recipe
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
@@ -23,44 +22,20 @@ class AdapterUse:
     """What recipes train.
 
     Attributes:
-        ranks: largest rank by module path.
-        sites: the same by site, its path with `{layer}` for the layer.
-        biases: sources of the base biases that are trained.
-        dropout: the largest of the recipes'.
+        bypasses: the bypass networks to attach.
+        ranks: largest LoRA rank by module path.
         trainable: number of trained parameters, of all adapters.
+        beside_lora: the methods beside plain LoRA.
     """
 
+    bypasses: Bypasses
     ranks: Mapping[str, int]
-    sites: Mapping[str, int]
-    biases: frozenset[str]
-    dropout: float
     trainable: int
-
-    def bypasses(self, dtype: str) -> Bypasses:
-        """The bypass networks to attach, with parameters of this dtype."""
-        return Bypasses(dict(self.sites), self.biases, dtype, self.dropout)
-
-
-def lora_alone(recipes: Mapping[str, Recipe]) -> dict[str, LoraRecipe]:
-    """The recipes, of which all are LoRA as eager training is accounted for.
-
-    Raises:
-        UnsupportedError: one is of another method; it is named.
-    """
-    found = {}
-    for name, recipe in recipes.items():
-        if not isinstance(recipe, LoraRecipe) or recipe.use_dora or recipe.lora_bias:
-            extra = " with use_dora or lora_bias" if isinstance(recipe, LoraRecipe) else ""
-            raise UnsupportedError(
-                f"pcg explain accounts for LoRA alone, not {recipe.method}{extra}, which adapter "
-                f"{name!r} is; pcg compiles, serves and finetunes it"
-            )
-        found[name] = recipe
-    return found
+    beside_lora: tuple[str, ...]
 
 
 def adapter_use(
-    model: ModelGraph, recipes: Mapping[str, LoraRecipe], model_type: str
+    model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str, dtype: str
 ) -> AdapterUse:
     """What the recipes, by adapter name, train of a folded model without bypass networks.
 
@@ -68,32 +43,35 @@ def adapter_use(
         model: the model.
         recipes: of the adapters.
         model_type: of config.json, for recipes that name no targets.
+        dtype: of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     shapes = model.linear_modules()
-    templates = {
-        site.format(layer=layer): site
-        for site in model.linear_sites()
-        for layer in range(len(model.layers))
-    }
     ranks: dict[str, int] = {}
-    sites: dict[str, int] = {}
-    biases: frozenset[str] = frozenset()
+    beside: dict[str, None] = {}
     trainable = 0
     for recipe in recipes.values():
-        trained_biases = bypasses_of(model, [recipe], model_type, "f32").biases
-        biases |= trained_biases
-        trainable += _bias_elements(model, trained_biases)
+        biases = bypasses_of(model, [recipe], model_type, dtype).biases
+        trainable += _bias_elements(model, biases)
         found = recipe.sites(tuple(shapes), model.output_module, model_type)
         for path, site in found.items():
-            ranks[path] = max(site.rank, ranks.get(path, 0))
-            template = templates[path]
-            sites[template] = max(site.rank, sites.get(template, 0))
-            trainable += site.rank * sum(shapes[path])
-    dropout = max((recipe.dropout for recipe in recipes.values()), default=0.0)
-    return AdapterUse(ranks, sites, biases, dropout, trainable)
+            trainable += site.trained_elements(*shapes[path])
+            if isinstance(site, Site):
+                ranks[path] = max(site.rank, ranks.get(path, 0))
+        method = _beside_lora(recipe)
+        if method:
+            beside[method] = None
+    bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
+    return AdapterUse(bypasses, ranks, trainable, tuple(beside))
+
+
+def _beside_lora(recipe: Recipe) -> str:
+    """The method's name where it is not plain LoRA, else nothing."""
+    if not isinstance(recipe, LoraRecipe):
+        return recipe.method
+    return "DoRA" if recipe.use_dora else "lora_bias" if recipe.lora_bias else ""
 
 
 def _bias_elements(model: ModelGraph, sources: frozenset[str]) -> int:

@@ -16,14 +16,13 @@ from pcg.ir.vera_recipe import FAMILY_TARGETS, VeraRecipe
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.fuse import fuse
-from pcg.passes.train import train_block
 from pcg.runtime.adapters import recipe_from
 from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
 from tests.methods.cases import wrap
-from tests.passes.mlp import mlp_model
+from tests.passes.mlp import inner_plan, mlp_model
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 FIELDS = {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -54,11 +53,10 @@ def test_serving_has_lora_in_its_place() -> None:
 
 def test_no_input_is_kept_for_matrices_that_are_not_trained() -> None:
     """LoRA keeps A's input for A's gradient; VeRA keeps A's result alone."""
-    (block,) = attach(mlp_model(), Bypasses(vera={DOWN: 2})).blocks
-    plan = train_block(block)
+    plan = inner_plan(attach(mlp_model(), Bypasses(vera={DOWN: 2})))
     assert "down_vera_s" in plan.kept
-    (lora,) = attach(mlp_model(), Bypasses({DOWN: 2})).blocks
-    assert set(train_block(lora).kept) - set(plan.kept) == {"down_s"}
+    lora = inner_plan(attach(mlp_model(), Bypasses({DOWN: 2})))
+    assert set(lora.kept) - set(plan.kept) == {"down_s"}
     assert {name.rpartition(".")[2] for name in plan.trained} == {"vera_lambda_b", "vera_lambda_d"}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pcg.ir.parser import parse_graph
-from pcg.ir.program import ModelGraph
+from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.passes.rematerialize import SaveProblem
+from pcg.passes.train import layer_kinds, plan_layer
 
 MLP = """
 graph @block_0(%x: f32[T, 4]) {
@@ -40,3 +42,11 @@ graph @epilogue(%x: f32[T, 4]) {
 def mlp_model() -> ModelGraph:
     """Two layers of the MLP; the head is tied to the embeddings."""
     return ModelGraph(parse_graph(PROLOGUE), (parse_graph(MLP),), (0, 0), parse_graph(EPILOGUE))
+
+
+def inner_plan(model: ModelGraph) -> TrainingGraph:
+    """How the second layer is trained where no product is made again."""
+    kind = layer_kinds(model)[-1]
+    gradients = kind.gradients
+    choice = SaveProblem(gradients.graph, gradients.needed, kind.shared, 1, 8).choose(1, None)
+    return plan_layer(kind, choice.saved, "layer")
