@@ -39,8 +39,9 @@ Runnable = Annotated[
 Peft = Annotated[
     str,
     typer.Option(
-        help="lora, none, or the directory of an adapter whose recipe to take.",
-        metavar="lora|none|PATH",
+        help="lora, dora, ia3, vera, houlsby, pfeiffer, parallel, bitfit, none, or the directory "
+        "of an adapter whose recipe to take.",
+        metavar="METHOD|none|PATH",
         rich_help_panel=RECIPE,
     ),
 ]
@@ -142,9 +143,14 @@ def peft_of(
         return None
     if peft.lower() == "lora":
         return lora_of(rank, alpha, targets) if options else "lora"
+    from pcg.ir.recipes import SHORTHANDS, is_shorthand
+
+    if is_shorthand(peft):
+        return peft.lower()
     if not Path(peft).expanduser().is_dir():
         raise typer.BadParameter(
-            f"{peft!r} is neither lora nor none nor the directory of an adapter",
+            f"{peft!r} is neither none nor one of {', '.join(SHORTHANDS)}, nor the directory of an "
+            "adapter",
             param_hint="--peft",
         )
     path = Path(peft).expanduser()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pcg.errors import PcgError
+from pcg.report import comparison
 
 from .arguments import (
     Alpha,
@@ -42,6 +43,22 @@ def explain_command(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="Say what becomes of every tensor, and why.")
     ] = False,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Say what fits this GPU, as H200, A100-80 or L40S. Repeatable.",
+            show_default=False,
+            metavar="NAME",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare methods side by side: words of --peft, parted by commas.",
+            show_default=False,
+            metavar="METHOD,…",
+        ),
+    ] = None,
     json: Json = False,
     html: Annotated[
         Path | None,
@@ -64,12 +81,33 @@ def explain_command(
 
     source = resolve(model)
     recipe = peft_of(peft, rank, alpha, targets)
+    options: dict[str, Any] = {
+        "tp": tp,
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "memory_budget": memory_budget,
+        "gpus": gpu or (),
+    }
+    if compare is not None:
+        if tensors or html is not None:
+            raise typer.BadParameter(
+                "it goes with neither --tensors nor --html", param_hint="--compare"
+            )
+        methods = {name.strip(): peft_of(name.strip()) for name in compare.split(",")}
+        with busy(f"tracing {source.name}"):
+            from pcg import compiler
+
+            reports = compiler.compare(model, methods, **options)
+        if json:
+            print_json({name: report.to_json() for name, report in reports.items()})
+        else:
+            print(comparison(reports))
+        return
     with busy(f"tracing {source.name}"):
         from pcg import compiler
 
-        report = compiler.explain(
-            model, recipe, tp=tp, batch=batch, seq=seq, dtype=dtype, memory_budget=memory_budget
-        )
+        report = compiler.explain(model, recipe, **options)
     if json:
         print_json(report.to_json())
     else:

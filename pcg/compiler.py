@@ -30,7 +30,7 @@ from pcg.ir.printer import print_graphs
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.program_folder import load_program
 from pcg.ir.program_manifest import read_manifest
-from pcg.ir.recipes import Recipe, recipe_fields
+from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
@@ -50,6 +50,7 @@ from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
+    from pcg.parallel.devices import Device
     from pcg.report import Report
     from pcg.runtime.executor import Executor
 
@@ -469,43 +470,82 @@ def explain(
     seq: int = 1024,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
+    gpus: Sequence[str] = (),
 ) -> Report:
     """Account for the memory of a finetuning step, and say what is kept for backward and why.
 
     Args:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
-        peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory}.
+        peft: None, "lora" or another word of `pcg.ir.recipes.SHORTHANDS`, a configuration of
+            peft's, or {name: one of these, or an adapter directory}.
         tp: tensor-parallel degree.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
+        gpus: names of GPUs to fit the step to.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    from pcg.passes.account import Account, Asked, account
-    from pcg.passes.adapter_use import AdapterUse, adapter_use
+    options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
+    return compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
+
+
+def compare(
+    model: Any,
+    pefts: Mapping[str, object],
+    *,
+    tp: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    gpus: Sequence[str] = (),
+) -> dict[str, Report]:
+    """`explain` of several recipes over one model, which is traced once; by their names.
+
+    Args:
+        model: as for `explain`.
+        pefts: by name, what `explain` takes as `peft`.
+        tp: and all others: as for `explain`.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype.
+        memory_budget: as for `compile`.
+        gpus: names of GPUs to fit the step to.
+    """
+    from pcg.parallel.devices import device_of
 
     if tp != 1:
         raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    source, recipes = resolve(model), recipes_of(peft)
+    devices = [device_of(name) for name in gpus]
+    recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     budget = MemoryBudget.parse(memory_budget, batch, seq)
-    asked = Asked(source.name, source.config, recipes, budget)
+    source = resolve(model)
+    state = Compilation(
+        source.name, source.config, lambda base: Bypasses(), _dtype_name(dtype), budget=budget
+    )
+    folded = run_passes(state, last="fold")
+    return {name: _explained(folded, found, devices) for name, found in recipes.items()}
+
+
+def _explained(
+    folded: Compilation, recipes: Mapping[str, Recipe], devices: Sequence[Device]
+) -> Report:
+    """The report of a folded model and recipes."""
+    from pcg.passes.account import Account, Asked, account
+    from pcg.passes.adapter_use import AdapterUse, adapter_use
+    from pcg.passes.fit import fit
 
     def use_of(base: ModelGraph) -> AdapterUse:
-        model_type = str(source.config["model_type"])
+        model_type = str(folded.config["model_type"])
         return adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype))
 
-    def bypasses(base: ModelGraph) -> Bypasses:
-        return use_of(base).bypasses
-
-    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
-    folded = run_passes(state, last="fold")
-    unraised, traced = _made(folded.base), _made(folded.traced)
-    attached = run_passes(folded, first="raise", last="attach")
+    state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
+    attached = run_passes(state, first="raise", last="attach")
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     try:
@@ -514,22 +554,23 @@ def explain(
         attached = run_passes(attached, first="compress", last="rematerialize")
     except UnsupportedError as error:
         refusal = str(error)
-    return account(
-        Account(
-            unraised,
-            _made(attached.base),
-            attached.training_model,
-            kinds,
-            attached.frontiers,
-            attached.plan,
-            attached.training_epilogue[0] if attached.training_epilogue else None,
-            use_of(unraised),
-            _adapter_dtype(unraised.dtype),
-            traced.attention,
-            refusal,
-        ),
-        asked,
+    unraised = _made(folded.base)
+    what = Account(
+        unraised,
+        _made(attached.base),
+        attached.training_model,
+        kinds,
+        attached.frontiers,
+        attached.plan,
+        attached.training_epilogue[0] if attached.training_epilogue else None,
+        use_of(unraised),
+        _adapter_dtype(unraised.dtype),
+        _made(folded.traced).attention,
+        refusal,
     )
+    asked = Asked(folded.name, folded.config, recipes, folded.budget)
+    report = account(what, asked)
+    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
 
 
 def make_executor(
@@ -576,7 +617,7 @@ def _is_recipe(peft: Mapping[Any, Any]) -> bool:
 
 
 def _recipe(value: object) -> Recipe:
-    if isinstance(value, str | os.PathLike) and value != "lora":
+    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
         return read_adapter(value, "adapter").recipe
     return recipe_from(value)
 

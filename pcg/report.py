@@ -61,6 +61,33 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What fits a GPU.
+
+    Attributes:
+        gpu: its name.
+        memory_bytes: of it.
+        usable_bytes: of those, without what is left free.
+        fits: whether the step of the report does.
+        largest_batch: that fits with the report's sequence length and budget; 0 for none.
+        largest_seq: that fits with its batch and budget; 0 for none.
+        least_largest_batch: the same with a memory budget of 0.
+        least_largest_seq: likewise.
+        advice: options, each of which lets the step fit.
+    """
+
+    gpu: str
+    memory_bytes: int
+    usable_bytes: int
+    fits: bool
+    largest_batch: int
+    largest_seq: int
+    least_largest_batch: int
+    least_largest_seq: int
+    advice: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor of the training program, and what is done with it.
 
@@ -158,6 +185,7 @@ class Report:
         default_factory=lambda: {"base": [], "bypass": []}
     )
     notes: tuple[str, ...] = ()
+    fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
@@ -196,6 +224,7 @@ class Report:
             parts.append(self._budgets())
         if tensors and self.saved:
             parts.append(self._tensors())
+        parts += [self._fit(fit) for fit in self.fits]
         parts.append(self._formulas())
         if self.notes:
             parts.append(
@@ -249,6 +278,18 @@ class Report:
         lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
         return lines
 
+    @staticmethod
+    def _fit(fit: Fit) -> list[str]:
+        verdict = "fits" if fit.fits else "does not fit"
+        lines = [
+            f"{fit.gpu}   {gib(fit.usable_bytes)} GiB of {gib(fit.memory_bytes)} usable: {verdict}",
+            f"  largest batch  {fit.largest_batch:>10,}   {fit.least_largest_batch:>10,} with "
+            "--memory-budget 0",
+            f"  longest seq    {fit.largest_seq:>10,}   {fit.least_largest_seq:>10,} with "
+            "--memory-budget 0",
+        ]
+        return lines + [f"  to make it fit: {option}" for option in fit.advice]
+
     def _tensors(self) -> list[str]:
         wide = max(len(row.tensor) for row in self.saved)
         lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  what becomes of it, and why"]
@@ -265,6 +306,42 @@ class Report:
     def _formulas(self) -> list[str]:
         lines = ["bytes, for B sequences of S tokens"]
         return lines + [f"  {name:<12}= {formula}" for name, formula in self.formulas.items()]
+
+
+def comparison(reports: Mapping[str, Report]) -> str:
+    """Reports of one model side by side, as text: a line each.
+
+    Args:
+        reports: by what each is called.
+    """
+    first = next(iter(reports.values()))
+    wide = max(len(name) for name in reports)
+    lines = [
+        f"{first.model}  ·  {first.dtype}  ·  batch {first.batch} × {first.seq:,} tokens",
+        "",
+        f"{'':<{wide}}  {'trainable':>10}  {'states':>8}  {'kept':>8}  {'recomputed':>10}"
+        f"  {'workspace':>9}  {'total':>8}  GiB",
+    ]
+    most = max(report.memory_bytes["total"] for report in reports.values())
+    for name, report in reports.items():
+        memory = report.memory_bytes
+        states = sum(memory[kind] for kind in ("adapters", "gradients", "optimizer"))
+        ours = [stage for stage in report.activations if stage.stage == "compressed"]
+        again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
+        lines.append(
+            f"{name:<{wide}}  {count_text(report.parameters['trainable']):>10}  {gib(states):>8}"
+            f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
+            f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
+        )
+    for gpu in first.fits:
+        fitting = [
+            f"{name} (batch {fit.largest_batch:,})"
+            for name, report in reports.items()
+            for fit in report.fits
+            if fit.gpu == gpu.gpu and fit.fits
+        ]
+        lines += ["", f"{gpu.gpu} holds {', '.join(fitting) or 'none of them'}"]
+    return "\n".join(lines)
 
 
 def gib(size_bytes: int) -> str:

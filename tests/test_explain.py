@@ -16,8 +16,9 @@ import pytest
 import sympy
 
 import pcg
+import pcg.compiler as compiler
 from pcg.passes.account import LOSS_CHUNK_BYTES
-from pcg.report import KINDS, Report, bar, count_text, gib
+from pcg.report import KINDS, Report, bar, comparison, count_text, gib
 from pcg.runtime.training_runner import CHUNK_BYTES
 from pcg.source import resolve
 
@@ -186,6 +187,58 @@ def test_dtype_changes_the_weights() -> None:
 def test_what_cannot_be_explained_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pcg.UnsupportedError, match=message):
         pcg.explain(LLAMA, **options)
+
+
+TRAINED = {
+    "lora": 2 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)),
+    "dora": 2 * (16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+                 + 3 * 4096 + 2 * 1024 + 2 * 14336),
+    "ia3": 2 * (1024 + 1024 + 14336),
+    "vera": 2 * (7 * 256 + 3 * 4096 + 2 * 1024 + 2 * 14336),
+    "houlsby": 2 * 2 * (2 * 64 * 4096 + 64 + 4096),
+    "parallel": 2 * (2 * 64 * 4096 + 64 + 4096),
+}  # fmt: skip
+
+
+def test_every_method_is_accounted_for() -> None:
+    reports = compiler.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
+    assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
+    for name, report in reports.items():
+        stages = [stage.stage for stage in report.activations]
+        assert ("eager" in stages) == (name == "lora")
+        assert {"pruned", "rematerialized", "compressed"} <= set(stages)
+        assert report.memory_bytes["activations"] > 0
+    text = comparison(reports)
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(name in text for name in TRAINED)
+    assert reports["lora"] == pcg.explain(_short(LLAMA), "lora")
+
+
+def test_what_fits_a_gpu() -> None:
+    config = _short(LLAMA)
+    (fit,) = pcg.explain(config, batch=64, seq=2048, gpus=["l4"]).fits
+    assert not fit.fits
+    assert 0 < fit.largest_batch < 64
+    assert fit.largest_batch < fit.least_largest_batch
+
+    def total(**options: Any) -> int:
+        return pcg.explain(config, **options).memory_bytes["total"]
+
+    assert total(batch=fit.largest_batch, seq=2048) <= fit.usable_bytes
+    assert total(batch=fit.largest_batch + 1, seq=2048) > fit.usable_bytes
+    assert total(batch=64, seq=fit.largest_seq) <= fit.usable_bytes
+    assert total(batch=64, seq=fit.largest_seq + 1) > fit.usable_bytes
+    least = {"seq": 2048, "memory_budget": 0}
+    assert total(batch=fit.least_largest_batch, **least) <= fit.usable_bytes
+    assert total(batch=fit.least_largest_batch + 1, **least) > fit.usable_bytes
+    (word, budget), *_ = (option.split() for option in fit.advice)
+    assert word == "--memory-budget"
+    assert total(batch=64, seq=2048, memory_budget=budget) <= fit.usable_bytes
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    with pytest.raises(pcg.UnsupportedError, match=r"'H20'.*did you mean H200\?.*L40S"):
+        pcg.explain(LLAMA, gpus=["H20"])
 
 
 def test_numbers_as_people_read_them() -> None:

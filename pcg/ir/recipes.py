@@ -11,7 +11,7 @@ from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
 from pcg.ir.recipe import LoraRecipe
-from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.target_recipe import ALL_LINEAR, TargetRecipe
 from pcg.ir.vera_recipe import VeraRecipe
 
 Recipe: TypeAlias = TargetRecipe[Any]
@@ -24,6 +24,23 @@ _METHODS: tuple[type[Recipe], ...] = (
     VeraRecipe,
 )
 RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
+
+SHORTHANDS: Mapping[str, Recipe] = {
+    "lora": LoraRecipe.default(),
+    "dora": dataclasses.replace(LoraRecipe.default(), use_dora=True),
+    "ia3": Ia3Recipe(),
+    "vera": VeraRecipe(target_modules=ALL_LINEAR),
+    "houlsby": BottleneckRecipe(variant="houlsby"),
+    "pfeiffer": BottleneckRecipe(variant="pfeiffer"),
+    "parallel": BottleneckRecipe(variant="parallel"),
+    "bitfit": BitfitRecipe(),
+}
+"""Recipes that a word stands for, with the usual sizes."""
+
+
+def is_shorthand(value: object) -> bool:
+    """Whether a word stands for a recipe; any other string is a path."""
+    return isinstance(value, str) and value.lower() in SHORTHANDS
 
 
 def recipe_fields(recipe: Recipe) -> dict[str, Any]:

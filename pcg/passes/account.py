@@ -150,25 +150,8 @@ def account(what: Account, asked: Asked) -> Report:
             "eager's, and workspace is of the forward alone"
         )
     stages += checkpointing
-    if kept is None:
-        moments: list[tuple[MomentSizes, Moment]] = []
-        workspace = _serving_workspace(what.training or what.base, asked)
-    else:
-        moments = [(m, _moment(m, at)) for m in _moments(what, asked, kept)]
-        fullest, _ = max(moments, key=lambda pair: pair[1].kept_bytes + pair[1].workspace_bytes)
-        workspace = fullest.kept + fullest.workspace - activations
-    elements, weights = _weights(what.base)
-    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * use.trainable)
-    sizes = (
-        sympy.Integer(weights),
-        trained,
-        trained,
-        sympy.Integer(MOMENT_BYTES * use.trainable),
-        _kv_cache(what.base) * TOKENS_OF_BATCH,
-        activations,
-        workspace,
-    )
-    formulas = dict(zip(KINDS, sizes, strict=True)) | {"total": sympy.Add(*sizes)}
+    formulas, moments = _memory(what, asked, kept, activations)
+    elements, _ = _weights(what.base)
     return Report(
         model=asked.model,
         architecture=str((asked.config.get("architectures") or [asked.config["model_type"]])[0]),
@@ -188,9 +171,47 @@ def account(what: Account, asked: Asked) -> Report:
         else (),
         notes=tuple(notes),
         memory_budget=str(asked.budget),
-        timeline=tuple(moment for _, moment in moments),
+        timeline=tuple(moments),
         graph=_graph(what) if kept else (),
     )
+
+
+def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
+    """The kinds of memory and their total; activations are pcg's, or none where it cannot train."""
+    kept = None
+    if what.training is not None and what.plan is not None:
+        kept = kept_memory(what.training, what.plan)
+    activations = kept.total if kept is not None else sympy.Integer(0)
+    formulas, _ = _memory(what, asked, kept, activations)
+    return {kind: _number(formula, asked.at) for kind, formula in formulas.items()}
+
+
+def _memory(
+    what: Account, asked: Asked, kept: KeptMemory | None, activations: sympy.Expr
+) -> tuple[dict[str, sympy.Expr], list[Moment]]:
+    """The formula of each kind of memory and of their total, and the moments of the step."""
+    moments: list[Moment] = []
+    if kept is None:
+        workspace = _serving_workspace(what.training or what.base, asked)
+    else:
+        sizes = _moments(what, asked, kept)
+        moments = [_moment(one, asked.at) for one in sizes]
+        totals = [moment.kept_bytes + moment.workspace_bytes for moment in moments]
+        fullest = sizes[totals.index(max(totals))]
+        workspace = fullest.kept + fullest.workspace - activations
+    _, weights = _weights(what.base)
+    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * what.use.trainable)
+    kinds = (
+        sympy.Integer(weights),
+        trained,
+        trained,
+        sympy.Integer(MOMENT_BYTES * what.use.trainable),
+        _kv_cache(what.base) * TOKENS_OF_BATCH,
+        activations,
+        workspace,
+    )
+    formulas = dict(zip(KINDS, kinds, strict=True))
+    return formulas | {"total": sympy.Add(*kinds)}, moments
 
 
 def _own_stages(what: Account, asked: Asked, kept: KeptMemory) -> Iterable[Stage]:
@@ -229,9 +250,10 @@ def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
 def _recipe_text(recipe: Recipe) -> str:
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
+    method = "DoRA" if isinstance(recipe, LoraRecipe) and recipe.use_dora else recipe.method
     size = f" r{recipe.rank}" if isinstance(recipe, LoraRecipe | VeraRecipe) else ""
-    text = f"{recipe.method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
-    return text if getattr(recipe, "bias", "none") == "none" else f"{text}, bias {recipe.bias}"
+    text = f"{method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
+    return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 
 def _number(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Protocol
 
 import sympy
 
-from pcg.ir.graph import Graph, Node
+from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph, TrainingGraph
@@ -221,8 +222,17 @@ def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) 
 def _temporaries(graph: Graph, node: Node) -> tuple[int, int, int]:
     """Bytes a token, whatever the tokens, and a pair of a sequence that a kernel needs itself."""
     types = tuple(graph.types[name] for name in node.inputs)
-    outputs = tuple(value.type for value in node.outputs)
-    formula = operator(node.op).temporaries(types, outputs, dict(node.attributes))
+    return _kernel_bytes(node.op, types, tuple(v.type for v in node.outputs), node.attributes)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_bytes(
+    op: str,
+    types: tuple[TensorType, ...],
+    outputs: tuple[TensorType, ...],
+    attributes: tuple[tuple[str, Attribute], ...],
+) -> tuple[int, int, int]:
+    formula = operator(op).temporaries(types, outputs, dict(attributes))
     fixed, token, pair = (
         int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
         for tokens, seq in ((0, 0), (1, 0), (0, 1))

@@ -82,9 +82,15 @@ class SaveProblem:
         self.graph = graph
         self._storages = Storages.of(graph)
         self._resident = {self._storages[name].name for name in resident}
-        self._tokens, self._seq = batch * seq, seq
+        self._tokens = batch * seq
         self._needed = [s for s in map(self._storage, needed) if s is not None]
         self._nodes = self._makers()
+        self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
+        self._elements = {n.name: self._elements_of(n) for n in self._nodes}
+        made = [s for node in self._nodes for s in self._made(node)]
+        given = [self._storage(value.name) for value in graph.inputs]
+        kept = [storage for storage in (*given, *made) if storage is not None]
+        self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
 
     def choose(self, byte_weight: int, flop_weight: int | None) -> Choice:
         """The best choice at these weights; a flop weight of None forbids products.
@@ -93,11 +99,9 @@ class SaveProblem:
             networkx.NetworkXUnbounded: something that cannot be kept is needed (cannot happen).
         """
         cut: networkx.DiGraph[str] = networkx.DiGraph()
-        kept: dict[str, Storage] = {}
         for value in self.graph.inputs:
             storage = self._storage(value.name)
             if storage is not None:
-                kept[storage.name] = storage
                 cut.add_edge(_SOURCE, storage.name, capacity=self._kept(storage, byte_weight))
         for node in self._nodes:
             made = [s for s in self._made(node) if s is not None]
@@ -109,7 +113,6 @@ class SaveProblem:
                 if read is not None:
                     cut.add_edge(read.name, place)
             for storage in made:
-                kept[storage.name] = storage
                 inner = place if len(made) == 1 else f"in {storage.name}"
                 if inner != place:
                     cut.add_edge(place, inner)
@@ -121,12 +124,12 @@ class SaveProblem:
         _, (_, there) = networkx.minimum_cut(
             cut, _SOURCE, _SINK, flow_func=networkx.algorithms.flow.preflow_push
         )
-        return self._choice(kept, there, byte_weight)
+        return self._choice(there)
 
     def frontier(self) -> tuple[Choice, ...]:
         """The vertices of the lower convex hull, from no product made again to the fewest bytes."""
         first = self.choose(1, None)
-        last = self.choose(sum(self._flops(node) for node in self._nodes) + 1, 1)
+        last = self.choose(sum(self._flops.values()) + 1, 1)
         if last.size_bytes == first.size_bytes:
             return (first,)
         return (first, *self._between(first, last), last)
@@ -169,35 +172,30 @@ class SaveProblem:
         return nodes[::-1]
 
     def _kept(self, storage: Storage, byte_weight: int) -> int:
-        return self._bytes(storage) * byte_weight * _TIE
+        return self._bytes[storage.name] * byte_weight * _TIE
 
     def _remade(self, node: Node, flop_weight: int | None) -> int | None:
         if not operator(node.op).is_product:
-            return sum(self._elements(value.name) for value in node.outputs)
-        return None if flop_weight is None else self._flops(node) * flop_weight * _TIE
+            return self._elements[node.name]
+        return None if flop_weight is None else self._flops[node.name] * flop_weight * _TIE
 
-    def _bytes(self, storage: Storage) -> int:
-        return int(storage.size_bytes(self._tokens))
+    def _elements_of(self, node: Node) -> int:
+        elements = [value.type.elements for value in node.outputs]
+        return int(sum(one.subs(TOKENS, self._tokens) for one in elements))
 
-    def _elements(self, name: str) -> int:
-        return int(self.graph.types[name].elements.subs(TOKENS, self._tokens))
-
-    def _flops(self, node: Node) -> int:
-        return node_flops(self.graph, node, self._tokens, self._seq)
-
-    def _choice(self, kept: dict[str, Storage], there: set[str], byte_weight: int) -> Choice:
+    def _choice(self, there: set[str]) -> Choice:
         remade = [node for node in self._nodes if f"node {node.name}" in there]
         made_again = {s.name for node in remade for s in self._made(node) if s is not None}
         read = {storage.name for storage in self._needed}
         for node in remade:
             read.update(s.name for s in map(self._storage, node.inputs) if s is not None)
-        saved = [name for name in kept if name in read - made_again]
+        saved = [name for name in self._bytes if name in read - made_again]
         products = [node for node in remade if operator(node.op).is_product]
         return Choice(
             tuple(saved),
             tuple(node.name for node in products),
-            sum(self._bytes(kept[name]) for name in saved),
-            sum(self._flops(node) for node in products),
+            sum(self._bytes[name] for name in saved),
+            sum(self._flops[node.name] for node in products),
         )
 
 

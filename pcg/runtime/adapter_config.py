@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.ir.recipe import LoraRecipe
-from pcg.ir.recipes import Recipe
+from pcg.ir.recipes import SHORTHANDS, Recipe, is_shorthand
 from pcg.ir.target_recipe import TargetRecipe
 from pcg.runtime.bitfit_config import BITFIT
 from pcg.runtime.bottleneck_config import BOTTLENECK
@@ -24,7 +23,7 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
     """The recipe of a configuration.
 
     Args:
-        config: "lora" (rank 16, alpha 32, all-linear), a recipe, a configuration of peft's, or a
+        config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a
             mapping as in adapter_config.json.
         saved: it belongs to saved weights, so that how they were initialised matters only where
             that changed the base.
@@ -74,12 +73,12 @@ def config_text(fields: Json) -> str:
 
 
 def _from_shorthand(config: str) -> Recipe:
-    if config.lower() == "lora":
-        return LoraRecipe.default()
+    if is_shorthand(config):
+        return SHORTHANDS[config.lower()]
     error: type[PcgError] = AdapterError if "/" in config or "." in config else UnsupportedError
     raise error(
-        f'peft={config!r}: the one shorthand is "lora"; give a configuration of peft\'s, or '
-        "{name: directory of a saved adapter}"
+        f"peft={config!r}: the shorthands are {', '.join(SHORTHANDS)}; give one, a configuration "
+        "of peft's, or {name: directory of a saved adapter}"
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError, GenerationError
 from pcg.ir.program import ModelGraph, Program, Serving, Training
-from pcg.ir.recipes import Recipe
+from pcg.ir.recipes import Recipe, is_shorthand
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
@@ -285,7 +285,7 @@ class Executor:
         base = self.program.base
         modules = base.linear_modules()
         if isinstance(path_or_config, Path) or (
-            isinstance(path_or_config, str) and path_or_config != "lora"
+            isinstance(path_or_config, str) and not is_shorthand(path_or_config)
         ):
             adapter = read_adapter(path_or_config, name)
             check_fits(adapter, modules, self.program.name, base.output_module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
-from pcg.ir.recipes import Recipe, recipe_of_fields
+from pcg.ir.recipes import Recipe, is_shorthand, recipe_of_fields
 from pcg.runtime.adapters import Adapter, check_fits, recipe_from, with_shared
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def start_adapter(
     """
     there = executor.adapters.get(name)
     if there is not None and peft is not None:
-        if isinstance(peft, str | os.PathLike) and peft != "lora":
+        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
@@ -51,7 +51,7 @@ def start_adapter(
     if saved is not None:
         if there is not None:
             _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
-        elif peft is not None and not (isinstance(peft, str | os.PathLike) and peft != "lora"):
+        elif peft is not None and (is_shorthand(peft) or not isinstance(peft, str | os.PathLike)):
             wanted = _sites_of_recipe(executor, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = executor.program.base

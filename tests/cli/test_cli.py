@@ -266,7 +266,7 @@ def test_compile_takes_the_recipe_of_an_adapter(model: Path, adapter: Path, tmp_
 def test_compile_options_that_do_not_go_together(model: Path, tmp_path: Path) -> None:
     for args, message in (
         (("--peft", "none", "--rank", "8"), "no effect with --peft none"),
-        (("--peft", "lorra"), "neither lora nor none nor the directory"),
+        (("--peft", "lorra"), "neither none nor one of lora, dora"),
         (("--json", "--print-after", "raise"), "does not go with --json"),
     ):
         result = run("compile", model, "-o", tmp_path / "p", *args)
@@ -298,13 +298,14 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
     options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
-    options += ["--memory-budget", "8GiB", "--dtype", "float16"]
+    options += ["--memory-budget", "8GiB", "--dtype", "float16", "--gpu", "L4"]
     text = output_of("explain", model, *options, "--json")
     assert json.loads(text) == {"model": "tiny"}
     ((_, recipe), sizes) = calls.pop()
     assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
+        "gpus": ["L4"],
     }  # fmt: skip
     assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
     assert calls.pop()[0][1] is None

@@ -57,8 +57,6 @@ def test_what_is_refused() -> None:
         Ia3Recipe(feedforward_modules="(")
     with pytest.raises(AdapterError, match="init=1"):
         Ia3Recipe(init=1)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"accounts for LoRA alone, not \(IA\)³"):
-        compiler.explain(BY_NAME["llama3"].config(2), {"peft_type": "IA3"})
 
 
 def test_attached_as_text() -> None:

@@ -1,0 +1,397 @@
+"""What the peers keep for backward: transformers + peft as it is, checkpointed, and partitioned.
+
+True shapes and no weights: the model is built on meta, then every tensor is replaced by an empty
+fake one on the CPU, so that the CPU's own operators are chosen and nothing is computed. What is
+measured is storages, each once, without parameters, buffers and the token ids: in `step` those
+that autograd holds after the forward with loss, in `Partitioner` those that torch's min-cut
+partitioner passes from forward to backward.
+
+FLOPs are those of matrix products and attention; a causal query sees (S + 1) / 2 keys on average.
+What is computed again is
+
+    FLOPs of forward and backward − the same with nothing computed again
+
+so that what attention's backward costs, the same in both, need not be known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch._functorch.config as functorch_config
+import transformers
+from functorch.compile import aot_function
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+CONFIGS = Path(__file__).parent.parent / "pcg" / "configs"
+
+# Over fake tensors transformers builds a mask that it leaves out over real ones without padding.
+# A name of our own, which has no mask function, gets none: sdpa's `is_causal` as in a real run.
+UNMASKED = "sdpa_unmasked"
+transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+
+aten = torch.ops.aten
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+PRODUCTS = {
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.bmm.default: (0, 1),
+    aten.baddbmm.default: (1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a LoRA recipe, and the shape of a step.
+
+    Attributes:
+        model: an id that ships with pcg, or the contents of a config.json.
+        rank: of the adapters.
+        targets: peft's `target_modules`.
+        batch: sequences.
+        seq: tokens of each.
+    """
+
+    model: str | Mapping[str, Any]
+    rank: int
+    targets: str | tuple[str, ...]
+    batch: int = 1
+    seq: int = 1024
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json, without dropout, which no contender here has."""
+        fields = self.model
+        if isinstance(fields, str):
+            fields = json.loads((CONFIGS / f"{fields.replace('/', '--')}.json").read_text())
+        return {**fields, "dropout": 0.0, "attention_dropout": 0.0}
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def lora(self) -> peft.LoraConfig:
+        targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+        return peft.LoraConfig(r=self.rank, target_modules=targets, task_type="CAUSAL_LM")
+
+    def ids(self) -> torch.Tensor:
+        return torch.zeros(self.batch, self.seq, dtype=torch.long)
+
+
+def build(case: Case, layers: int, adapters: torch.dtype, attention: str = UNMASKED) -> Any:
+    """The bf16 model with its adapters, of empty CPU tensors: fake ones under a FakeTensorMode."""
+    fields = {**case.config, "num_hidden_layers": layers}
+    with warnings.catch_warnings(), torch._subclasses.fake_tensor.unset_fake_temporarily():
+        warnings.simplefilter("ignore")
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attention
+            )
+            model = peft.get_peft_model(model, case.lora)
+    made: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied weights stay tied
+
+    def empty(old: torch.Tensor) -> torch.Tensor:
+        if id(old) not in made:
+            new = torch.empty(old.shape, dtype=adapters if old.requires_grad else old.dtype)
+            made[id(old)] = (
+                nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            )
+        return made[id(old)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None:
+                    tensors[name] = empty(old)
+    return model.eval()
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The loss of predicting each next token."""
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+# --------------------------------------------------------------------------------------- eager
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One training step: bytes kept, of them after the last block; FLOPs; the most alive."""
+
+    kept: int
+    outside: int
+    forward_flops: int
+    flops: int
+    peak: int
+
+
+class _Step(TorchDispatchMode):
+    """Counts FLOPs, and the bytes of the storages that are alive after every operator."""
+
+    def __init__(self, resident: set[int]) -> None:
+        super().__init__()
+        self.resident, self.flops, self.peak = resident, 0, 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.resident:
+                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: row for key, row in self._alive.items() if not row[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def flops_of(func: Any, args: Sequence[Any]) -> int:
+    """FLOPs of a forward product or attention; 0 for what is neither."""
+    if func in PRODUCTS:
+        left, right = (args[index] for index in PRODUCTS[func])
+        return 2 * left.numel() * right.shape[-1]
+    if func is CPU_ATTENTION.default:
+        query, key = args[:2]
+        return 2 * query.numel() * (key.shape[-2] + 1)  # two products over (S + 1) / 2 keys
+    return 0
+
+
+def step(model: Any, ids: torch.Tensor) -> Measured:
+    """Run forward and backward; see `Measured`."""
+    tensors = [*model.parameters(), *model.buffers(), ids]
+    resident = {tensor.untyped_storage()._cdata for tensor in tensors}
+    storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    ended = False
+
+    def end(*_: Any) -> None:
+        nonlocal ended
+        ended = True
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in resident:
+            storages.setdefault(storage._cdata, (storage, ended))  # held: no address twice
+        return tensor
+
+    handle = blocks[-1].register_forward_hook(end)
+    with _Step(resident) as counted:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, ids)
+        forward_flops = counted.flops
+        kept = sum(storage.nbytes() for storage, _ in storages.values())
+        outside = sum(storage.nbytes() for storage, after in storages.values() if after)
+        handle.remove()
+        storages.clear()  # so that backward can free them
+        loss.backward()
+    return Measured(kept, outside, forward_flops, counted.flops, counted.peak)
+
+
+def prepared(case: Case, layers: int, adapters: torch.dtype, how: str) -> Any:
+    """The model to `step`; how: sdpa, eager (attention), or checkpointing (every block)."""
+    model = build(case, layers, adapters, "eager" if how == "eager" else UNMASKED)
+    if how == "checkpointing":
+        # There is no dropout whose random state could matter, and fake tensors have none.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers 6 will have another name for it
+            model.train().gradient_checkpointing_enable(options)
+    return model
+
+
+# --------------------------------------------------------------------------- torch's partitioner
+
+
+class _Captured(Exception):
+    """Ends a capture once the joint graph is known."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What torch's partitioner made of a model.
+
+    Attributes:
+        kept: bytes.
+        outside: of them, logits and what is made of them.
+        forward_flops: of the whole forward, without what is computed again.
+        head_flops: of the product that gives the logits.
+        again_flops: computed again in backward.
+        backward_peak: most bytes alive in the backward graph, run as it stands and not fused.
+        forward: the graph from parameters, buffers and ids to the loss and what is kept.
+    """
+
+    kept: int
+    outside: int
+    forward_flops: int
+    head_flops: int
+    again_flops: int
+    backward_peak: int
+    forward: fx.GraphModule
+
+
+class Partitioner:
+    """The joint graph of a model, captured once, and its partitions under budgets.
+
+    AOTAutograd traces loss and gradients with inductor's decompositions. The graph has no mask and
+    repeats no keys and values, which is kinder to torch than what dynamo traces. Parameters and
+    buffers are marked as resident, as torch.compile marks them.
+    """
+
+    def __init__(self, joint: fx.GraphModule, residents: int, vocabulary: int) -> None:
+        self.joint, self.residents, self.vocabulary = joint, residents, vocabulary
+
+    @classmethod
+    def of(cls, case: Case, layers: int, adapters: torch.dtype) -> Partitioner:
+        """Trace a model of fake tensors."""
+        with FakeTensorMode():
+            return cls.traced(build(case, layers, adapters), case.ids())
+
+    @classmethod
+    def traced(cls, model: Any, ids: torch.Tensor) -> Partitioner:
+        """Trace a model's loss and its gradients."""
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found: list[fx.GraphModule] = []
+
+        def loss(values: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+            named = dict(zip(tensors, values, strict=True))
+            arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(model, named, (), arguments).loss
+
+        compiled = aot_function(loss, _unchanged, _unchanged, _keep(found), select_decomp_table())
+        with contextlib.suppress(_Captured):
+            compiled(list(tensors.values()), ids)
+        return cls(found[0], len(tensors), model.config.vocab_size)
+
+    def partition(self, budget: float) -> Partition:
+        """Divide a copy of the joint graph under an activation memory budget."""
+        joint = copy.deepcopy(self.joint)
+        plain = _graph_flops(joint.graph)
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                joint,
+                None,
+                num_fwd_outputs=1,
+                static_lifetime_input_indices=list(range(self.residents)),
+            )
+        head = next(node for node in forward.graph.nodes if self._is_head(node))
+        inputs = forward.graph.find_nodes(op="placeholder")
+        resident = {key for node in inputs for key in _storages(node)}
+        kept, outside = _passed_on(forward.graph, head, resident)
+        flops = _graph_flops(forward.graph)
+        again = flops + _graph_flops(backward.graph) - plain
+        peak = _peak(backward.graph, resident)
+        return Partition(kept, outside, flops, _node_flops(head), again, peak, forward)
+
+    def _is_head(self, node: fx.Node) -> bool:
+        return node.target in PRODUCTS and node.meta["val"].shape[-1] == self.vocabulary
+
+
+def compiled_block(case: Case, adapters: torch.dtype) -> int:
+    """Bytes a block that torch.compile keeps at budget 1: dynamo's graph, with transformers' mask.
+
+    Dynamo wants real tensors; they stay empty, and are never touched.
+    """
+    kept = []
+    for layers in (2, 3):
+        model, found = build(case, layers, adapters, "sdpa"), []
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=_unchanged,
+            bw_compiler=_unchanged,
+            partition_fn=_keep(found),
+            decompositions=select_decomp_table(),
+        )
+        try:
+            torch.compile(loss_of, backend=backend)(model, case.ids())
+        except Exception:  # dynamo's own, around the one that ends the capture
+            if not found:
+                raise
+        residents = len(found[0].graph.find_nodes(op="placeholder"))
+        kept.append(Partitioner(found[0], residents, model.config.vocab_size).partition(1.0).kept)
+    return kept[1] - kept[0]
+
+
+def _unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+    return graph
+
+
+def _keep(found: list[fx.GraphModule]) -> Any:
+    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
+        found.append(copy.deepcopy(joint))
+        raise _Captured
+
+    return partition
+
+
+def _storages(node: fx.Node) -> dict[int, int]:
+    """Size by identity of what a node's value lies in; views share it."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _passed_on(graph: fx.Graph, head: fx.Node, resident: set[int]) -> tuple[int, int]:
+    """Bytes of the storages passed to backward, but inputs; of them those from the head on."""
+    after = {head}
+    for node in graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    kept: dict[int, tuple[int, bool]] = {}
+    for node in graph.output_node().args[0][1:]:
+        for key, size in _storages(node).items():
+            if key not in resident:
+                kept.setdefault(key, (size, node in after))
+    sizes = kept.values()
+    return sum(size for size, _ in sizes), sum(size for size, outside in sizes if outside)
+
+
+def _node_flops(node: fx.Node) -> int:
+    return flops_of(node.target, [getattr(arg, "meta", {}).get("val") for arg in node.args])
+
+
+def _graph_flops(graph: fx.Graph) -> int:
+    return sum(map(_node_flops, graph.nodes))
+
+
+def _peak(graph: fx.Graph, resident: set[int]) -> int:
+    """Most bytes alive in a backward graph run as it stands, without what is resident."""
+    nodes = list(graph.nodes)  # the last one is the output, which holds the gradients to the end
+    last: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        for used in (node, *node.all_input_nodes):
+            last.update(dict.fromkeys(_storages(used), index))
+    alive: dict[int, int] = {}
+    now = most = 0
+    for index, node in enumerate(nodes):
+        for key, size in _storages(node).items():
+            if key not in resident and key not in alive:
+                alive[key] = size
+                now += size
+        most = max(most, now)
+        for used in (node, *node.all_input_nodes):
+            for key in _storages(used):
+                if last[key] == index:
+                    now -= alive.pop(key, 0)
+    return most
