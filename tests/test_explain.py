@@ -216,9 +216,9 @@ def test_every_method_is_accounted_for() -> None:
 
 def test_what_fits_a_gpu() -> None:
     config = _short(LLAMA)
-    (fit,) = pcg.explain(config, batch=64, seq=2048, gpus=["l4"]).fits
+    (fit,) = pcg.explain(config, batch=32, seq=2048, gpus=["l4"]).fits
     assert not fit.fits
-    assert 0 < fit.largest_batch < 64
+    assert 0 < fit.largest_batch < 32
     assert fit.largest_batch < fit.least_largest_batch
 
     def total(**options: Any) -> int:
@@ -226,14 +226,14 @@ def test_what_fits_a_gpu() -> None:
 
     assert total(batch=fit.largest_batch, seq=2048) <= fit.usable_bytes
     assert total(batch=fit.largest_batch + 1, seq=2048) > fit.usable_bytes
-    assert total(batch=64, seq=fit.largest_seq) <= fit.usable_bytes
-    assert total(batch=64, seq=fit.largest_seq + 1) > fit.usable_bytes
+    assert total(batch=32, seq=fit.largest_seq) <= fit.usable_bytes
+    assert total(batch=32, seq=fit.largest_seq + 1) > fit.usable_bytes
     least = {"seq": 2048, "memory_budget": 0}
     assert total(batch=fit.least_largest_batch, **least) <= fit.usable_bytes
     assert total(batch=fit.least_largest_batch + 1, **least) > fit.usable_bytes
     (word, budget), *_ = (option.split() for option in fit.advice)
     assert word == "--memory-budget"
-    assert total(batch=64, seq=2048, memory_budget=budget) <= fit.usable_bytes
+    assert total(batch=32, seq=2048, memory_budget=budget) <= fit.usable_bytes
 
 
 def test_an_unknown_gpu_is_refused() -> None:
