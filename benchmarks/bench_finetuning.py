@@ -38,6 +38,7 @@ OURS = {"budget 1": 1.0, "62 % again": None}
 
 
 def tokens(batch: int, sequence: int) -> torch.Tensor:
+    """The same random tokens for all contenders, [batch, sequence]."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(5, 31_000, (batch, sequence), generator=generator)
 
@@ -96,6 +97,7 @@ def made(name: str, dtype: str, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], object]) -> float:
+    """How long a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

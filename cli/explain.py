@@ -59,6 +59,12 @@ def explain_command(
             metavar="METHOD,…",
         ),
     ] = None,
+    formula: Annotated[
+        bool,
+        typer.Option(
+            "--formula", help="Print the bytes as formulas, and where the plan stays the optimum."
+        ),
+    ] = False,
     json: Json = False,
     html: Annotated[
         Path | None,
@@ -88,6 +94,7 @@ def explain_command(
         "dtype": dtype,
         "memory_budget": memory_budget,
         "gpus": gpu or (),
+        "find_region": formula,
     }
     if compare is not None:
         if tensors or html is not None:
@@ -111,7 +118,7 @@ def explain_command(
     if json:
         print_json(report.to_json())
     else:
-        print(report.to_text(tensors=tensors))
+        print(report.to_text(tensors=tensors, formulas=formula))
     if html is not None:
         size = _write_page(html, report.to_html())
         # With --json the one object is alone on standard output.

@@ -471,6 +471,7 @@ def explain(
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     gpus: Sequence[str] = (),
+    find_region: bool = False,
 ) -> Report:
     """Account for the memory of a finetuning step, and say what is kept for backward and why.
 
@@ -485,10 +486,12 @@ def explain(
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
+        find_region: find for which sequence lengths the plan stays the optimum; takes seconds.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
     options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
+    options["find_region"] = find_region
     return compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
 
 
@@ -502,6 +505,7 @@ def compare(
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     gpus: Sequence[str] = (),
+    find_region: bool = False,
 ) -> dict[str, Report]:
     """`explain` of several recipes over one model, which is traced once; by their names.
 
@@ -514,6 +518,7 @@ def compare(
         dtype: torch's name of the dtype.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
+        find_region: find for which sequence lengths the plans stay the optimum.
     """
     from pcg.parallel.devices import device_of
 
@@ -529,16 +534,22 @@ def compare(
         source.name, source.config, lambda base: Bypasses(), _dtype_name(dtype), budget=budget
     )
     folded = run_passes(state, last="fold")
-    return {name: _explained(folded, found, devices) for name, found in recipes.items()}
+    return {
+        name: _explained(folded, found, devices, find_region) for name, found in recipes.items()
+    }
 
 
 def _explained(
-    folded: Compilation, recipes: Mapping[str, Recipe], devices: Sequence[Device]
+    folded: Compilation,
+    recipes: Mapping[str, Recipe],
+    devices: Sequence[Device],
+    find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
     from pcg.passes.account import Account, Asked, account
     from pcg.passes.adapter_use import AdapterUse, adapter_use
     from pcg.passes.fit import fit
+    from pcg.passes.region import region
 
     def use_of(base: ModelGraph) -> AdapterUse:
         model_type = str(folded.config["model_type"])
@@ -570,7 +581,11 @@ def _explained(
     )
     asked = Asked(folded.name, folded.config, recipes, folded.budget)
     report = account(what, asked)
-    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+    found = None
+    if find_region and attached.frontiers is not None and folded.budget.share is not None:
+        found = region(_made(attached.training_model), attached.frontiers, folded.budget)
+    fits = tuple(fit(what, asked, device) for device in devices)
+    return dataclasses.replace(report, fits=fits, region=found)
 
 
 def make_executor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
@@ -185,6 +185,7 @@ class Report:
         default_factory=lambda: {"base": [], "bypass": []}
     )
     notes: tuple[str, ...] = ()
+    region: tuple[int, int] | None = None
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
@@ -211,12 +212,16 @@ class Report:
         fields["notes"] = list(self.notes)
         return fields
 
-    def to_text(self, tensors: bool = False) -> str:
+    def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
         """The report as monospaced text of at most 100 columns, formulas apart.
 
         Args:
             tensors: list every tensor of a layer, and what becomes of it.
+            formulas: of every kind of memory, instead of the numbers.
         """
+        if formulas:
+            lines = [*self._heading(), "", *self._formulas(self.formulas), *self._region()]
+            return "\n".join(lines)
         parts = [self._heading(), self._memory()]
         if self.activations:
             parts.append(self._stages())
@@ -225,7 +230,7 @@ class Report:
         if tensors and self.saved:
             parts.append(self._tensors())
         parts += [self._fit(fit) for fit in self.fits]
-        parts.append(self._formulas())
+        parts.append(self._formulas(("activations", "kv_cache", "total")))
         if self.notes:
             parts.append(
                 [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in self.notes]
@@ -303,9 +308,22 @@ class Report:
             lines.append(f"{'':<{wide}}  {shape}{readers}")
         return lines
 
-    def _formulas(self) -> list[str]:
+    def _formulas(self, names: Iterable[str]) -> list[str]:
         lines = ["bytes, for B sequences of S tokens"]
-        return lines + [f"  {name:<12}= {formula}" for name, formula in self.formulas.items()]
+        return lines + [
+            f"  {name.replace('kv_', 'KV '):<12}= {self.formulas[name]}" for name in names
+        ]
+
+    def _region(self) -> list[str]:
+        if self.region is None:
+            return []
+        low, high = self.region
+        return [
+            "",
+            f"The plan is this budget's optimum for S from {low:,} to {high:,} at B = {self.batch}:",
+            "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
+            "where a tensor is kept whole or made again from what is, and weights are resident.",
+        ]
 
 
 def comparison(reports: Mapping[str, Report]) -> str:

@@ -74,6 +74,8 @@ def test_formulas_give_the_numbers(report: Report) -> None:
     memory = report.memory_bytes
     assert at(report.formulas["activations"], 2, 512) == memory["activations"]
     assert at(report.formulas["total"], 2, 512) == memory["total"]
+    for kind, formula in report.formulas.items():
+        assert at(formula, 2, 512) == memory[kind]
     for row in report.saved:
         assert at(row.formula, 2, 512) == row.bytes
         assert bool(row.needed_by) == (row.decision != "drop")
@@ -234,6 +236,21 @@ def test_what_fits_a_gpu() -> None:
     (word, budget), *_ = (option.split() for option in fit.advice)
     assert word == "--memory-budget"
     assert total(batch=32, seq=2048, memory_budget=budget) <= fit.usable_bytes
+
+
+def test_the_region_of_a_plan() -> None:
+    config = _short(LLAMA)
+
+    def plan(seq: int) -> object:
+        """What is decided of each tensor, and in how many layers."""
+        report = pcg.explain(config, seq=seq, memory_budget=0.4)
+        return [(row.tensor, row.decision, row.layers) for row in report.saved]
+
+    low, high = pcg.explain(config, memory_budget=0.4, find_region=True).region or (0, 0)
+    assert low <= 1024 <= high
+    assert plan(low) == plan(1024) == plan(high)
+    assert plan(high + 1) != plan(high)
+    assert low == 1 or plan(low - 1) != plan(low)
 
 
 def test_an_unknown_gpu_is_refused() -> None:

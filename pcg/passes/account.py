@@ -164,7 +164,7 @@ def account(what: Account, asked: Asked) -> Report:
         parameters={"base": elements, "trainable": use.trainable},
         memory_bytes={kind: _number(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
-        formulas={name: _text(formulas[name]) for name in ("activations", "total")},
+        formulas={name: _text(formula) for name, formula in formulas.items()},
         saved=_tensors(what, kept, at) if kept else (),
         pareto=tuple(ParetoPoint(*point) for point in what.frontiers.points())
         if what.frontiers

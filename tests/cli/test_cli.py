@@ -280,7 +280,7 @@ def test_compile_options_that_do_not_go_together(model: Path, tmp_path: Path) ->
 
 
 class FakeReport:
-    def to_text(self, tensors: bool = False) -> str:
+    def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
         return f"the text, {tensors=}"
 
     def to_json(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
-        "gpus": ["L4"],
+        "gpus": ["L4"], "find_region": False,
     }  # fmt: skip
     assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
     assert calls.pop()[0][1] is None
