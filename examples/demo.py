@@ -41,7 +41,7 @@ def main() -> None:
         pcg.explain(HERE / "checkpoint", peft="lora", batch=8, seq=256, dtype="float32").to_text()
     )
 
-    heading("2. compile: trace, fold, raise, attach, differentiate, fuse, emit; then load weights")
+    heading("2. compile, from trace to emit; then load weights")
     names = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
     started = time.perf_counter()
     executor = pcg.compile(

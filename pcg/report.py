@@ -320,7 +320,7 @@ class Report:
         low, high = self.region
         return [
             "",
-            f"The plan is this budget's optimum for S from {low:,} to {high:,} at B = {self.batch}:",
+            f"The plan is the budget's optimum for S from {low:,} to {high:,} at B = {self.batch}:",
             "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
             "where a tensor is kept whole or made again from what is, and weights are resident.",
         ]

@@ -45,7 +45,7 @@ MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
 """AdamW's two moments of one parameter."""
 
 
-LOSS_CHUNK_BYTES = 32 * 2**20
+LOSS_CHUNK_BYTES = 16 * 2**20
 """Logits in fp32 of one chunk of the loss; `pcg.runtime.training_runner.CHUNK_BYTES`."""
 
 

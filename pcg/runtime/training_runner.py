@@ -22,7 +22,7 @@ from pcg.runtime.batch import Batch, whole_sequences
 from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.model_runner import BaseWeights, LayerInputs, load_functions
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk in fp32; backward holds their gradient beside them."""
 
 
