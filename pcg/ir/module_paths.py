@@ -10,6 +10,9 @@ from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
 
+WHOLE_MODEL = ""
+"""The path of the model itself, for what an adapter has once; no target means it."""
+
 
 def ends_in(path: str, names: Iterable[str]) -> bool:
     """Whether the path ends in `.name` for one of the names."""

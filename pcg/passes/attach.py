@@ -22,6 +22,10 @@ A bottleneck adapter reads the site's output, or the MLP's input where it is par
 
     h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
 
+A prompt's embeddings stand in the rows of virtual tokens, behind the token embedding,
+
+    x = virtual_tokens(embedding(ids), p)
+
 The base program is unchanged but for reading z instead of y.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
@@ -37,12 +41,14 @@ import sympy
 from pcg.errors import UnsupportedError
 from pcg.ir.bottleneck_recipe import MLP_INPUTS
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
-from pcg.ir.program import ModelGraph, site_of
+from pcg.ir.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import Size, tensor
 from pcg.passes.bypasses import Bottleneck, Bypasses
 
 RANK = sympy.Symbol("r", integer=True, positive=True)
 """The rank at a site whose rank is open: adapters of any meet there."""
+VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
+"""Virtual tokens of prompts of any length."""
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
@@ -53,7 +59,12 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
     largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
-    attached = model.map(lambda graph: _attach_graph(graph, bypasses, largest))
+    prompted = _embeds(model.prologue) if bypasses.prompt != 0 else ""
+    attached = model.map(
+        lambda graph: _attach_graph(
+            graph, bypasses, largest, prompted if graph is model.prologue else ""
+        )
+    )
     there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
     missing = sorted(bypasses.biases - there)
     if missing:
@@ -64,7 +75,23 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     return attached
 
 
-def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) -> Graph:
+def _embeds(prologue: Graph) -> str:
+    """What the module gives that looks token ids up.
+
+    Its last node: peft hands a model embeddings in place of ids, which some scale within that
+    module (Gemma), and others behind it, a prompt's as any (Granite).
+    """
+    embedding = token_embedding(prologue)
+    if embedding is None:
+        raise UnsupportedError(
+            "the model has no token embedding that pcg knows, before which virtual tokens would be"
+        )
+    return [node.name for node in prologue.nodes if node.scope == embedding.scope][-1]
+
+
+def _attach_graph(
+    graph: Graph, bypasses: Bypasses, largest: tuple[int, ...], prompted: str
+) -> Graph:
     builder = Builder(graph.name)
     for value in graph.inputs:
         builder.input(value.name, value.type)
@@ -76,6 +103,8 @@ def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) ->
         node_ = dataclasses.replace(node, inputs=inputs)
         place = _Place(builder, graph, node_, bypasses, largest)
         new = place.attach()
+        if node.name == prompted:
+            new = place.prompt(new)
         if new != node.name:
             names[node.name] = new
     return builder.build([names.get(name, name) for name in graph.outputs])
@@ -121,6 +150,13 @@ class _Place:
         if site in bypasses.scaled:
             value = self._scaled(value, "ia3_l", "scaled")
         return value
+
+    def prompt(self, value: str) -> str:
+        """Put a prompt's embeddings into the virtual rows of the token embedding's."""
+        (width,) = self._builder.types[value].features
+        kind = "prompt_embeddings"
+        prompt = self._parameter(kind, kind, self._bypasses.prompt or VIRTUAL, width)
+        return self._add("virtual_tokens", "prompted", value, prompt)
 
     def _lora(self, value: str) -> str:
         out, in_ = self._graph.types[self._node.inputs[1]].features
