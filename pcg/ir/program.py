@@ -6,11 +6,12 @@ import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.memory_budget import MemoryBudget
-from pcg.ir.module_paths import WHOLE_MODEL
+from pcg.ir.module_paths import WHOLE_MODEL, layer_path
 
 if TYPE_CHECKING:
     import torch
@@ -68,10 +69,17 @@ class ModelGraph:
     def module_shapes(self) -> dict[str, tuple[int, int]]:
         """(out, in) of what adapters may adapt, by path.
 
-        Every linear module of every layer, and as the whole model its token embedding, (vocabulary,
+        Every linear module of every layer; as `layers.<i>` the attention of each layer, (features
+        of its values, of its keys); and as the whole model its token embedding, (vocabulary,
         width), where it has one.
         """
         shapes = self.linear_modules()
+        for layer, index in enumerate(self.layers):
+            block = self.blocks[index]
+            for node in block.nodes:
+                if node.op == "attention":
+                    keys, values = (prod(block.types[name].features) for name in node.inputs[1:3])
+                    shapes[layer_path(layer)] = (values, keys)
         embedding = token_embedding(self.prologue)
         if embedding is not None:
             vocabulary, width = self.prologue.types[embedding.inputs[0]].features

@@ -58,6 +58,10 @@ class PromptRecipe(TargetRecipe[PromptSite]):
     def prompt_tokens(self) -> int:
         return self.tokens or 0
 
+    @property
+    def learns_first_token(self) -> bool:
+        return True
+
     def site_of_target(self, path: str) -> PromptSite:
         return PromptSite(self.prompt_tokens)
 

@@ -10,6 +10,7 @@ from pcg.errors import AdapterError
 from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
+from pcg.ir.prefix_recipe import PrefixRecipe
 from pcg.ir.prompt_recipe import PromptTuningRecipe, PTuningRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.target_recipe import TargetRecipe
@@ -23,6 +24,7 @@ _METHODS: tuple[type[Recipe], ...] = (
     Ia3Recipe,
     LoraRecipe,
     PTuningRecipe,
+    PrefixRecipe,
     PromptTuningRecipe,
     VeraRecipe,
 )

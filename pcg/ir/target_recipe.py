@@ -73,6 +73,11 @@ class TargetRecipe(Generic[SiteT]):
         """Virtual tokens that stand before each sequence."""
         return 0
 
+    @property
+    def learns_first_token(self) -> bool:
+        """Whether the last virtual token predicts a sequence's first."""
+        return False
+
     def site_of_target(self, path: str) -> SiteT:
         """What the method does at `path`, taking for granted that it is a target."""
         raise NotImplementedError

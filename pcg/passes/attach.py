@@ -26,7 +26,13 @@ A prompt's embeddings stand in the rows of virtual tokens, behind the token embe
 
     x = virtual_tokens(embedding(ids), p)
 
-The base program is unchanged but for reading z instead of y.
+A prefix's keys and values stand there in each layer, behind rotary embedding,
+
+    k = virtual_tokens(k, p_k);  v = virtual_tokens(v, p_v)
+
+so that what the layers make of virtual tokens is read by no other token.
+
+The base program is unchanged but for reading these instead of y, x, k and v.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
 the others' operators change nothing of it, so that their order does not matter.
@@ -35,6 +41,7 @@ the others' operators change nothing of it, so that their order does not matter.
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 
 import sympy
 
@@ -137,6 +144,8 @@ class _Place:
         if site in bypasses.scaled_inputs:
             x = self._scaled(node.inputs[0], "ia3_l_in", "scaled_x")
             node = self._node = dataclasses.replace(node, inputs=(x, *node.inputs[1:]))
+        if node.op == "attention" and bypasses.prefix != 0:
+            node = self._node = self._prefixed(node)
         self._builder.append(node)
         value = node.name
         if site in bypasses.ranks:
@@ -157,6 +166,17 @@ class _Place:
         kind = "prompt_embeddings"
         prompt = self._parameter(kind, kind, self._bypasses.prompt or VIRTUAL, width)
         return self._add("virtual_tokens", "prompted", value, prompt)
+
+    def _prefixed(self, node: Node) -> Node:
+        """Attention to a prefix's keys and values in the virtual rows."""
+        q, *read = node.inputs
+        for index, kind in enumerate(("prefix_keys", "prefix_values")):
+            size = prod(self._builder.types[read[index]].features)
+            prefix = self._parameter(
+                kind, f"layers.{{layer}}.{kind}", self._bypasses.prefix or VIRTUAL, size
+            )
+            read[index] = self._add("virtual_tokens", kind, read[index], prefix)
+        return dataclasses.replace(node, inputs=(q, *read))
 
     def _lora(self, value: str) -> str:
         out, in_ = self._graph.types[self._node.inputs[1]].features

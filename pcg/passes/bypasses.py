@@ -43,6 +43,7 @@ class Bypasses:
         scaled: sites whose output is scaled, (IA)³.
         scaled_inputs: sites whose input is.
         prompt: virtual tokens at most before a sequence; 0 for none, None leaves it open.
+        prefix: the same of those whose keys and values every layer has its own of.
         serving: adapters of any rank meet, and what can be made once of an adapter is a parameter.
     """
 
@@ -57,12 +58,13 @@ class Bypasses:
     scaled: frozenset[str] = frozenset()
     scaled_inputs: frozenset[str] = frozenset()
     prompt: int | None = 0
+    prefix: int | None = 0
     serving: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
         matrices = (self.ranks, self.vera, self.bottlenecks)
-        rest = (self.biases, self.scaled, self.scaled_inputs, self.prompt != 0)
+        rest = (self.biases, self.scaled, self.scaled_inputs, self.prompt != 0, self.prefix != 0)
         return any((*matrices, *rest))
 
     def for_serving(self) -> Bypasses:
@@ -76,5 +78,6 @@ class Bypasses:
             vera={},
             bottlenecks=sizes,
             prompt=None if self.prompt else self.prompt,
+            prefix=None if self.prefix else self.prefix,
             serving=True,
         )

@@ -13,12 +13,12 @@ from pcg.runtime.bottleneck_config import BOTTLENECK
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
 from pcg.runtime.ia3_config import IA3
 from pcg.runtime.lora_config import LORA
-from pcg.runtime.prompt_config import P_TUNING, PROMPT_TUNING
+from pcg.runtime.prompt_config import P_TUNING, PREFIX_TUNING, PROMPT_TUNING
 from pcg.runtime.vera_config import VERA
 
 FORMATS: Mapping[str, ConfigFormat] = {
     format_.recipe.peft_type: format_
-    for format_ in (BITFIT, BOTTLENECK, IA3, LORA, P_TUNING, PROMPT_TUNING, VERA)
+    for format_ in (BITFIT, BOTTLENECK, IA3, LORA, P_TUNING, PREFIX_TUNING, PROMPT_TUNING, VERA)
 }
 
 

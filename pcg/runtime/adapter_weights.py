@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean
+from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.runtime.bottleneck_weights import BottleneckWeights
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
 from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
+from pcg.runtime.prefix_weights import PrefixWeights
 from pcg.runtime.prompt_weights import PromptWeights
 from pcg.runtime.vera_weights import VeraWeights
 
@@ -25,6 +26,7 @@ WEIGHTS: Mapping[str, type[ModuleWeights]] = {
     "BOTTLENECK": BottleneckWeights,
     "IA3": Ia3Weights,
     "LORA": LoraWeights,
+    "PREFIX_TUNING": PrefixWeights,
     "PROMPT_TUNING": PromptWeights,
     "P_TUNING": PromptWeights,
     "VERA": VeraWeights,
@@ -135,7 +137,7 @@ def new_adapter(
             f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
             '"gaussian"; or let peft make and save one, and load that'
         )
-    linear = tuple(path for path in module_shapes if path != WHOLE_MODEL)
+    linear = tuple(filter(is_module, module_shapes))
     sites = recipe.sites(linear, output_layer, model_type)
     if WHOLE_MODEL in sites and WHOLE_MODEL not in module_shapes:
         raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
@@ -254,7 +256,7 @@ def check_fits(
             )
     if adapter.recipe.target_modules is None:
         return
-    linear = [path for path in module_shapes if path != WHOLE_MODEL]
+    linear = filter(is_module, module_shapes)
     expected = [p for p in linear if adapter.recipe.site(p, output_layer=output_layer)]
     missing = [path for path in expected if path not in adapter.weights]
     if missing and not (adapter.recipe.is_all_linear and output_layer is None):

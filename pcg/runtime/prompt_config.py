@@ -1,7 +1,8 @@
-"""Prompt tuning and P-tuning in adapter_config.json."""
+"""Prompt tuning, P-tuning and prefix tuning in adapter_config.json."""
 
 from __future__ import annotations
 
+from pcg.ir.prefix_recipe import PrefixRecipe
 from pcg.ir.prompt_recipe import PromptTuningRecipe, PTuningRecipe
 from pcg.runtime.config_format import ConfigFormat
 
@@ -54,4 +55,21 @@ P_TUNING = ConfigFormat(
     fields={**_FIELDS, "encoder_reparameterization_type": "encoder"},
     features=_FEATURES,
     notes=(*_SIZES, "encoder_dropout", "encoder_hidden_size", "encoder_num_layers"),
+)
+
+PREFIX_TUNING = ConfigFormat(
+    recipe=PrefixRecipe,
+    defaults={
+        **_DEFAULTS,
+        "encoder_hidden_size": None,
+        "init_weights": None,
+        "peft_type": "PREFIX_TUNING",
+        "prefix_projection": False,
+    },
+    fields={**_FIELDS, "init_weights": "init", "num_layers": "layers"},
+    features={
+        "modules_to_save": "whole modules trained beside the prefix",
+        "prefix_projection": "a network that makes the prefix",
+    },
+    notes=("encoder_hidden_size", "num_attention_heads", "token_dim"),
 )

@@ -80,15 +80,18 @@ class TrainingRunner:
     def count_targets(self, examples: Sequence[Example]) -> int:
         """Target tokens; the first is one where a prompt comes before it, as in peft."""
         firsts = sum(example.labels[0] != IGNORED for example in examples)
-        of_prompt = firsts if self.adapter.prompt_tokens else 0
+        of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
         return sum(example.targets for example in examples) + of_prompt
 
     def _shifted(self, examples: Sequence[Example]) -> tuple[Batch, Tensor]:
         """The batch, and for each token the token that it has to predict; negative for none."""
         count = self.adapter.prompt_tokens
         batch = whole_sequences([e.ids for e in examples], self._device, [count] * len(examples))
-        labels = [[IGNORED] * count + list(example.labels) for example in examples]
-        targets = [label for row in labels for label in (*row[1:], IGNORED)]
+        skipped = 0 if self.adapter.recipe.learns_first_token else 1
+        targets: list[int] = []
+        for example in examples:
+            unlearned = [IGNORED] * (count + skipped)
+            targets += [*unlearned, *example.labels[skipped:], IGNORED][1:]
         return batch, torch.tensor(targets, dtype=torch.long, device=self._device)
 
     @property

@@ -86,7 +86,15 @@ def load_saved(model: Any, directory: Path) -> Any:
 @torch.no_grad()
 def logits(model: Any, sequence: Sequence[int]) -> Tensor:
     """Of the sequence's own tokens, without virtual ones before them."""
-    return model(torch.tensor([sequence]), use_cache=False).logits[0, -len(sequence) :]
+    return model(torch.tensor([sequence]), **_without_cache(model)).logits[0, -len(sequence) :]
+
+
+def _without_cache(model: Any) -> dict[str, bool]:
+    """Options of a forward call; a prefix is a cache."""
+    config = model.active_peft_config if hasattr(model, "active_peft_config") else None
+    return (
+        {} if config is not None and config.peft_type == "PREFIX_TUNING" else {"use_cache": False}
+    )
 
 
 def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
@@ -119,8 +127,10 @@ def loss_and_gradients(
     wrapped.zero_grad()
     for sequence in sequences:
         ids = torch.tensor([sequence])
-        out = wrapped(ids, use_cache=False).logits[0, :-1][-ids.shape[1] :]
-        loss = torch.nn.functional.cross_entropy(out, ids[0, -len(out) :], reduction="sum")
+        out = wrapped(ids, **_without_cache(wrapped)).logits[0, :-1][-ids.shape[1] :]
+        loss = torch.nn.functional.cross_entropy(
+            out, ids[0, ids.shape[1] - len(out) :], reduction="sum"
+        )
         (loss / count).backward()
         total += loss.detach()
     gradients = {name: parameter.grad for name, parameter in lora_parameters(wrapped).items()}

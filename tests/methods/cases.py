@@ -57,6 +57,8 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         ),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
         "prompt-short": peft.PromptTuningConfig(num_virtual_tokens=1, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=7, **CAUSAL),
+        "prefix-short": peft.PrefixTuningConfig(num_virtual_tokens=1, **CAUSAL),
         "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, **CAUSAL),
         "p-tuning-lstm": peft.PromptEncoderConfig(
             num_virtual_tokens=4, encoder_reparameterization_type="LSTM", **CAUSAL
@@ -69,6 +71,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "ia3": peft.IA3Config(),
         "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
         "ia3-regex": peft.IA3Config(
             target_modules=r".*\.(attn|mlp)\.c_.*", feedforward_modules=r".*c_fc"
         ),
@@ -78,6 +81,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
         "vera": peft.VeraConfig(r=6),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=6, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=2, **CAUSAL),
         "ia3": peft.IA3Config(),
     },
 }
@@ -148,3 +152,13 @@ def our_name(name: str, parameter: Tensor) -> str:
     path = path.replace(".lora_B.bias", ".lora_B_bias")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
     return f"{path}_in" if is_input else path
+
+
+def prefix_parts(whole: Tensor, layers: int) -> dict[str, Tensor]:
+    """What peft has in one tensor for all layers, by pcg's name of each part."""
+    parts = whole.chunk(2 * layers, -1)
+    names = [f"layers.{layer}.prefix_{kind}" for layer in range(layers) for kind in KINDS]
+    return dict(zip(names, parts, strict=True))
+
+
+KINDS = ("keys", "values")

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
+from pcg.ir.prefix_recipe import PrefixRecipe
 from pcg.ir.prompt_recipe import PromptRecipe
 from pcg.ir.recipes import RECIPES, recipe_fields, recipe_of_fields
 from pcg.runtime.adapters import read_adapter
 from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.test_numbers import LENGTHS, TOLERANCE, prompts
-from tests.methods.cases import CONFIGS, Models, make_models, trained
+from tests.methods.cases import CONFIGS, Models, make_models, prefix_parts, trained
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
 TRAINED = [
@@ -83,6 +84,8 @@ def test_gradients_of_every_parameter(models: dict[str, Models], family: str, na
     expected_loss, _ = oracle.loss_and_gradients(case.wrapped[name], sequences)
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     expected = {path: p.grad for path, p in trained(case.wrapped[name]).items()}
+    if CONFIGS[family][name].peft_type == "PREFIX_TUNING":
+        expected = prefix_parts(expected["prompt_embeddings"], case.base.config.num_hidden_layers)
     assert runner.parameters.keys() == expected.keys()
     for path, parameter in runner.parameters.items():
         theirs = expected[path].reshape(parameter.shape)
@@ -141,7 +144,7 @@ def test_a_new_adapter_changes_nothing_and_learns(
 
 @pytest.mark.parametrize("peft_type", RECIPES)
 def test_recipes_survive_a_manifest(peft_type: str) -> None:
-    prompt = {"tokens": 3} if issubclass(RECIPES[peft_type], PromptRecipe) else {}
+    prompt = {"tokens": 3} if issubclass(RECIPES[peft_type], PrefixRecipe | PromptRecipe) else {}
     recipe = RECIPES[peft_type](target_modules=("a", "b"), **prompt)
     fields: dict[str, Any] = json.loads(json.dumps(recipe_fields(recipe)))
     assert recipe_of_fields(fields) == recipe

@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
-    """x with each virtual row's embedding, in x's dtype, of its own adapter's prompt.
+    """x with its own adapter's prompt, in x's dtype, in each virtual row.
 
     Args:
         batch: its virtual rows.
-        x: [T, h].
+        x: [T, …], of h features.
         prompt: [n, h], or a stack [adapters, n, h] with segments, which may be padded; None where
             no adapter of the batch has one.
     """
@@ -26,23 +26,29 @@ def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
     if prompt is None or rows is None:
         return x
     if prompt.segments is None:
-        embeddings = prompt.weight[places]
+        own = prompt.weight[places]
     else:
         sizes = torch.tensor(prompt.segments.sizes, device=x.device)
         ends = sizes.cumsum(0) + prompt.segments.start
-        embeddings = prompt.weight[torch.searchsorted(ends, rows, right=True), places]
-    return x.index_copy(0, rows, embeddings.to(x.dtype))
+        adapters = torch.searchsorted(ends, rows, right=True)
+        if not all(prompt.present):
+            have = torch.tensor(prompt.present, device=x.device)[adapters]
+            rows, places, adapters = rows[have], places[have], adapters[have]
+        own = prompt.weight[adapters, places]
+    return x.index_copy(0, rows, own.to(x.dtype).view(-1, *x.shape[1:]))
 
 
 def without_virtual(batch: Any, x: Tensor) -> Tensor:
-    """x [T, h] with zeros in each virtual row."""
+    """x [T, …] with zeros in each virtual row."""
     return x if batch.virtual_rows is None else x.index_fill(0, batch.virtual_rows, 0.0)
 
 
 def virtual_tokens_backward(batch: Any, dy: Tensor, prompt: Any) -> Tensor:
-    """For each virtual token the sum of dy [T, h] over its rows: [n, h] in the prompt's dtype."""
+    """For each virtual token the sum of dy [T, …] over its rows: [n, h] in the prompt's dtype."""
     weight: Tensor = prompt.weight
     total = torch.zeros_like(weight)
     if batch.virtual_rows is None:
         return total
-    return total.index_add_(0, batch.virtual_places, dy[batch.virtual_rows].to(weight.dtype))
+    return total.index_add_(
+        0, batch.virtual_places, dy[batch.virtual_rows].flatten(1).to(weight.dtype)
+    )

@@ -6,16 +6,17 @@ The batch says which rows are virtual, and which virtual token of its adapter ea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 
 
 class VirtualTokens(Operator):
-    """x, with the embeddings of its adapter's prompt in each virtual row.
+    """x, with its adapter's own in each virtual row: embeddings, or a layer's keys or values.
 
-    `x: [T, h]`, the embeddings of all rows, `prompt: [n, h]`. What is looked up for a virtual row
-    does not matter.
+    `x: [T, …]`, `prompt: [n, h]` with h the features of x. What x has in a virtual row does not
+    matter; it keeps the rows of an adapter without a prompt here.
     """
 
     name = "virtual_tokens"
@@ -23,8 +24,8 @@ class VirtualTokens(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, prompt = types
-        if not x.is_token_wise or len(prompt.dims) != 2 or prompt.shape[1:] != x.shape[1:]:
-            raise TypeCheckError(f"virtual_tokens of {x} with {prompt}; expected [n, h]")
+        if not x.is_token_wise or len(prompt.dims) != 2 or prompt.shape[1] != prod(x.features):
+            raise TypeCheckError(f"virtual_tokens of {x} with {prompt}; expected [n, features]")
         return (x,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -59,7 +60,7 @@ class WithoutVirtual(Operator):
 class VirtualTokensBackward(Operator):
     """dprompt: for each virtual token, the sum of dy over the rows that it stands in.
 
-    `dy: [T, h]`, `prompt: [n, h]` give `[n, h]` in the prompt's dtype.
+    `dy: [T, …]`, `prompt: [n, h]` give `[n, h]` in the prompt's dtype.
     """
 
     name = "virtual_tokens_backward"
