@@ -41,7 +41,7 @@ from pcg.passes.fuse import fuse
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
-from pcg.passes.train import LayerKind, layer_kinds, train_epilogue
+from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
 from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
@@ -82,6 +82,7 @@ class Compilation:
     kinds: tuple[LayerKind, ...] = ()
     frontiers: Frontiers | None = None
     plan: MemoryPlan | None = None
+    training_prologue: tuple[Graph | None, tuple[str, ...]] = (None, ())
     training_epilogue: tuple[Graph, Graph, tuple[str, ...]] | None = None
     serving: Serving | None = None
     training: Training | None = None
@@ -89,7 +90,7 @@ class Compilation:
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
         if self.training_epilogue is not None and self.training_model is not None:
-            found: list[Graph | None] = []
+            found: list[Graph | None] = [self.training_prologue[0]]
             for kind in () if self.plan else self.kinds:
                 found += [kind.gradients.graph, kind.gradients.backward]
             for plan in self.plan.plans if self.plan else ():
@@ -131,7 +132,10 @@ def _differentiate(state: Compilation) -> Compilation:
     if model is None:
         return state
     return dataclasses.replace(
-        state, kinds=layer_kinds(model), training_epilogue=train_epilogue(model)
+        state,
+        kinds=layer_kinds(model),
+        training_prologue=train_prologue(model),
+        training_epilogue=train_epilogue(model),
     )
 
 
@@ -161,8 +165,11 @@ def _emit(state: Compilation) -> Compilation:
     if state.training_model is not None:
         epilogue, loss, trained = _made(state.training_epilogue)
         model, plan = state.training_model, _made(state.plan)
-        source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss)
-        training = Training(model, plan.plans, plan.layers, epilogue, trained, source)
+        prologue, prologue_trained = state.training_prologue
+        source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss, prologue)
+        training = Training(
+            model, plan.plans, plan.layers, epilogue, trained, source, prologue, prologue_trained
+        )
     return dataclasses.replace(state, serving=serving, training=training)
 
 

@@ -24,6 +24,7 @@ def emit_training(
     layers: Sequence[int],
     epilogue: Graph,
     loss: Graph,
+    prologue: Graph | None = None,
 ) -> str:
     """The source of each plan's forward and backward, and of the epilogue's both in one.
 
@@ -34,8 +35,21 @@ def emit_training(
         layers: for each layer, the index of its plan.
         epilogue: loss and gradients.
         loss: the loss alone.
+        prologue: backward of the prologue; None where it trains nothing.
     """
     functions = [emit_function(model.prologue, "prologue", _role(model, model.prologue))]
+    if prologue is not None:
+        incoming = [value.name for value in prologue.inputs[len(model.prologue.inputs) :]]
+        functions.append(
+            emit_function(
+                prologue,
+                prologue.name,
+                "Prologue, backward. Gradients of its adapters.",
+                outputs=[prologue.outputs],
+                given={"gradients": incoming},
+                free=True,
+            )
+        )
     for index, plan in enumerate(plans):
         where = _layers([layer for layer, of in enumerate(layers) if of == index])
         functions += _plan_functions(model.blocks[plan.block], plan, where)

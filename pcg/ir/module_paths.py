@@ -10,6 +10,19 @@ from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
 
+WHOLE_MODEL = ""
+"""The path of the model itself, for what an adapter has once; no target means it."""
+
+
+def layer_path(layer: int) -> str:
+    """The path of a layer's attention, whatever it is called, for what an adapter has of each."""
+    return f"layers.{layer}"
+
+
+def is_module(path: str) -> bool:
+    """Whether the path is a module's own, not one of those above, which no target means."""
+    return path != WHOLE_MODEL and re.fullmatch(r"layers\.\d+", path) is None
+
 
 def ends_in(path: str, names: Iterable[str]) -> bool:
     """Whether the path ends in `.name` for one of the names."""

@@ -6,10 +6,12 @@ import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.memory_budget import MemoryBudget
+from pcg.ir.module_paths import WHOLE_MODEL, layer_path
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +66,26 @@ class ModelGraph:
                 modules[site.format(layer=layer)] = shape
         return modules
 
+    def module_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of what adapters may adapt, by path.
+
+        Every linear module of every layer; as `layers.<i>` the attention of each layer, (features
+        of its values, of its keys); and as the whole model its token embedding, (vocabulary,
+        width), where it has one.
+        """
+        shapes = self.linear_modules()
+        for layer, index in enumerate(self.layers):
+            block = self.blocks[index]
+            for node in block.nodes:
+                if node.op == "attention":
+                    keys, values = (prod(block.types[name].features) for name in node.inputs[1:3])
+                    shapes[layer_path(layer)] = (values, keys)
+        embedding = token_embedding(self.prologue)
+        if embedding is not None:
+            vocabulary, width = self.prologue.types[embedding.inputs[0]].features
+            shapes[WHOLE_MODEL] = (vocabulary, width)
+        return shapes
+
     @property
     def output_module(self) -> str:
         """Path of the module that makes the logits."""
@@ -91,6 +113,13 @@ class ModelGraph:
                 yield parameter, layer
         for parameter in self.epilogue.parameters:
             yield parameter, None
+
+
+def token_embedding(prologue: Graph) -> Node | None:
+    """The node that looks token ids up, the first input of a prologue; None where there is none."""
+    ids = prologue.inputs[0].name
+    found = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
+    return next(found, None)
 
 
 def site_of(graph: Graph, node: Node) -> str | None:
@@ -141,6 +170,9 @@ class Training:
         epilogue: hidden states and targets to loss and gradients, in one graph.
         epilogue_trained: adapter parameters of the epilogue with a gradient.
         source: emitted Python of all of them.
+        prologue: backward of the prologue, from its inputs and the gradients of what the first
+            layer is handed; None where it trains nothing.
+        prologue_trained: adapter parameters of the prologue with a gradient.
     """
 
     model: ModelGraph
@@ -149,6 +181,8 @@ class Training:
     epilogue: Graph
     epilogue_trained: tuple[str, ...]
     source: str
+    prologue: Graph | None = None
+    prologue_trained: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

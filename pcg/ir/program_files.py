@@ -165,6 +165,8 @@ def _training_sections(training: Training) -> Iterator[tuple[str, Iterable[Graph
         if plan.backward is not None:
             yield "A layer, backward.", (plan.backward,)
     yield "Hidden states and targets to loss and gradients.", (training.epilogue,)
+    if training.prologue is not None:
+        yield "The prologue, backward.", (training.prologue,)
 
 
 def _training(
@@ -181,13 +183,22 @@ def _training(
             TrainingGraph(int(entry["block"]), forward, backward, kept, tuple(entry["trained"]))
         )
     epilogue = next(rest)
+    prologue_trained = tuple(plan.get("prologue_trained", ()))  # older folders train none
+    prologue = next(rest) if prologue_trained else None
     if next(rest, None) is not None:
         raise ValueError(f"more graphs in {TRAINING_IR} than planned")
     of_layers = tuple(map(int, plan["layers"]))
     if len(of_layers) != len(layers) or not set(of_layers) <= set(range(len(plans))):
         raise ValueError(f"{len(plans)} plans for {len(layers)} layers, {of_layers}")
     return Training(
-        model, tuple(plans), of_layers, epilogue, tuple(plan["epilogue_trained"]), source
+        model,
+        tuple(plans),
+        of_layers,
+        epilogue,
+        tuple(plan["epilogue_trained"]),
+        source,
+        prologue,
+        prologue_trained,
     )
 
 
@@ -263,4 +274,5 @@ def _training_plan(training: Training) -> dict[str, Any]:
         "layers": list(training.layers),
         "plans": plans,
         "epilogue_trained": list(training.epilogue_trained),
+        "prologue_trained": list(training.prologue_trained),
     }

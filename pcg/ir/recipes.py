@@ -10,6 +10,8 @@ from pcg.errors import AdapterError
 from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
+from pcg.ir.prefix_recipe import PrefixRecipe
+from pcg.ir.prompt_recipe import PromptTuningRecipe, PTuningRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.target_recipe import ALL_LINEAR, TargetRecipe
 from pcg.ir.vera_recipe import VeraRecipe
@@ -21,6 +23,9 @@ _METHODS: tuple[type[Recipe], ...] = (
     BottleneckRecipe,
     Ia3Recipe,
     LoraRecipe,
+    PTuningRecipe,
+    PrefixRecipe,
+    PromptTuningRecipe,
     VeraRecipe,
 )
 RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}

@@ -49,6 +49,8 @@ class TargetRecipe(Generic[SiteT]):
     """model_type -> the modules adapted where a recipe names none."""
     patterns: ClassVar[tuple[str, ...]] = ()
     """Fields whose keys are regexes for the end of an adapted module's path."""
+    untrained: ClassVar[str] = ""
+    """Why pcg serves the method and does not train it; empty where it does."""
 
     target_modules: tuple[str, ...] | str | None = None
     exclude_modules: tuple[str, ...] | str | None = None
@@ -65,6 +67,16 @@ class TargetRecipe(Generic[SiteT]):
         is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
         if not is_number or not 0 <= dropout <= 1:
             raise AdapterError(f"dropout={dropout!r}; use a probability in [0, 1]")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Virtual tokens that stand before each sequence."""
+        return 0
+
+    @property
+    def learns_first_token(self) -> bool:
+        """Whether the last virtual token predicts a sequence's first."""
+        return False
 
     def site_of_target(self, path: str) -> SiteT:
         """What the method does at `path`, taking for granted that it is a target."""

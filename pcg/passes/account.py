@@ -248,6 +248,8 @@ def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
 
 
 def _recipe_text(recipe: Recipe) -> str:
+    if recipe.prompt_tokens:
+        return f"{recipe.method} with {recipe.prompt_tokens} virtual tokens"
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
     method = "DoRA" if isinstance(recipe, LoraRecipe) and recipe.use_dora else recipe.method

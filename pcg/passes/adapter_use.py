@@ -48,14 +48,14 @@ def adapter_use(
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
-    shapes = model.linear_modules()
+    shapes, modules = model.module_shapes(), tuple(model.linear_modules())
     ranks: dict[str, int] = {}
     beside: dict[str, None] = {}
     trainable = 0
     for recipe in recipes.values():
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
         trainable += _bias_elements(model, biases)
-        found = recipe.sites(tuple(shapes), model.output_module, model_type)
+        found = recipe.sites(modules, model.output_module, model_type)
         for path, site in found.items():
             trainable += site.trained_elements(*shapes[path])
             if isinstance(site, Site):

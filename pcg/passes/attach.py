@@ -22,7 +22,17 @@ A bottleneck adapter reads the site's output, or the MLP's input where it is par
 
     h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
 
-The base program is unchanged but for reading z instead of y.
+A prompt's embeddings stand in the rows of virtual tokens, behind the token embedding,
+
+    x = virtual_tokens(embedding(ids), p)
+
+A prefix's keys and values stand there in each layer, behind rotary embedding,
+
+    k = virtual_tokens(k, p_k);  v = virtual_tokens(v, p_v)
+
+so that what the layers make of virtual tokens is read by no other token.
+
+The base program is unchanged but for reading these instead of y, x, k and v.
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
 the others' operators change nothing of it, so that their order does not matter.
@@ -31,18 +41,21 @@ the others' operators change nothing of it, so that their order does not matter.
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 
 import sympy
 
 from pcg.errors import UnsupportedError
 from pcg.ir.bottleneck_recipe import MLP_INPUTS
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
-from pcg.ir.program import ModelGraph, site_of
+from pcg.ir.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import Size, tensor
 from pcg.passes.bypasses import Bottleneck, Bypasses
 
 RANK = sympy.Symbol("r", integer=True, positive=True)
 """The rank at a site whose rank is open: adapters of any meet there."""
+VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
+"""Virtual tokens of prompts of any length."""
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
@@ -53,7 +66,12 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
     largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
-    attached = model.map(lambda graph: _attach_graph(graph, bypasses, largest))
+    prompted = _embeds(model.prologue) if bypasses.prompt != 0 else ""
+    attached = model.map(
+        lambda graph: _attach_graph(
+            graph, bypasses, largest, prompted if graph is model.prologue else ""
+        )
+    )
     there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
     missing = sorted(bypasses.biases - there)
     if missing:
@@ -64,7 +82,23 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     return attached
 
 
-def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) -> Graph:
+def _embeds(prologue: Graph) -> str:
+    """What the module gives that looks token ids up.
+
+    Its last node: peft hands a model embeddings in place of ids, which some scale within that
+    module (Gemma), and others behind it, a prompt's as any (Granite).
+    """
+    embedding = token_embedding(prologue)
+    if embedding is None:
+        raise UnsupportedError(
+            "the model has no token embedding that pcg knows, before which virtual tokens would be"
+        )
+    return [node.name for node in prologue.nodes if node.scope == embedding.scope][-1]
+
+
+def _attach_graph(
+    graph: Graph, bypasses: Bypasses, largest: tuple[int, ...], prompted: str
+) -> Graph:
     builder = Builder(graph.name)
     for value in graph.inputs:
         builder.input(value.name, value.type)
@@ -76,6 +110,8 @@ def _attach_graph(graph: Graph, bypasses: Bypasses, largest: tuple[int, ...]) ->
         node_ = dataclasses.replace(node, inputs=inputs)
         place = _Place(builder, graph, node_, bypasses, largest)
         new = place.attach()
+        if node.name == prompted:
+            new = place.prompt(new)
         if new != node.name:
             names[node.name] = new
     return builder.build([names.get(name, name) for name in graph.outputs])
@@ -108,6 +144,8 @@ class _Place:
         if site in bypasses.scaled_inputs:
             x = self._scaled(node.inputs[0], "ia3_l_in", "scaled_x")
             node = self._node = dataclasses.replace(node, inputs=(x, *node.inputs[1:]))
+        if node.op == "attention" and bypasses.prefix != 0:
+            node = self._node = self._prefixed(node)
         self._builder.append(node)
         value = node.name
         if site in bypasses.ranks:
@@ -121,6 +159,24 @@ class _Place:
         if site in bypasses.scaled:
             value = self._scaled(value, "ia3_l", "scaled")
         return value
+
+    def prompt(self, value: str) -> str:
+        """Put a prompt's embeddings into the virtual rows of the token embedding's."""
+        (width,) = self._builder.types[value].features
+        kind = "prompt_embeddings"
+        prompt = self._parameter(kind, kind, self._bypasses.prompt or VIRTUAL, width)
+        return self._add("virtual_tokens", "prompted", value, prompt)
+
+    def _prefixed(self, node: Node) -> Node:
+        """Attention to a prefix's keys and values in the virtual rows."""
+        q, *read = node.inputs
+        for index, kind in enumerate(("prefix_keys", "prefix_values")):
+            size = prod(self._builder.types[read[index]].features)
+            prefix = self._parameter(
+                kind, f"layers.{{layer}}.{kind}", self._bypasses.prefix or VIRTUAL, size
+            )
+            read[index] = self._add("virtual_tokens", kind, read[index], prefix)
+        return dataclasses.replace(node, inputs=(q, *read))
 
     def _lora(self, value: str) -> str:
         out, in_ = self._graph.types[self._node.inputs[1]].features

@@ -42,6 +42,8 @@ class Bypasses:
         lora_biases: LoRA sites whose B has a bias.
         scaled: sites whose output is scaled, (IA)³.
         scaled_inputs: sites whose input is.
+        prompt: virtual tokens at most before a sequence; 0 for none, None leaves it open.
+        prefix: the same of those whose keys and values every layer has its own of.
         serving: adapters of any rank meet, and what can be made once of an adapter is a parameter.
     """
 
@@ -55,17 +57,27 @@ class Bypasses:
     lora_biases: frozenset[str] = frozenset()
     scaled: frozenset[str] = frozenset()
     scaled_inputs: frozenset[str] = frozenset()
+    prompt: int | None = 0
+    prefix: int | None = 0
     serving: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
         matrices = (self.ranks, self.vera, self.bottlenecks)
-        return any((*matrices, self.biases, self.scaled, self.scaled_inputs))
+        rest = (self.biases, self.scaled, self.scaled_inputs, self.prompt != 0, self.prefix != 0)
+        return any((*matrices, *rest))
 
     def for_serving(self) -> Bypasses:
         """The same as serving has it, without what training alone does."""
         ranks = dict.fromkeys([*self.ranks, *self.vera])
         sizes: dict[Bottleneck, int | None] = dict.fromkeys(self.bottlenecks)
         return dataclasses.replace(
-            self, ranks=ranks, dropout=0.0, vera={}, bottlenecks=sizes, serving=True
+            self,
+            ranks=ranks,
+            dropout=0.0,
+            vera={},
+            bottlenecks=sizes,
+            prompt=None if self.prompt else self.prompt,
+            prefix=None if self.prefix else self.prefix,
+            serving=True,
         )

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from pcg.ir.bottleneck_recipe import BottleneckSite
 from pcg.ir.ia3_recipe import Ia3Site
+from pcg.ir.prefix_recipe import PrefixSite
 from pcg.ir.program import ModelGraph
+from pcg.ir.prompt_recipe import PromptSite
 from pcg.ir.recipe import Site
 from pcg.ir.recipes import Recipe
 from pcg.ir.vera_recipe import VeraSite
@@ -43,6 +45,7 @@ def bypasses_of(
     scaled: dict[bool, set[str]] = {False: set(), True: set()}
     biases: set[str] = set()
     dropout = 0.0
+    prompt = prefix = 0
     for recipe in recipes:
         sites = recipe.sites(modules, model.output_module, model_type)
         for path, site in sites.items():
@@ -58,7 +61,11 @@ def bypasses_of(
                     bottlenecks[key] = max(site.size, bottlenecks.get(key) or 0)
                 case Ia3Site():
                     scaled[site.is_feedforward].add(templates[path])
-        biases |= _biases(model, recipe, {templates[path] for path in sites})
+                case PromptSite():
+                    prompt = max(site.tokens, prompt)
+                case PrefixSite():
+                    prefix = max(site.tokens, prefix)
+        biases |= _biases(model, recipe, {templates[path] for path in sites if path in templates})
         dropout = max(dropout, recipe.dropout)
     return Bypasses(
         {site: max(found) for site, found in ranks.items()},
@@ -71,6 +78,8 @@ def bypasses_of(
         lora_biases=frozenset(lora_biases),
         scaled=frozenset(scaled[False]),
         scaled_inputs=frozenset(scaled[True]),
+        prompt=prompt,
+        prefix=prefix,
     )
 
 

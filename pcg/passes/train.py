@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcg.errors import UnsupportedError
-from pcg.ir.graph import Builder, Graph
+from pcg.ir.graph import Builder, Graph, Value
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
@@ -34,10 +33,10 @@ class LayerKind:
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
     """The layers of a model, differentiated. Below what is trained no gradient is wanted."""
     groups: dict[tuple[int, bool], list[int]] = {}
-    trained_below = False
+    trained_below = _has_adapters(model.prologue)
     for layer, index in enumerate(model.layers):
         groups.setdefault((index, trained_below), []).append(layer)
-        trained_below |= any(p.role == "adapter" for p in model.blocks[index].parameters)
+        trained_below |= _has_adapters(model.blocks[index])
     kinds = []
     for (index, passes_on), layers in groups.items():
         block = model.blocks[index]
@@ -109,21 +108,32 @@ def _with_remade(gradients: Differentiated, kept: set[str], name: str) -> Graph:
     return builder.build(plain.outputs)
 
 
+def train_prologue(model: ModelGraph) -> tuple[Graph | None, tuple[str, ...]]:
+    """The prologue's backward, and the parameters that it trains; None where it trains none.
+
+    It takes the prologue's inputs, then the gradient of each value that the first layer is handed,
+    and makes what it reads of the forward again: that is little, and nothing need be kept.
+    """
+    prologue = model.prologue
+    if not _has_adapters(prologue):
+        return None, ()
+    carried = prologue.outputs[: len(model.blocks[0].outputs)]
+    gradients = differentiate(prologue, (), carried)
+    backward = _with_remade(gradients, set(), "prologue_backward")
+    incoming = tuple(Value(gradient_name(name), prologue.types[name]) for name in carried)
+    return backward.replace(inputs=(*prologue.inputs, *incoming)), gradients.trained
+
+
+def _has_adapters(graph: Graph) -> bool:
+    return any(parameter.role == "adapter" for parameter in graph.parameters)
+
+
 def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:
     """The epilogue with its loss, forward and backward in one graph, and the loss alone.
 
     Both take the hidden states and `targets` [T]; the first also the gradient of each token's loss,
     and gives the loss [T], the hidden states' gradient, and the trained parameters'.
-
-    Raises:
-        UnsupportedError: something is to be trained before the first layer; it is named.
     """
-    for parameter in model.prologue.parameters:
-        if parameter.role == "adapter":
-            raise UnsupportedError(
-                f"{parameter.source} lies before the first layer, where pcg runs adapters but does "
-                "not finetune them; leave it out (exclude_modules, or bias other than 'all')"
-            )
     builder = Builder.extending(model.epilogue)
     targets = builder.input("targets", tensor("i64", TOKENS))
     loss = builder.add("cross_entropy", [model.epilogue.outputs[0], targets], name="loss")

@@ -12,10 +12,12 @@ from pcg.runtime.bottleneck_config import BOTTLENECK
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
 from pcg.runtime.ia3_config import IA3
 from pcg.runtime.lora_config import LORA
+from pcg.runtime.prompt_config import P_TUNING, PREFIX_TUNING, PROMPT_TUNING
 from pcg.runtime.vera_config import VERA
 
 FORMATS: Mapping[str, ConfigFormat] = {
-    format_.recipe.peft_type: format_ for format_ in (BITFIT, BOTTLENECK, IA3, LORA, VERA)
+    format_.recipe.peft_type: format_
+    for format_ in (BITFIT, BOTTLENECK, IA3, LORA, P_TUNING, PREFIX_TUNING, PROMPT_TUNING, VERA)
 }
 
 
@@ -41,7 +43,8 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
 
 def notes_of(config: Json) -> dict[str, Any]:
     """The fields of adapter_config.json that change nothing here."""
-    return {name: config[name] for name in NOTES if name in config}
+    names = (*NOTES, *_format_of(config).notes)
+    return {name: config[name] for name in names if name in config}
 
 
 def config_fields(
@@ -59,7 +62,7 @@ def config_fields(
     names = target_modules if isinstance(target_modules, str) else [*target_modules]
     return {
         **format_.defaults,
-        **{name: notes[name] for name in NOTES if name in notes},
+        **{name: notes[name] for name in (*NOTES, *format_.notes) if name in notes},
         **format_.written(recipe),
         **({"target_modules": names} if "target_modules" in format_.fields else {}),
         "inference_mode": True,

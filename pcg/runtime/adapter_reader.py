@@ -4,6 +4,7 @@
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
     base_model.model.<module>.bias               [out]   one of another module (bias="all")
     base_model.<name>                                    `ModuleWeights.shared_names`
+    <name>                                               `ModuleWeights.whole_keys`
 
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
@@ -11,9 +12,9 @@ Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,6 +34,7 @@ PREFIX = "base_model.model."
 SHARED_PREFIX = "base_model."
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_Read = TypeVar("_Read")
 
 
 def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
@@ -54,10 +56,13 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     file = directory / WEIGHTS
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
-    parts, biases, shared = _read_tensors(file, recipe)
-    if not parts and KINDS[recipe.peft_type].suffixes:
+    parts, biases, shared, whole = _read_tensors(file, recipe)
+    kind = KINDS[recipe.peft_type]
+    if not (parts or whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
+    if whole:
+        weights |= _checked(file, lambda: kind.read_whole(whole, recipe))
     _check_biases(file, recipe, weights, biases)
     base = config.get("base_model_name_or_path")
     return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
@@ -106,12 +111,13 @@ def _no_weights(directory: Path) -> str:
 
 def _read_tensors(
     file: Path, recipe: Recipe
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    """The method's tensors by module path and part, biases by module path, and what is shared."""
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The method's tensors by module and part, biases by module, what is shared, what has none."""
     kind = KINDS[recipe.peft_type]
     suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
     shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
     shared: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     expected = re.compile(
         rf"(?:base_model\.model\.)?(?P<module>.+?)\.(?:(?P<part>{suffixes})|(?:base_layer\.)?bias)"
     )
@@ -128,6 +134,9 @@ def _read_tensors(
                 if key in shared_keys:
                     shared[shared_keys[key]] = stream.get_tensor(key)
                     continue
+                if key in kind.whole_keys:
+                    whole[key] = stream.get_tensor(key)
+                    continue
                 match = expected.fullmatch(key)
                 if match is None:
                     raise _unknown_key(file, key, recipe)
@@ -142,7 +151,7 @@ def _read_tensors(
             f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
             f"does not go with {CONFIG}; the two files are not of one save"
         )
-    return parts, biases, shared
+    return parts, biases, shared, whole
 
 
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
@@ -169,8 +178,12 @@ def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe)
             f"{file} has weights for {path}, which {CONFIG} does not target "
             f"(target_modules={_short(recipe.target_modules)}); the two files are not of one save"
         )
+    return _checked(file, lambda: KINDS[recipe.peft_type].read(path, parts, recipe))
+
+
+def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
     try:
-        return KINDS[recipe.peft_type].read(path, parts, recipe)
+        return read()
     except AdapterError as error:
         raise AdapterError(f"{file}: {error}") from error
 

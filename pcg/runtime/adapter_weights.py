@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import did_you_mean
+from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.runtime.bottleneck_weights import BottleneckWeights
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
 from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
+from pcg.runtime.prefix_weights import PrefixWeights
+from pcg.runtime.prompt_weights import PromptWeights
 from pcg.runtime.vera_weights import VeraWeights
 
 WEIGHTS: Mapping[str, type[ModuleWeights]] = {
@@ -24,6 +26,9 @@ WEIGHTS: Mapping[str, type[ModuleWeights]] = {
     "BOTTLENECK": BottleneckWeights,
     "IA3": Ia3Weights,
     "LORA": LoraWeights,
+    "PREFIX_TUNING": PrefixWeights,
+    "PROMPT_TUNING": PromptWeights,
+    "P_TUNING": PromptWeights,
     "VERA": VeraWeights,
 }
 """The weights of a module, by the recipe's `peft_type`."""
@@ -60,14 +65,19 @@ class Adapter:
         return (*bypasses, *self.biases.values())
 
     @property
+    def prompt_tokens(self) -> int:
+        """Virtual tokens that stand before each sequence."""
+        return self.recipe.prompt_tokens
+
+    @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:
         """What a training program reads, by the parameter's source; None where there is none."""
         module, _, kind = path.rpartition(".")
-        if not module:
-            return AdapterWeight(self.shared[kind]) if kind in self.shared else None
+        if not module and kind in self.shared:
+            return AdapterWeight(self.shared[kind])
         if kind == "bias":
             bias = self.biases.get(module)
             return None if bias is None else AdapterWeight(bias)
@@ -107,7 +117,7 @@ def new_adapter(
     Args:
         name: of the adapter.
         recipe: its configuration.
-        module_shapes: (out, in) of all linear modules of the base, by path.
+        module_shapes: as `ModelGraph.module_shapes`.
         dtype: of the weights; drawn in float32 and cast.
         seed: of the random weights.
         output_layer: path of the head, which "all-linear" leaves out.
@@ -127,7 +137,10 @@ def new_adapter(
             f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
             '"gaussian"; or let peft make and save one, and load that'
         )
-    sites = recipe.sites(tuple(module_shapes), output_layer, model_type)
+    linear = tuple(filter(is_module, module_shapes))
+    sites = recipe.sites(linear, output_layer, model_type)
+    if WHOLE_MODEL in sites and WHOLE_MODEL not in module_shapes:
+        raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
     kind = WEIGHTS[recipe.peft_type]
     shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
     weights = {
@@ -140,7 +153,7 @@ def new_adapter(
         ).map(lambda tensor: tensor.to(dtype))
         for path, site in sites.items()
     }
-    resolved = recipe.resolved(tuple(module_shapes), output_layer, model_type)
+    resolved = recipe.resolved(linear, output_layer, model_type)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}
     shared = {name: tensor.to(dtype) for name, tensor in shared.items()}
     return Adapter(name, resolved, weights, {}, base_model_name, extra, shared)
@@ -186,7 +199,7 @@ def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter
 
     Args:
         adapter: that fits the base.
-        module_shapes: (out, in) of all linear modules of the base, by path.
+        module_shapes: as `ModelGraph.module_shapes`.
     Raises:
         AdapterError: what the file holds is smaller than the modules.
     """
@@ -212,7 +225,7 @@ def check_fits(
 
     Args:
         adapter: to be attached.
-        module_shapes: (out, in) of all linear modules of the base, by path.
+        module_shapes: as `ModelGraph.module_shapes`.
         base_model_name: of the base, for the message.
         output_layer: path of the head, which "all-linear" leaves out.
     Raises:
@@ -230,8 +243,9 @@ def check_fits(
             )
         misfit = weights.misfit(module_shapes[path])
         if misfit:
+            where = path or "the token embedding"
             raise AdapterError(
-                f"{who} has {misfit} for {path}, which is {list(module_shapes[path])} in {base}; "
+                f"{who} has {misfit} for {where}, which is {list(module_shapes[path])} in {base}; "
                 "it is an adapter for another base"
             )
     for path, bias in adapter.biases.items():
@@ -242,7 +256,8 @@ def check_fits(
             )
     if adapter.recipe.target_modules is None:
         return
-    expected = [p for p in module_shapes if adapter.recipe.site(p, output_layer=output_layer)]
+    linear = filter(is_module, module_shapes)
+    expected = [p for p in linear if adapter.recipe.site(p, output_layer=output_layer)]
     missing = [path for path in expected if path not in adapter.weights]
     if missing and not (adapter.recipe.is_all_linear and output_layer is None):
         raise AdapterError(

@@ -88,7 +88,9 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     for path, bias in adapter.biases.items():
         layer = ".base_layer" if path in adapter.weights else ""
         tensors[f"{PREFIX}{path}{layer}.bias"] = bias
-    if WEIGHTS_OF[adapter.recipe.peft_type].shared_is_stored(adapter.recipe):
+    kind = WEIGHTS_OF[adapter.recipe.peft_type]
+    tensors |= kind.stored_whole(adapter.weights)
+    if kind.shared_is_stored(adapter.recipe):
         for name, tensor in adapter.shared.items():
             tensors[f"{SHARED_PREFIX}{name}"] = tensor
     return {key: _own_copy(tensor) for key, tensor in tensors.items()}

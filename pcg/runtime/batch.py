@@ -11,6 +11,9 @@ from torch import Tensor
 
 from pcg.runtime.kv_cache import KvCache
 
+ANY_TOKEN = 0
+"""What stands for the id of a virtual token; every vocabulary has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -21,12 +24,15 @@ class Span:
         length: tokens in the batch.
         context: tokens before them, in the KV cache.
         row: first row of the sequence in the KV cache; 0 without one.
+        virtual: how many of its tokens, the first, are virtual: those of its adapter's prompt, and
+            their ids mean nothing.
     """
 
     start: int
     length: int
     context: int = 0
     row: int = 0
+    virtual: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Batch:
         spans: cover all tokens, in order.
         layer: the layer that runs; the runner sets it.
         uniform_length: the spans' length where all are whole sequences of one length, else 0.
+        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
+        virtual_places: which token of its prompt each of them is, [v]; None likewise.
         dropout_seed: of the batch's random numbers; None where nothing is dropped.
     """
 
@@ -76,6 +84,13 @@ class Batch:
         if cache is not None:
             rows = [s.row + s.context + i for s in self.spans for i in range(s.length)]
             self._rows = torch.tensor(rows, device=input_ids.device)
+        self.virtual_rows: Tensor | None = None
+        self.virtual_places: Tensor | None = None
+        if any(span.virtual for span in self.spans):
+            found = [(s.start + i, i) for s in self.spans for i in range(s.virtual)]
+            self.virtual_rows, self.virtual_places = torch.tensor(
+                list(zip(*found, strict=True)), device=input_ids.device
+            )
         lengths = {span.length for span in self.spans}
         whole = not any(span.context for span in self.spans)
         self.uniform_length = lengths.pop() if len(lengths) == 1 and whole else 0
@@ -168,14 +183,23 @@ class Batch:
         return keys, values
 
 
-def whole_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> Batch:
-    """A batch of whole sequences without a KV cache, for logits and finetuning."""
-    spans, start = [], 0
-    for sequence in sequences:
-        spans.append(Span(start, len(sequence)))
-        start += len(sequence)
-    ids = torch.tensor([token for s in sequences for token in s], dtype=torch.long, device=device)
-    return Batch(ids, spans)
+def whole_sequences(
+    sequences: Sequence[Sequence[int]], device: torch.device, virtual: Sequence[int] = ()
+) -> Batch:
+    """A batch of whole sequences without a KV cache, for logits and finetuning.
+
+    Args:
+        sequences: token ids.
+        device: of the batch.
+        virtual: virtual tokens before each sequence; none by default.
+    """
+    spans: list[Span] = []
+    ids: list[int] = []
+    for sequence, count in zip(sequences, virtual or (0,) * len(sequences), strict=True):
+        spans.append(Span(len(ids), count + len(sequence), virtual=count))
+        ids += [ANY_TOKEN] * count
+        ids += sequence
+    return Batch(torch.tensor(ids, dtype=torch.long, device=device), spans)
 
 
 def mixed_seed(*numbers: int) -> int:

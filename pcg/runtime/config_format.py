@@ -7,6 +7,7 @@ not do, which is refused by name unless it is off. A field that is not known is 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -39,6 +40,7 @@ class ConfigFormat:
         fields: peft's field -> the recipe's.
         inert: fields without effect but with a feature that is refused.
         features: fields of features that pcg does not do, in words.
+        notes: fields of this method alone that change nothing here, beside `NOTES`.
     """
 
     recipe: type[Recipe]
@@ -46,6 +48,7 @@ class ConfigFormat:
     fields: Mapping[str, str]
     inert: tuple[str, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def read(self, config: Json, *, saved: bool) -> Recipe:
         """The recipe of a configuration.
@@ -68,7 +71,8 @@ class ConfigFormat:
 
     def check(self, config: Json, *, saved: bool, allowed: tuple[str, ...] = ()) -> None:
         """Refuse what is on and is neither ours nor allowed."""
-        ours = {*self.fields, *NOTES, *self.inert, *allowed, "peft_type", "base_model_name_or_path"}
+        ours = {*self.fields, *NOTES, *self.notes, *self.inert, *allowed}
+        ours |= {"peft_type", "base_model_name_or_path"}
         off: tuple[object, ...] = ({}, [], (), "", set())
         for name, value in config.items():
             if name in ours or value is None or value is False or value in off:
@@ -95,6 +99,8 @@ def _plain(name: str, value: Any) -> Any:
     if name == "layers_to_transform":
         value = [value] if type(value) is int else value
         return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, enum.Enum):
+        return value.value
     if name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(value, Mapping):
             raise AdapterError(f"{name}={value!r}; use an object of regex to number")

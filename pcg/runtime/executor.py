@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError
+from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipes import Recipe, is_shorthand
 from pcg.ir.types import TORCH_NAMES
@@ -243,7 +244,8 @@ class Executor:
         """Logits of every token.
 
         Args:
-            input_ids: [S] or [B, S], or lists of tokens of any lengths.
+            input_ids: [S] or [B, S], or lists of tokens of any lengths. Virtual tokens are not
+                among them, and get no logits.
             adapter: one name for all, a name for each sequence, or None for the base.
         Returns:
             [S, V] for one sequence, [B, S, V] for a tensor of them, else a list of [S_i, V].
@@ -259,12 +261,13 @@ class Executor:
         for i, request in enumerate(requests):
             if not request.prompt_ids:
                 raise GenerationError(f"sequence {i} has no tokens; give at least one")
-        sequences = [requests[i].prompt_ids for i in order]
-        batch = whole_sequences(sequences, self.device)
-        sizes = [len(sequence) for sequence in sequences]
+        virtual = [requests[i].virtual_tokens for i in order]
+        batch = whole_sequences([requests[i].prompt_ids for i in order], self.device, virtual)
+        sizes = [requests[i].length for i in order]
         bound = self._stacks.bind([requests[i].adapter for i in order], sizes)
         parts = self._runner.logits(batch, bound).split(sizes)
-        by_index = dict(zip(order, parts, strict=True))
+        own = [part[count:] for part, count in zip(parts, virtual, strict=True)]
+        by_index = dict(zip(order, own, strict=True))
         return [by_index[i] for i in range(len(requests))]
 
     # ------------------------------------------------------------------------------- adapters
@@ -283,7 +286,7 @@ class Executor:
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already; remove it first")
         base = self.program.base
-        modules = base.linear_modules()
+        modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
             isinstance(path_or_config, str) and not is_shorthand(path_or_config)
         ):
@@ -401,6 +404,10 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
+        if adapter.recipe.untrained:
+            raise UnsupportedError(
+                f"adapter {name!r} cannot be trained: {adapter.recipe.untrained}"
+            )
         trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
         key = (
             trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
@@ -415,7 +422,9 @@ _LISTS = ("stop", "stop_token_ids")
 
 def _sources(parts: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
     """Sources of the parameters that an adapter has, of modules with the kinds of each."""
-    return frozenset(f"{path}.{kind}" for path, kinds in parts for kind in kinds)
+    return frozenset(
+        kind if path == WHOLE_MODEL else f"{path}.{kind}" for path, kinds in parts for kind in kinds
+    )
 
 
 def _bias_sources(adapter: Adapter) -> frozenset[str]:

@@ -25,7 +25,7 @@ from pcg.runtime.interrupts import deferred_interrupts
 from pcg.runtime.optimizer import load_optimizer, optimizer_tensors
 from pcg.runtime.progress import progress_bar
 from pcg.runtime.trained_adapter import overwrite, owned, start_adapter, weights_checksum
-from pcg.runtime.training_data import training_data, vocabulary_size
+from pcg.runtime.training_data import check_with_prompt, training_data, vocabulary_size
 from pcg.runtime.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ class _Job:
         self._adapter = start_adapter(executor, name, peft, self._options.seed, saved)
         try:
             self._runner = executor.training_runner(name)
+            for data in filter(None, (self._data, self._eval)):
+                virtual = self._adapter.prompt_tokens
+                check_with_prompt(data, virtual, executor.max_positions)
             self._steps = TrainingStep(self._runner, self._data, self._batches, self._options)
             if checkpoint is not None:
                 self._resume(checkpoint)

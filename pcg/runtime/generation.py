@@ -15,7 +15,7 @@ import torch
 from pcg.errors import GenerationError
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import Adapter
-from pcg.runtime.batch import Batch, Span
+from pcg.runtime.batch import ANY_TOKEN, Batch, Span
 from pcg.runtime.detokenizer import StreamDecoder
 from pcg.runtime.kv_cache import KvCache, Run, bytes_of_row, kv_types
 from pcg.runtime.model_runner import ModelRunner
@@ -37,6 +37,16 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     adapter: Adapter | None = None
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Of the adapter's prompt, before the prompt's own."""
+        return 0 if self.adapter is None else self.adapter.prompt_tokens
+
+    @property
+    def length(self) -> int:
+        """Positions that it takes before anything is generated."""
+        return self.virtual_tokens + len(self.prompt_ids)
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,14 @@ class _Running:
     @property
     def next_tokens(self) -> list[int]:
         """Tokens that the cache lacks: the prompt at first, then the latest token."""
-        return self.generated[-1:] if self.generated else list(self.request.prompt_ids)
+        if self.generated:
+            return self.generated[-1:]
+        return [ANY_TOKEN] * self.request.virtual_tokens + list(self.request.prompt_ids)
+
+    def next_span(self, start: int) -> Span:
+        """Where those lie in a batch, of which they are the tokens from `start`."""
+        virtual = 0 if self.generated else self.request.virtual_tokens
+        return Span(start, len(self.next_tokens), self.cached, self.run.start, virtual)
 
     def accept(self, token: int) -> Chunk:
         """Take a sampled token; the chunk carries the completion if it was the last."""
@@ -148,7 +165,7 @@ class Generator:
             GenerationError: a prompt is empty, or longer than the model's positions.
         """
         limits = [self._limit(i, request) for i, request in enumerate(requests)]
-        needs = [len(r.prompt_ids) + n for r, n in zip(requests, limits, strict=True)]
+        needs = [r.length + n for r, n in zip(requests, limits, strict=True)]
         cache = self._make_cache(needs)
         waiting = deque(range(len(requests)))
         running: list[_Running] = []
@@ -166,13 +183,16 @@ class Generator:
 
     def _limit(self, index: int, request: Request) -> int:
         """Tokens to generate at most."""
-        length = len(request.prompt_ids)
-        if not length:
+        length = request.length
+        if not request.prompt_ids:
             raise GenerationError(f"prompt {index} has no tokens; give at least one")
         if self._most_positions is not None and length >= self._most_positions:
+            virtual = request.virtual_tokens
+            of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
-                f"prompt {index} has {length} tokens; the model has {self._most_positions} "
-                "positions, and generating needs at least one more than the prompt"
+                f"prompt {index} has {length} tokens{of_adapter}; the model has "
+                f"{self._most_positions} positions, and generating needs at least one more than "
+                "the prompt"
             )
         room = (self._most_positions or 2**62) - length
         return min(request.params.max_new_tokens, room)
@@ -196,7 +216,7 @@ class Generator:
         tokens = 0
         room = cache.free_runs_of(max(needs))
         while waiting and len(chosen) < room:
-            tokens += len(requests[waiting[0]].prompt_ids)
+            tokens += requests[waiting[0]].length
             if chosen and tokens > PREFILL_TOKENS:
                 break
             chosen.append(waiting.popleft())
@@ -227,7 +247,7 @@ class Generator:
         spans = []
         for sequence in sequences:
             new = sequence.next_tokens
-            spans.append(Span(len(ids), len(new), sequence.cached, sequence.run.start))
+            spans.append(sequence.next_span(len(ids)))
             sequence.cached += len(new)
             ids += new
         batch = Batch(torch.tensor(ids, device=self._device), spans, cache)

@@ -55,6 +55,8 @@ class ModuleWeights(ABC):
     """What follows the module's path in the keys of a file."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that all modules of an adapter share."""
+    whole_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of a file that name no module, where the method stores its weights so."""
 
     @classmethod
     @abstractmethod
@@ -98,6 +100,23 @@ class ModuleWeights(ABC):
         Raises:
             AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
         """
+
+    @classmethod
+    def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
+        """The weights, by path, of what a file has under `whole_keys`.
+
+        Args:
+            parts: tensors by key; at least one.
+            recipe: of the configuration beside it.
+        Raises:
+            AdapterError: a tensor has a shape that none can have, or is not the recipe's.
+        """
+        return {}
+
+    @classmethod
+    def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
+        """What a file has under `whole_keys` of an adapter's weights, which are by path."""
+        return {}
 
     @property
     @abstractmethod

@@ -55,8 +55,9 @@ def start_adapter(
             wanted = _sites_of_recipe(executor, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = executor.program.base
-        check_fits(saved, base.linear_modules(), executor.program.name, base.output_module)
-        return executor.put_adapter(owned(with_shared(saved, base.linear_modules())))
+        shapes = base.module_shapes()
+        check_fits(saved, shapes, executor.program.name, base.output_module)
+        return executor.put_adapter(owned(with_shared(saved, shapes)))
     if there is not None:
         return executor.put_adapter(owned(there))
     if peft is None:
@@ -125,7 +126,7 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
     for path in [*first[0], *second[0]]:
         a, b = first[0].get(path), second[0].get(path)
         if a != b and not difference:
-            difference = f"{a or 'none'} at {path} and {other} {b or 'none'}"
+            difference = f"{a or 'none'} at {path or 'the model'} and {other} {b or 'none'}"
     if difference:
         raise FinetuneError(
             f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "

@@ -76,6 +76,26 @@ def places_of(data: Dataset) -> Sequence[str]:
     return data.places or [f"example {index}" for index in range(len(data))]
 
 
+def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) -> None:
+    """Refuse an example that is too long with the virtual tokens before it.
+
+    Args:
+        data: that fits the model.
+        virtual: tokens of the adapter's prompt.
+        max_positions: of the model, if it has a bound.
+    Raises:
+        DataError: the first such example, by its place.
+    """
+    most = 2**62 if max_positions is None else max_positions - virtual
+    for example, place in zip(data.examples, places_of(data), strict=True):
+        if virtual and len(example.ids) > most:
+            raise DataError(
+                f"{place} has {len(example.ids)} tokens, and the adapter puts {virtual} virtual "
+                f"ones before them, more than the model's {max_positions} positions; cut such "
+                f"examples with max_length={max(most, 0)}, or split them"
+            )
+
+
 def _cut(data: Dataset, max_length: int | None) -> Dataset:
     if max_length is None:
         return data

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program import Training, python_name
-from pcg.runtime.adapter_batch import NO_ADAPTERS
 from pcg.runtime.adapter_binding import bind, trained_tensors
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, whole_sequences
@@ -40,6 +39,7 @@ class TrainingRunner:
             bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
+        self._first = bind(model.prologue.parameters, adapter, 0, weights.prologue)
         self._outer = bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
         self.parameters = trained_tensors(model, adapter)
         self._trained = {id(tensor) for tensor in self.parameters.values()}
@@ -52,28 +52,47 @@ class TrainingRunner:
         """Add the gradients of sum(loss) / normaliser to each parameter's `grad`.
 
         Args:
-            examples: whole sequences; their labels are shifted here.
+            examples: whole sequences; their labels are shifted here, and the virtual tokens of the
+                adapter's prompt come before them.
             normaliser: target tokens that the loss is a mean over.
             dropout_seed: of what the recipe drops; None drops nothing.
         Returns:
             The sum of the target tokens' losses.
         """
         with torch.no_grad():
-            batch, targets = _shifted(examples, self._device)
+            batch, targets = self._shifted(examples)
             batch.dropout_seed = dropout_seed
             shared, carried, kept = self._forward(batch)
             loss, gradients = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
             del shared, carried
-            self._backward(batch, gradients, kept)
+            gradients = self._backward(batch, gradients, kept)
+            self._backward_prologue(batch, gradients)
         return loss
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Sum of the target tokens' losses, and their number."""
         with torch.no_grad():
-            batch, targets = _shifted(examples, self._device)
+            batch, targets = self._shifted(examples)
             shared, carried, _ = self._forward(batch, keep=False)
             loss, _ = self._loss(batch, targets, carried, shared, None)
         return loss, int((targets >= 0).sum())
+
+    def count_targets(self, examples: Sequence[Example]) -> int:
+        """Target tokens; the first is one where a prompt comes before it, as in peft."""
+        firsts = sum(example.labels[0] != IGNORED for example in examples)
+        of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
+        return sum(example.targets for example in examples) + of_prompt
+
+    def _shifted(self, examples: Sequence[Example]) -> tuple[Batch, Tensor]:
+        """The batch, and for each token the token that it has to predict; negative for none."""
+        count = self.adapter.prompt_tokens
+        batch = whole_sequences([e.ids for e in examples], self._device, [count] * len(examples))
+        skipped = 0 if self.adapter.recipe.learns_first_token else 1
+        targets: list[int] = []
+        for example in examples:
+            unlearned = [IGNORED] * (count + skipped)
+            targets += [*unlearned, *example.labels[skipped:], IGNORED][1:]
+        return batch, torch.tensor(targets, dtype=torch.long, device=self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -85,7 +104,7 @@ class TrainingRunner:
         model = self.training.model
         prologue = self._functions["prologue"]
         shared = prologue(
-            self.weights.prologue, NO_ADAPTERS, batch, batch.input_ids, batch.positions
+            self.weights.prologue, self._first, batch, batch.input_ids, batch.positions
         )
         shared = shared if isinstance(shared, tuple) else (shared,)
         count = self._inputs.carried
@@ -139,13 +158,17 @@ class TrainingRunner:
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
         return float(total), gradients
 
-    def _backward(self, batch: Batch, gradients: list[Tensor], kept: list[Any]) -> None:
-        """Layer by layer from the last; each empties what it is given."""
+    def _backward(self, batch: Batch, gradients: list[Tensor], kept: list[Any]) -> list[Tensor]:
+        """Layer by layer from the last; each empties what it is given.
+
+        Returns:
+            The gradients of what the first layer was handed; none where nobody needs them.
+        """
         training = self.training
         for layer in reversed(range(len(training.layers))):
             plan = training.plans[training.layers[layer]]
             if plan.backward is None:
-                return
+                return []
             batch.layer = layer
             below, trained = self._functions[plan.backward.name](
                 self.weights.layers[layer], self._layers[layer], batch, kept.pop(), gradients
@@ -153,6 +176,23 @@ class TrainingRunner:
             gradients = list(below)
             del below
             self._accumulate(self._layers[layer], plan.trained, trained)
+        return gradients
+
+    def _backward_prologue(self, batch: Batch, gradients: list[Tensor]) -> None:
+        training = self.training
+        if training.prologue is None:
+            return
+        batch.layer = 0  # as it was forward
+        backward = self._functions[training.prologue.name]
+        trained = backward(
+            self.weights.prologue,
+            self._first,
+            batch,
+            gradients,
+            batch.input_ids,
+            batch.positions,
+        )
+        self._accumulate(self._first, training.prologue_trained, trained)
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
@@ -161,10 +201,3 @@ class TrainingRunner:
                 continue
             gradient = gradient.to(weight.dtype)
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-
-
-def _shifted(examples: Sequence[Example], device: torch.device) -> tuple[Batch, Tensor]:
-    """The batch, and for each token the token that it has to predict; negative for none."""
-    batch = whole_sequences([example.ids for example in examples], device)
-    targets = [label for example in examples for label in (*example.labels[1:], IGNORED)]
-    return batch, torch.tensor(targets, dtype=torch.long, device=device)

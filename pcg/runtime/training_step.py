@@ -78,7 +78,7 @@ class TrainingStep:
         epoch, first = self._batches.epoch, self._batches.index
         group = self._next_batches()
         examples = [example for batch in group for example in batch]
-        targets = sum(example.targets for example in examples)
+        targets = self._runner.count_targets(examples)
         total = 0.0
         for index, batch in enumerate(group):
             seed = mixed_seed(self._options.seed, step, index)

@@ -85,7 +85,16 @@ def load_saved(model: Any, directory: Path) -> Any:
 
 @torch.no_grad()
 def logits(model: Any, sequence: Sequence[int]) -> Tensor:
-    return model(torch.tensor([sequence]), use_cache=False).logits[0]
+    """Of the sequence's own tokens, without virtual ones before them."""
+    return model(torch.tensor([sequence]), **_without_cache(model)).logits[0, -len(sequence) :]
+
+
+def _without_cache(model: Any) -> dict[str, bool]:
+    """Options of a forward call; a prefix is a cache."""
+    config = model.active_peft_config if hasattr(model, "active_peft_config") else None
+    return (
+        {} if config is not None and config.peft_type == "PREFIX_TUNING" else {"use_cache": False}
+    )
 
 
 def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
@@ -107,14 +116,21 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> l
 def loss_and_gradients(
     wrapped: Any, sequences: Sequence[Sequence[int]]
 ) -> tuple[float, dict[str, Tensor]]:
-    """The summed loss, and the gradients of the mean loss over all target tokens."""
-    count = sum(len(sequence) - 1 for sequence in sequences)
+    """The summed loss, and the gradients of the mean loss over all target tokens.
+
+    A token before which there is nothing, not even a virtual one, is no target.
+    """
+    config = wrapped.active_peft_config if hasattr(wrapped, "active_peft_config") else None
+    has_prompt = config is not None and config.peft_type in ("PROMPT_TUNING", "P_TUNING")
+    count = sum(len(sequence) - 1 + has_prompt for sequence in sequences)
     total = torch.zeros((), dtype=torch.float64)
     wrapped.zero_grad()
     for sequence in sequences:
         ids = torch.tensor([sequence])
-        out = wrapped(ids, use_cache=False).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(out, ids[0, 1:], reduction="sum")
+        out = wrapped(ids, **_without_cache(wrapped)).logits[0, :-1][-ids.shape[1] :]
+        loss = torch.nn.functional.cross_entropy(
+            out, ids[0, ids.shape[1] - len(out) :], reduction="sum"
+        )
         (loss / count).backward()
         total += loss.detach()
     gradients = {name: parameter.grad for name, parameter in lora_parameters(wrapped).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pcg.compiler as compiler
-from pcg.errors import UnsupportedError
+from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
@@ -35,11 +35,24 @@ def test_adapter_on_the_head(name: str, lengths: tuple[int, ...]) -> None:
     assert [list(completion.token_ids) for completion in completions] == expected
 
 
-def test_an_adapter_before_the_first_layer_runs_and_is_not_finetuned() -> None:
+def test_an_adapter_before_the_first_layer_is_finetuned() -> None:
     """OPT projects its embeddings where they are narrower than the layers."""
     base = oracle.random_model(BY_NAME["opt-projected"].config(2))
+    targets = ("project_in", "q_proj")
+    wrapped = oracle.with_adapter(base, targets, rank=4)
     executor = compiler.compile(base)
-    fields = {"peft_type": "LORA", "r": 4, "target_modules": ["project_in", "q_proj"]}
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(targets)}
     executor.add_adapter("a", fields)
-    with pytest.raises(UnsupportedError, match=r"model\.decoder\.project_in\.lora_A lies before"):
-        executor.training_runner("a")
+    runner = executor.training_runner("a")
+    theirs = oracle.lora_parameters(wrapped)
+    assert runner.parameters.keys() == theirs.keys()
+    for path, parameter in theirs.items():
+        runner.parameters[path].copy_(parameter.data)
+    sequences = prompts((9, 4, 6))
+    examples = [Example(s, s) for s in sequences]
+    loss = runner.forward_backward(examples, runner.count_targets(examples))
+    expected_loss, gradients = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    for path, parameter in runner.parameters.items():
+        error = (parameter.grad - gradients[path]).norm() / gradients[path].norm()
+        assert error < TOLERANCE, path

@@ -29,11 +29,14 @@ from pcg.ir.verifier import verify
 
 
 class OneStep:
-    """A batch that draws the same numbers whenever it is asked."""
+    """A batch that draws the same numbers whenever it is asked, of two prompts among tokens."""
 
     @staticmethod
     def generator(key: int) -> torch.Generator:
         return torch.Generator().manual_seed(key)
+
+    virtual_rows = torch.tensor([0, 1, 3])
+    virtual_places = torch.tensor([0, 1, 0])
 
 
 NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
@@ -150,6 +153,15 @@ def column_norm_reference(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def vera_up_reference(whole: Tensor, lambda_b: Tensor, lambda_d: Tensor) -> Tensor:
     return torch.diag(lambda_b) @ whole[:3] @ torch.diag(lambda_d)
+
+
+def virtual_tokens_reference(x: Tensor, prompt: Tensor) -> Tensor:
+    rows = [prompt[0], prompt[1], x[2], prompt[0], x[4]]
+    return torch.stack([row.to(x.dtype) for row in rows])
+
+
+def without_virtual_reference(x: Tensor) -> Tensor:
+    return x * torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0]).to(x.dtype).unsqueeze(-1)
 
 
 def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
@@ -298,6 +310,11 @@ def linear_cases() -> list[Case]:
     magnitude, norm = weight(4, role="adapter"), weight(4, positive=True)
     cases.append(Case("column_factor", (magnitude, norm), {}, lambda m, n: m / n))
     cases.append(Case("column_norm", (weight(3, 4), a_frozen, b_frozen), {}, column_norm_reference))
+    prompt = weight(3, 4, role="adapter")
+    for needs in ((True, True), (False, True), (True, False)):
+        operands = (x(4, needs=needs[0]), dataclasses.replace(prompt, needs=needs[1]))
+        cases.append(Case("virtual_tokens", operands, {}, virtual_tokens_reference))
+    cases.append(Case("without_virtual", (x(4),), {}, without_virtual_reference))
     for p in (0.3, 1.0):
         attributes = {"p": p, "key": 3}
         cases.append(Case("dropout", (x(4),), attributes, dropout_reference(p, 3)))
@@ -435,6 +452,8 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "vera_down",
         "vera_up",
         "vera_up_backward",
+        "virtual_tokens",
+        "virtual_tokens_backward",
         "shrink",
         "shrink_backward",
     }

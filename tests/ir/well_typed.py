@@ -306,6 +306,16 @@ def vera_up(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *first, whole, make.of("f32", out), make.of("f32", rank))
 
 
+def virtual_tokens(make: Maker, op: str) -> Sequence[str]:
+    x = make.matrix()
+    (tokens,) = make.sizes(1)
+    return make.add(op, x, make.of("f32", tokens, make.type(x).shape[-1]))
+
+
+def without_virtual(make: Maker, op: str) -> Sequence[str]:
+    return make.add(op, make.matrix())
+
+
 def activate(make: Maker, op: str) -> Sequence[str]:
     s = make.matrix()
     function = make.draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu", "tanh"]))
@@ -503,6 +513,8 @@ RECIPES: dict[str, Recipe] = {
     "topk": topk,
     "vera_down": vera_down,
     **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),
+    **dict.fromkeys(("virtual_tokens", "virtual_tokens_backward"), virtual_tokens),
+    "without_virtual": without_virtual,
 }
 
 STATES: SearchStrategy[tuple[State, int]] = st.one_of(

@@ -20,6 +20,8 @@ from tests.families.families import BY_NAME
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FIRST = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]}
+CAUSAL = {"task_type": "CAUSAL_LM"}
+"""What peft needs to know where it puts virtual tokens."""
 GPT2 = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
 
 with warnings.catch_warnings():
@@ -53,6 +55,14 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "ia3-head": peft.IA3Config(
             target_modules=["lm_head", "q_proj", "gate_proj"], feedforward_modules=["lm_head"]
         ),
+        "prompt": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
+        "prompt-short": peft.PromptTuningConfig(num_virtual_tokens=1, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=7, **CAUSAL),
+        "prefix-short": peft.PrefixTuningConfig(num_virtual_tokens=1, **CAUSAL),
+        "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, **CAUSAL),
+        "p-tuning-lstm": peft.PromptEncoderConfig(
+            num_virtual_tokens=4, encoder_reparameterization_type="LSTM", **CAUSAL
+        ),
     },
     "gpt2": {
         "lora": peft.LoraConfig(r=4, target_modules=GPT2),
@@ -60,6 +70,8 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
         "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
+        "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
         "ia3-regex": peft.IA3Config(
             target_modules=r".*\.(attn|mlp)\.c_.*", feedforward_modules=r".*c_fc"
         ),
@@ -68,6 +80,8 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
         "vera": peft.VeraConfig(r=6),
+        "prompt": peft.PromptTuningConfig(num_virtual_tokens=6, **CAUSAL),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=2, **CAUSAL),
         "ia3": peft.IA3Config(),
     },
 }
@@ -131,8 +145,20 @@ def trained(wrapped: Any) -> dict[str, Tensor]:
 
 
 def our_name(name: str, parameter: Tensor) -> str:
+    if name.startswith("prompt_encoder."):
+        return "prompt_embeddings"
     path = name.removeprefix("base_model.model.").replace(".default", "")
     path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
     path = path.replace(".lora_B.bias", ".lora_B_bias")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
     return f"{path}_in" if is_input else path
+
+
+def prefix_parts(whole: Tensor, layers: int) -> dict[str, Tensor]:
+    """What peft has in one tensor for all layers, by pcg's name of each part."""
+    parts = whole.chunk(2 * layers, -1)
+    names = [f"layers.{layer}.prefix_{kind}" for layer in range(layers) for kind in KINDS]
+    return dict(zip(names, parts, strict=True))
+
+
+KINDS = ("keys", "values")

@@ -17,7 +17,7 @@ from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
-from pcg.passes.train import layer_kinds, plan_layer, train_epilogue
+from pcg.passes.train import layer_kinds, plan_layer, train_epilogue, train_prologue
 from tests.passes.evaluate import evaluate, random_values
 from tests.passes.mlp import mlp_model
 
@@ -104,15 +104,27 @@ graph @router(%x: f32[T, 8]) {
         differentiate(graph, ["x"])
 
 
-def test_what_lies_before_the_first_layer_is_not_trained() -> None:
-    model = mlp_model()
-    adapter = Parameter(Value("a", tensor("f32", 4)), "adapter", "embed.bias")
-    builder = Builder.extending(model.prologue)
-    builder.parameter(adapter)
-    builder.add("add", ["embed", "a"], name="shifted")
-    model = model.__class__(builder.build(["shifted"]), model.blocks, model.layers, model.epilogue)
-    with pytest.raises(UnsupportedError, match=r"embed\.bias lies before the first layer"):
-        train_epilogue(model)
+def test_what_is_trained_before_the_first_layer_asks_all_layers_for_gradients() -> None:
+    model = attach(mlp_model(), Bypasses({UP: 2}, prompt=3))
+    (kind,) = layer_kinds(model)
+    assert kind.gradients.wrt == ("x",)
+    backward, trained = train_prologue(model)
+    assert trained == ("prompt_embeddings",)
+    node = "virtual_tokens_backward(%d_embed_prompted, %prompt_embeddings)  @embed"
+    text = f"""
+graph @prologue_backward(%input_ids: i64[T], %position_ids: i64[T], %d_embed_prompted: f32[T, 4]) {{
+  adapter %prompt_embeddings: f32[3, 4] = "prompt_embeddings"
+  %d_prompt_embeddings: f32[3, 4] = {node}
+  return %d_prompt_embeddings
+}}
+"""
+    assert backward is not None
+    verify(backward)
+    assert str(backward) == str(parse_graph(text))
+
+
+def test_nothing_is_trained_before_the_first_layer_of_plain_lora() -> None:
+    assert train_prologue(attach(mlp_model(), Bypasses({UP: 2}))) == (None, ())
 
 
 # ---------------------------------------------------------------------------------------- numbers

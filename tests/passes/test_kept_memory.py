@@ -11,7 +11,6 @@ import pcg.compiler as compiler
 from pcg.ir.recipe import LoraRecipe
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training_runner import _shifted
 from tests.families import oracle
 from tests.families.families import BY_NAME, FAMILIES, Family
 from tests.passes.live_memory import peak_of
@@ -24,7 +23,7 @@ def measured(executor: Executor) -> int:
     """Bytes of the storages that a forward leaves for backward and the loss, weights apart."""
     runner = executor.training_runner("a")
     examples = [Example([3] * SEQ, [3] * SEQ)] * BATCH
-    batch, targets = _shifted(examples, torch.device("cpu"))
+    batch, targets = runner._shifted(examples)
     with torch.no_grad():
         _, carried, kept = runner._forward(batch)
     tensors = [x for saved in kept for x in saved]

@@ -29,6 +29,11 @@ from pcg.codegen.kernels.bypass_ops import (
     vera_up,
     vera_up_backward,
 )
+from pcg.codegen.kernels.virtual_tokens import (
+    virtual_tokens,
+    virtual_tokens_backward,
+    without_virtual,
+)
 
 __all__ = [
     "activate",
@@ -42,6 +47,9 @@ __all__ = [
     "vera_down",
     "vera_up",
     "vera_up_backward",
+    "virtual_tokens",
+    "virtual_tokens_backward",
+    "without_virtual",
 ]
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise

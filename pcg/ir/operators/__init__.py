@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from pcg.errors import IrError
-from pcg.ir.operators import bypass, elementwise, linear, model, shape
+from pcg.ir.operators import bypass, elementwise, linear, model, shape, virtual
 from pcg.ir.operators.operator import Gradient, Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -17,6 +17,7 @@ OPERATORS: dict[str, Operator] = {
             *linear.OPERATORS,
             *model.OPERATORS,
             *shape.OPERATORS,
+            *virtual.OPERATORS,
         ),
         key=lambda entry: entry.name,
     )

@@ -1,0 +1,54 @@
+"""The functions of virtual tokens, on any device.
+
+Shapes and what an adapter's weight is: `torch_ops`, through which emitted programs call these. A
+batch has `virtual_rows` [v], its rows that are virtual, and `virtual_places` [v], which virtual
+token of its adapter each one is; None where no row is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
+    """x with its own adapter's prompt, in x's dtype, in each virtual row.
+
+    Args:
+        batch: its virtual rows.
+        x: [T, …], of h features.
+        prompt: [n, h], or a stack [adapters, n, h] with segments, which may be padded; None where
+            no adapter of the batch has one.
+    """
+    rows, places = batch.virtual_rows, batch.virtual_places
+    if prompt is None or rows is None:
+        return x
+    if prompt.segments is None:
+        own = prompt.weight[places]
+    else:
+        sizes = torch.tensor(prompt.segments.sizes, device=x.device)
+        ends = sizes.cumsum(0) + prompt.segments.start
+        adapters = torch.searchsorted(ends, rows, right=True)
+        if not all(prompt.present):
+            have = torch.tensor(prompt.present, device=x.device)[adapters]
+            rows, places, adapters = rows[have], places[have], adapters[have]
+        own = prompt.weight[adapters, places]
+    return x.index_copy(0, rows, own.to(x.dtype).view(-1, *x.shape[1:]))
+
+
+def without_virtual(batch: Any, x: Tensor) -> Tensor:
+    """x [T, …] with zeros in each virtual row."""
+    return x if batch.virtual_rows is None else x.index_fill(0, batch.virtual_rows, 0.0)
+
+
+def virtual_tokens_backward(batch: Any, dy: Tensor, prompt: Any) -> Tensor:
+    """For each virtual token the sum of dy [T, …] over its rows: [n, h] in the prompt's dtype."""
+    weight: Tensor = prompt.weight
+    total = torch.zeros_like(weight)
+    if batch.virtual_rows is None:
+        return total
+    return total.index_add_(
+        0, batch.virtual_places, dy[batch.virtual_rows].flatten(1).to(weight.dtype)
+    )
