@@ -39,6 +39,8 @@ SHORTHANDS: Mapping[str, Recipe] = {
     "pfeiffer": BottleneckRecipe(variant="pfeiffer"),
     "parallel": BottleneckRecipe(variant="parallel"),
     "bitfit": BitfitRecipe(),
+    "prompt": PromptTuningRecipe(tokens=20),
+    "prefix": PrefixRecipe(tokens=20),
 }
 """Recipes that a word stands for, with the usual sizes."""
 

@@ -117,6 +117,9 @@ def account(what: Account, asked: Asked) -> Report:
     notes: list[str] = []
     kept: KeptMemory | None = None
     activations = sympy.Integer(0)
+    virtual = max((recipe.prompt_tokens for recipe in asked.recipes.values()), default=0)
+    if virtual:
+        notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     checkpointing: tuple[Stage, ...] = ()
     if use.beside_lora:
         notes.append(

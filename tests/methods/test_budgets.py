@@ -9,6 +9,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.ir.recipes import SHORTHANDS
+from pcg.runtime.adapter_config import recipe_from
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
 from tests.families import oracle
@@ -66,7 +67,9 @@ def test_gradients_are_the_same_at_every_budget(family: str, method: str) -> Non
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_what_is_kept_is_predicted(family: str, method: str, budget: float) -> None:
     config = BY_NAME[family].config(3)
-    options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": SEQ}
+    recipe = recipe_from(METHODS[method])
+    seq = SEQ + recipe.prompt_tokens  # which go through the layers, too
+    options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": seq}
     base = oracle.random_model(config, torch.bfloat16)
     executor = compiler.compile(base, {"a": METHODS[method]}, **options)
     report = compiler.explain(config, METHODS[method], dtype="bfloat16", **options)

@@ -129,7 +129,7 @@ class LinearBackward(Operator):
         return (dy.with_shape((*dy.shape[:-1], weight.shape[1])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"torch.matmul({inputs[0]}, {inputs[1]})"
+        return f"K.linear_backward({', '.join(inputs)})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[0].elements * inputs[0].shape[-1]
