@@ -1,8 +1,8 @@
 """A finetuning step under memory budgets against the same step in eager transformers + peft.
 
-    python benchmarks/bench_finetuning.py [--rounds 7] [--batch 4] [--sequence 512]
+    python benchmarks/bench_finetuning.py [--dtype float32] [--rounds 7] [--batch 4]
 
-Random 8-layer Llama of hidden size 512, LoRA rank 16 on all linear modules, fp32 and bf16, one
+Random 8-layer Llama of hidden size 512, LoRA rank 16 on all linear modules, fp32 or bf16, one
 thread: forward, loss, backward and AdamW, on the same tokens. The peer is peft's model with
 torch.optim.AdamW. Ours runs at a memory budget of 1 (no matrix product made again) and at the
 budget that makes 62 % of the forward again.
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--peak-of", nargs=2, metavar=("CONTENDER", "DTYPE"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -158,10 +159,9 @@ def main() -> None:
     if arguments.peak_of:
         print(json.dumps(peak(*arguments.peak_of, ids)))
         return
-    result: dict[str, Any] = {"batch": arguments.batch, "sequence": arguments.sequence}
-    for dtype in DTYPES:
-        result[dtype] = measure(dtype, ids, arguments.rounds)
-    write("finetuning", result)
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    result = measure(arguments.dtype, ids, arguments.rounds)
+    write(f"finetuning-{arguments.dtype}", {**sizes, **result})
 
 
 if __name__ == "__main__":

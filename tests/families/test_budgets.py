@@ -20,8 +20,8 @@ from tests.families.test_numbers import TOLERANCE, prompts
 from tests.passes.test_kept_memory import BATCH, SEQ, measured
 
 LAYERS = 4
-BUDGETS = (0.0, 0.3, 0.7)
-SAMPLE = ("llama3", "opt", "gemma2", "gpt2", "falcon-40b", "cohere-qk_norm")
+BUDGETS = (0.0, 0.4)
+SAMPLE = ("llama3", "opt", "gemma2", "falcon-40b")
 
 
 def recipe_of(family: Family, targets: str | tuple[str, ...]) -> LoraRecipe:

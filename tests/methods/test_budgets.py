@@ -54,7 +54,7 @@ def gradients(executor: Executor) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_same_at_every_budget(family: str, method: str) -> None:
     base = oracle.random_model(BY_NAME[family].config(3))
     expected: dict[str, torch.Tensor] = {}
-    for budget in (1.0, 0.4, 0.0):
+    for budget in (1.0, 0.2):
         executor = compiler.compile(base, {"a": METHODS[method]}, memory_budget=budget)
         noisy(executor)
         found = gradients(executor)
@@ -63,7 +63,7 @@ def test_gradients_are_the_same_at_every_budget(family: str, method: str) -> Non
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.3])
+@pytest.mark.parametrize("budget", [0.3])
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_what_is_kept_is_predicted(family: str, method: str, budget: float) -> None:
     config = BY_NAME[family].config(3)
