@@ -61,10 +61,16 @@ def predicted(
     state = run_passes(state, last="fold")
     assert state.base is not None
     assert state.traced is not None
-    use = adapter_use(state.base, {"a": recipe}, str(config["model_type"]))
+    use = adapter_use(state.base, {"a": recipe}, str(config["model_type"]), "f32")
     # On the CPU layer norm keeps its statistics in the dtype of its input, on CUDA in fp32.
     eager = Eager(
-        use.ranks, state.traced.attention, SEQ, use.biases, adapter_dtype, 0.0, state.base.dtype
+        use.ranks,
+        state.traced.attention,
+        SEQ,
+        use.bypasses.biases,
+        adapter_dtype,
+        0.0,
+        state.base.dtype,
     )
     return eager_memory(state.base, eager)
 

@@ -348,7 +348,7 @@ def test_saved_initialisations() -> None:
     [
         ({"r": 8}, 'no "peft_type"'),
         (5, "int is no PEFT configuration"),
-        ("path/to/adapter", "one shorthand"),
+        ("path/to/adapter", "the shorthands are"),
         ({"peft_type": "LORA", "r": "8"}, "rank='8'"),
         ({"peft_type": "LORA", "target_modules": 3}, "target_modules=3"),
         ({"peft_type": "LORA", "rank_pattern": [1]}, "rank_pattern"),
@@ -359,8 +359,8 @@ def test_saved_initialisations() -> None:
 def test_not_configurations(config: object, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         recipe_from(config)
-    with pytest.raises(UnsupportedError, match="'ia3'"):
-        recipe_from("ia3")
+    with pytest.raises(UnsupportedError, match="'adalora'"):
+        recipe_from("adalora")
 
 
 # ------------------------------------------------------------------------------------ damaged files
