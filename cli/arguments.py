@@ -127,10 +127,21 @@ def adapters_of(values: list[str]) -> dict[str, Path]:
 
 
 def peft_of(
-    peft: str, rank: int | None = None, alpha: float | None = None, targets: str | None = None
+    peft: str,
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: str | None = None,
+    *,
+    option: str = "--peft",
 ) -> Any:
     """What the options of the recipe mean, as `pcg.compile` takes it.
 
+    Args:
+        peft: none, a word of `SHORTHANDS` or the directory of an adapter.
+        rank: of LoRA.
+        alpha: of LoRA.
+        targets: of LoRA.
+        option: that `peft` was given by.
     Raises:
         typer.BadParameter: options that do not go together.
         AdapterError: a number out of its range.
@@ -151,7 +162,7 @@ def peft_of(
         raise typer.BadParameter(
             f"{peft!r} is neither none nor one of {', '.join(SHORTHANDS)}, nor the directory of an "
             "adapter",
-            param_hint="--peft",
+            param_hint=option,
         )
     path = Path(peft).expanduser()
     return {path.resolve().name: path}

@@ -101,7 +101,9 @@ def explain_command(
             raise typer.BadParameter(
                 "it goes with neither --tensors nor --html", param_hint="--compare"
             )
-        methods = {name.strip(): peft_of(name.strip()) for name in compare.split(",")}
+        methods = {
+            name.strip(): peft_of(name.strip(), option="--compare") for name in compare.split(",")
+        }
         with busy(f"tracing {source.name}"):
             from pcg import compiler
 

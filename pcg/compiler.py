@@ -5,8 +5,8 @@
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
 
-The file is long because the public calls (compile, load, explain, trace) stand below the pipeline
-that they run, so that the way from a model to an executor reads top to bottom in one place.
+The file is long because the public calls (compile, load, trace, explain, compare) stand below the
+pipeline that they run, so that the way from a model to an executor reads top to bottom.
 """
 
 from __future__ import annotations
@@ -553,10 +553,11 @@ def _explained(
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
-    from pcg.passes.account import Account, Asked, account
+    from pcg.passes.account import account
     from pcg.passes.adapter_use import AdapterUse, adapter_use
     from pcg.passes.fit import fit
     from pcg.passes.region import region
+    from pcg.passes.step_memory import Account, Asked
 
     def use_of(base: ModelGraph) -> AdapterUse:
         model_type = str(folded.config["model_type"])
@@ -589,7 +590,7 @@ def _explained(
     asked = Asked(folded.name, folded.config, recipes, folded.budget)
     report = account(what, asked)
     found = None
-    if find_region and attached.frontiers is not None and folded.budget.share is not None:
+    if find_region and attached.frontiers is not None:
         found = region(_made(attached.training_model), attached.frontiers, folded.budget)
     fits = tuple(fit(what, asked, device) for device in devices)
     return dataclasses.replace(report, fits=fits, region=found)

@@ -17,7 +17,7 @@ import sympy
 
 import pcg
 import pcg.compiler as compiler
-from pcg.passes.account import LOSS_CHUNK_BYTES
+from pcg.passes.step_memory import LOSS_CHUNK_BYTES
 from pcg.report import KINDS, Report, bar, comparison, count_text, gib
 from pcg.runtime.training_runner import CHUNK_BYTES
 from pcg.source import resolve

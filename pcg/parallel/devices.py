@@ -60,5 +60,5 @@ def device_of(name: str) -> Device:
         if known.lower() == name.lower():
             return device
     close = get_close_matches(name.upper(), DEVICES, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; did you mean {close[0]}?" if close else "."
     raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(DEVICES)}")

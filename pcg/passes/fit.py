@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pcg.errors import MemoryBudgetError
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.parallel.devices import RESERVED_BYTES, Device
-from pcg.passes.account import Account, Asked, memory_bytes
 from pcg.passes.plan import frontiers
+from pcg.passes.step_memory import Account, Asked, memory_bytes
 from pcg.report import Fit
 
 MOST = 2**20

@@ -150,7 +150,6 @@ class Transient:
     bytes = per_token · tokens + fixed + per_pair · S²
     """
 
-    graph: str
     per_token: int
     fixed: int
     per_pair: int = 0
@@ -202,13 +201,12 @@ def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) 
     last.update((storages[name].name, len(graph.nodes)) for name in graph.outputs)
     alive = {value.name for value in graph.inputs if value.name in last} - elsewhere
     sizes = _sizes(storages, {*last})
-    best = Transient(graph.name, 0, 0)
+    best = Transient(0, 0)
     for index, node in enumerate(graph.nodes):
         made = {storages[value.name].name for value in node.outputs}
         alive |= {name for name in made if not storages[name].is_parameter} - elsewhere
         per_token, fixed, per_pair = _temporaries(graph, node)
         now = Transient(
-            graph.name,
             per_token + sum(sizes[name][0] for name in alive),
             fixed + sum(sizes[name][1] for name in alive),
             per_pair,

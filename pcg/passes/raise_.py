@@ -8,6 +8,8 @@
     attention over repeated KV heads              attention over the KV heads themselves
 
 Rules go by the arithmetic, never by the model's name.
+
+The file is long because it is a table of rules: one pattern after the other.
 """
 
 from __future__ import annotations

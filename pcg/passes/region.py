@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pcg.errors import MemoryBudgetError
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.program import ModelGraph
 from pcg.passes.plan import Frontiers, frontiers
@@ -23,12 +24,15 @@ def region(model: ModelGraph, found: Frontiers, budget: MemoryBudget) -> tuple[i
     Args:
         model: with bypass networks attached.
         found: its frontiers.
-        budget: a share, at its batch.
+        budget: at its batch.
     """
 
     def saved(seq: int) -> object:
         at = dataclasses.replace(budget, seq=seq)
-        plan = frontiers(model, found.kinds, at.batch, seq).plan(at)
+        try:
+            plan = frontiers(model, found.kinds, at.batch, seq).plan(at)
+        except MemoryBudgetError:
+            return None  # so long a sequence keeps within no budget of that many bytes
         return plan.layers, [choice.saved for choice in plan.choices]
 
     here = saved(budget.seq)

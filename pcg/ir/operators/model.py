@@ -1,6 +1,8 @@
 """The operators that make a transformer: norms, rotary embedding, attention, experts, and the loss.
 
 The tracer raises a model's elementary arithmetic to these.
+
+The file is long because it is a part of the operator table: one entry after the other.
 """
 
 from __future__ import annotations

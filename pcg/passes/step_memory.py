@@ -1,0 +1,208 @@
+"""The memory of a finetuning step by kind, and moment by moment: formulas in B and S.
+
+    total = weights + adapters + gradients + optimizer + KV cache + activations + workspace
+
+What each counts is said in `pcg.report.Report`. Activations are what is kept for backward;
+the workspace is what the fullest moment of the step needs beside them (`pcg.passes.timeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import sympy
+
+from pcg.ir.graph import Graph
+from pcg.ir.memory_budget import MemoryBudget
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.program import ModelGraph
+from pcg.ir.recipes import Recipe
+from pcg.ir.types import DTYPE_BYTES
+from pcg.passes.adapter_use import AdapterUse
+from pcg.passes.kept_memory import KeptMemory, kept_memory, transient
+from pcg.passes.plan import Frontiers, MemoryPlan
+from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
+from pcg.passes.timeline import MomentSizes, timeline
+from pcg.passes.train import LayerKind
+from pcg.report import KINDS, Moment
+
+MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
+"""AdamW's two moments of one parameter."""
+
+
+LOSS_CHUNK_BYTES = 16 * 2**20
+"""Logits in fp32 of one chunk of the loss; `pcg.runtime.training_runner.CHUNK_BYTES`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a report is about.
+
+    Attributes:
+        model: its name.
+        config: its config.json.
+        recipes: of the adapters, by name.
+        budget: what is kept for backward, and the batch of a step.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    recipes: Mapping[str, Recipe]
+    budget: MemoryBudget
+
+    @property
+    def batch(self) -> int:
+        return self.budget.batch
+
+    @property
+    def seq(self) -> int:
+        return self.budget.seq
+
+    @property
+    def at(self) -> dict[sympy.Symbol, int]:
+        """What the symbols of formulas stand for."""
+        return {SEQUENCES: self.batch, CONTEXT: self.seq}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is accounted for.
+
+    Attributes:
+        unraised: the folded model, one node an ATen operator.
+        base: the same, raised.
+        training: with bypass networks attached; None without adapters.
+        kinds: its layers, differentiated; empty where pcg cannot train the model.
+        frontiers: what they can keep, compressed; None likewise.
+        plan: what they keep; None likewise.
+        epilogue: the loss, forward and backward in one graph; None likewise.
+        use: what the recipes train.
+        adapter_dtype: of the adapters' parameters.
+        attention: as `pcg.trace.Trace.attention`.
+        refusal: why pcg cannot train the model; empty where it can.
+    """
+
+    unraised: ModelGraph
+    base: ModelGraph
+    training: ModelGraph | None
+    kinds: Sequence[LayerKind]
+    frontiers: Frontiers | None
+    plan: MemoryPlan | None
+    epilogue: Graph | None
+    use: AdapterUse
+    adapter_dtype: str
+    attention: str
+    refusal: str = ""
+
+
+def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
+    """The kinds of memory and their total; activations are pcg's, or none where it cannot train."""
+    kept = None
+    if what.training is not None and what.plan is not None:
+        kept = kept_memory(what.training, what.plan)
+    activations = kept.total if kept is not None else sympy.Integer(0)
+    formulas, _ = step_memory(what, asked, kept, activations)
+    return {kind: bytes_at(formula, asked.at) for kind, formula in formulas.items()}
+
+
+def step_memory(
+    what: Account, asked: Asked, kept: KeptMemory | None, activations: sympy.Expr
+) -> tuple[dict[str, sympy.Expr], list[Moment]]:
+    """The formula of each kind of memory and of their total, and the moments of the step."""
+    moments: list[Moment] = []
+    if kept is None:
+        workspace = _serving_workspace(what.training or what.base, asked)
+    else:
+        sizes = _moments(what, asked, kept)
+        moments = [_moment(one, asked.at) for one in sizes]
+        totals = [moment.kept_bytes + moment.workspace_bytes for moment in moments]
+        fullest = sizes[totals.index(max(totals))]
+        workspace = fullest.kept + fullest.workspace - activations
+    _, weights = base_weights(what.base)
+    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * what.use.trainable)
+    kinds = (
+        sympy.Integer(weights),
+        trained,
+        trained,
+        sympy.Integer(MOMENT_BYTES * what.use.trainable),
+        _kv_cache(what.base) * TOKENS_OF_BATCH,
+        activations,
+        workspace,
+    )
+    formulas = dict(zip(KINDS, kinds, strict=True))
+    return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def base_weights(model: ModelGraph) -> tuple[int, int]:
+    """Number and bytes of the base's parameters, a tied one once."""
+    counts: dict[str, tuple[int, int]] = {}
+    for index, graph in enumerate((*model.blocks, model.prologue, model.epilogue)):
+        layers = model.layers.count(index) if index < len(model.blocks) else 1
+        for parameter in graph.parameters:
+            if parameter.role == "frozen":
+                elements = prod(parameter.type.features)
+                repeats = layers if "{layer}" in parameter.source else 1
+                is_layers = "{layer}" in parameter.source
+                key = f"{index}:{parameter.source}" if is_layers else parameter.source
+                size = elements * DTYPE_BYTES[parameter.type.dtype]
+                counts[key] = (elements * repeats, size * repeats)
+    return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
+
+
+def _kv_cache(model: ModelGraph) -> int:
+    """Bytes of keys and values of one token, in all layers."""
+    of_block = []
+    for block in model.blocks:
+        types = [
+            block.types[name]
+            for node in block.nodes
+            if node.op == "attention"
+            for name in node.inputs[1:3]
+        ]
+        of_block.append(sum(prod(t.features) * DTYPE_BYTES[t.dtype] for t in types))
+    return sum(of_block[index] for index in model.layers)
+
+
+def _moments(what: Account, asked: Asked, kept: KeptMemory) -> list[MomentSizes]:
+    assert what.training is not None
+    assert what.plan is not None
+    assert what.epilogue is not None
+    loss = _loss_workspace(what.base, what.epilogue, asked)
+    return timeline(what.training, what.plan, kept, loss, asked.batch, asked.seq)
+
+
+def _loss_workspace(base: ModelGraph, epilogue: Graph, asked: Asked) -> sympy.Expr:
+    """What the loss needs at once: one chunk of tokens, beside the gradients of all."""
+    tokens = asked.batch * asked.seq
+    vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
+    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
+    gradients = carried_bytes(base) * TOKENS_OF_BATCH
+    return transient(epilogue, chunk, asked.seq).formula(symbol) + gradients
+
+
+def _serving_workspace(model: ModelGraph, asked: Asked) -> sympy.Expr:
+    """The most that one layer's forward needs at once, or the logits, where nothing is trained."""
+    tokens = asked.batch * asked.seq
+    found = [transient(block, tokens, asked.seq).formula(TOKENS_OF_BATCH) for block in model.blocks]
+    # Only the last token of each sequence gets logits.
+    found.append(transient(model.epilogue, asked.batch, asked.seq).formula(SEQUENCES))
+    return max(found, key=lambda formula: bytes_at(formula, asked.at))
+
+
+def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
+    return Moment(sizes.label, bytes_at(sizes.kept, at), bytes_at(sizes.workspace, at))
+
+
+def carried_bytes(model: ModelGraph) -> int:
+    """Bytes of one token of what a layer hands the next."""
+    carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
+    return sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
+
+
+def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
+    """A formula at what its symbols stand for."""
+    return int(formula.subs(at))
