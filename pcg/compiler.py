@@ -1,6 +1,6 @@
 """The compiler: from a model's configuration and PEFT recipes to a program.
 
-    trace → fold → raise → attach → differentiate → compress → rematerialize → fuse → emit
+    trace → fold → raise → attach → differentiate → prune → compress → rematerialize → fuse → emit
 
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
@@ -39,6 +39,7 @@ from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
+from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
 from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
@@ -139,6 +140,13 @@ def _differentiate(state: Compilation) -> Compilation:
     )
 
 
+def _prune(state: Compilation) -> Compilation:
+    kinds = tuple(
+        dataclasses.replace(kind, gradients=prune(kind.gradients, kind.wrt)) for kind in state.kinds
+    )
+    return dataclasses.replace(state, kinds=kinds)
+
+
 def _compress(state: Compilation) -> Compilation:
     kinds = tuple(
         dataclasses.replace(kind, gradients=compress(kind.gradients)) for kind in state.kinds
@@ -189,6 +197,7 @@ PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
     ("raise", _raise),
     ("attach", _attach),
     ("differentiate", _differentiate),
+    ("prune", _prune),
     ("compress", _compress),
     ("rematerialize", _rematerialize),
     ("fuse", _fuse),
@@ -568,7 +577,7 @@ def _explained(
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     try:
-        attached = run_passes(attached, first="differentiate", last="differentiate")
+        attached = run_passes(attached, first="differentiate", last="prune")
         kinds = attached.kinds
         attached = run_passes(attached, first="compress", last="rematerialize")
     except UnsupportedError as error:

@@ -1,9 +1,10 @@
 """Differentiate a graph: its backward graph, which reads values of the forward one.
 
-Gradients flow to the adapters' parameters, and to the inputs asked for; nothing is built for a
-frozen weight or for a value that no trained parameter or such input reaches (FlexLLM algorithm 1,
-step 1). What the operator table's rules ask for (its UPDATEINPUT) is what backward reads, and
-nothing else; how it comes by that is decided by `pcg.passes.rematerialize`.
+Gradients flow to the adapters' parameters, to the inputs asked for, and to the frozen weights of
+matrix products, as reverse-mode differentiation has it that knows of no freezing (FlexLLM algorithm
+1, line 3); `pcg.passes.prune` drops what nobody wants of that. What the operator table's rules ask
+for (its UPDATEINPUT) is what backward reads, and nothing else; how it comes by that is decided by
+`pcg.passes.rematerialize`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ class Differentiated:
     Attributes:
         graph: what was differentiated.
         backward: takes the gradients of the graph's outputs, then values of the graph; gives the
-            gradients of the inputs asked for, then of the adapter parameters.
+            gradients of the inputs asked for, of the adapter parameters, and of frozen weights.
         wrt: the inputs whose gradients are given.
         trained: the adapter parameters whose gradients are given.
+        frozen: the frozen weights, likewise; none once pruned.
     """
 
     graph: Graph
     backward: Graph
     wrt: tuple[str, ...]
     trained: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -57,7 +60,8 @@ def differentiate(
     """
     outputs = graph.outputs if outputs is None else outputs
     trained = [p.name for p in graph.parameters if p.role == "adapter"]
-    active = _reachable(graph, {*wrt, *trained})
+    frozen = _product_weights(graph)
+    active = _reachable(graph, {*wrt, *trained, *frozen})
     builder = Builder(f"{graph.name}_backward")
     builder.reserved = graph.types
     gradients: dict[str, str] = {}
@@ -68,11 +72,19 @@ def differentiate(
     for node in reversed(graph.nodes):
         _backpropagate(builder, graph, node, active, gradients)
     trained = [name for name in trained if name in gradients]
-    results = [gradients[name] for name in [*wrt, *trained]]
+    frozen = [name for name in frozen if name in gradients]
+    results = [gradients[name] for name in [*wrt, *trained, *frozen]]
     backward = builder.build(results)
     backward = _drop_unused_inputs(backward)
     backward = backward.renamed(_gradient_names(backward, gradients))
-    return Differentiated(graph, backward, tuple(wrt), tuple(trained))
+    return Differentiated(graph, backward, tuple(wrt), tuple(trained), tuple(frozen))
+
+
+def _product_weights(graph: Graph) -> list[str]:
+    """Frozen weights, and biases, of matrix products."""
+    products = (node for node in graph.nodes if node.op == "linear")
+    read = {name for node in products for name in node.inputs[1:]}
+    return [p.name for p in graph.parameters if p.role == "frozen" and p.name in read]
 
 
 def _reachable(graph: Graph, sources: Iterable[str]) -> set[str]:

@@ -9,6 +9,7 @@ from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
+from pcg.passes.prune import prune
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class LayerKind:
         block: index of their block in the model.
         layers: which they are.
         shared: inputs that come from the prologue, which all layers read.
+        wrt: inputs whose gradients the layer below wants.
         gradients: their graph and its backward.
     """
 
@@ -27,11 +29,12 @@ class LayerKind:
     block: int
     layers: tuple[int, ...]
     shared: tuple[str, ...]
+    wrt: tuple[str, ...]
     gradients: Differentiated
 
 
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated. Below what is trained no gradient is wanted."""
+    """The layers of a model, differentiated. Below what is trained no gradient will be wanted."""
     groups: dict[tuple[int, bool], list[int]] = {}
     trained_below = _has_adapters(model.prologue)
     for layer, index in enumerate(model.layers):
@@ -43,9 +46,10 @@ def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
         count = len(block.outputs)
         carried = [value.name for value in block.inputs[:count]]
         shared = tuple(value.name for value in block.inputs[count:])
-        gradients = differentiate(block, carried if passes_on else ())
         name = block.name if passes_on else f"{block.name}_first"
-        kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
+        wanted = tuple(carried) if passes_on else ()
+        gradients = differentiate(block, carried)
+        kinds.append(LayerKind(name, index, tuple(layers), shared, wanted, gradients))
     return tuple(kinds)
 
 
@@ -118,7 +122,7 @@ def train_prologue(model: ModelGraph) -> tuple[Graph | None, tuple[str, ...]]:
     if not _has_adapters(prologue):
         return None, ()
     carried = prologue.outputs[: len(model.blocks[0].outputs)]
-    gradients = differentiate(prologue, (), carried)
+    gradients = prune(differentiate(prologue, (), carried), ())
     backward = _with_remade(gradients, set(), "prologue_backward")
     incoming = tuple(Value(gradient_name(name), prologue.types[name]) for name in carried)
     return backward.replace(inputs=(*prologue.inputs, *incoming)), gradients.trained
@@ -139,7 +143,7 @@ def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:
     loss = builder.add("cross_entropy", [model.epilogue.outputs[0], targets], name="loss")
     forward = builder.build([loss])
     carried = model.epilogue.inputs[0].name
-    both = differentiate(forward, [carried])
+    both = prune(differentiate(forward, [carried]), [carried])
     joined = Builder.extending(forward)
     incoming = joined.input(gradient_name(loss), forward.types[loss])
     for parameter in both.backward.parameters:

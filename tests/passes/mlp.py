@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pcg.ir.parser import parse_graph
 from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.passes.prune import prune
 from pcg.passes.rematerialize import SaveProblem
 from pcg.passes.train import layer_kinds, plan_layer
 
@@ -47,6 +50,7 @@ def mlp_model() -> ModelGraph:
 def inner_plan(model: ModelGraph) -> TrainingGraph:
     """How the second layer is trained where no product is made again."""
     kind = layer_kinds(model)[-1]
-    gradients = kind.gradients
+    gradients = prune(kind.gradients, kind.wrt)
+    kind = dataclasses.replace(kind, gradients=gradients)
     choice = SaveProblem(gradients.graph, gradients.needed, kind.shared, 1, 8).choose(1, None)
     return plan_layer(kind, choice.saved, "layer")

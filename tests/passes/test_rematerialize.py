@@ -19,6 +19,7 @@ from pcg.passes.budget import mixed, mixes, spread
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.differentiate import differentiate
+from pcg.passes.prune import prune
 from pcg.passes.rematerialize import Choice, SaveProblem, graph_flops, node_flops
 from pcg.passes.storages import Storages
 from pcg.passes.train import LayerKind, plan_layer
@@ -31,7 +32,7 @@ TOKENS_HERE = 3
 
 
 def kind_of(graph: Graph) -> LayerKind:
-    return LayerKind(graph.name, 0, (0,), (), differentiate(graph, ["x"]))
+    return LayerKind(graph.name, 0, (0,), (), ("x",), prune(differentiate(graph, ["x"]), ["x"]))
 
 
 def problem(kind: LayerKind) -> SaveProblem:

@@ -37,8 +37,15 @@ class Linear(Operator):
         return f"K.linear({', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        dx = context.add("linear_backward", context.incoming, context.input(1))
-        return [dx, None, None][: len(context.node.inputs)]
+        dy, needs = context.incoming, (*context.needs, False)
+        dx = dweight = dbias = None
+        if needs[0]:
+            dx = context.add("linear_backward", dy, context.input(1))
+        if needs[1]:
+            dweight = context.add("outer", dy, context.input(0))
+        if needs[2]:
+            dbias = context.add("sum_tokens", dy, dtype=context.input_type(2).dtype)
+        return [dx, dweight, dbias][: len(context.node.inputs)]
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (0,) * requires[1] + (1,) * requires[0]
