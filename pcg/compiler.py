@@ -176,7 +176,15 @@ def _emit(state: Compilation) -> Compilation:
         prologue, prologue_trained = state.training_prologue
         source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss, prologue)
         training = Training(
-            model, plan.plans, plan.layers, epilogue, trained, source, prologue, prologue_trained
+            model,
+            plan.plans,
+            plan.layers,
+            epilogue,
+            trained,
+            source,
+            prologue,
+            prologue_trained,
+            plan.restored,
         )
     return dataclasses.replace(state, serving=serving, training=training)
 

@@ -54,10 +54,13 @@ class ParetoPoint:
     Attributes:
         bytes: kept for backward, of the whole model.
         recompute_flops_ratio: as in `Stage`.
+        restored: layers that save no input, as they share that of a layer before; only a budget in
+            bytes goes there.
     """
 
     bytes: int
     recompute_flops_ratio: float
+    restored: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,13 +276,16 @@ class Report:
 
     def _budgets(self) -> list[str]:
         """The corners of the front; the plans between two of them mix them over the layers."""
-        most, least = self.pareto[0].bytes, self.pareto[-1].bytes
+        shares = [point.bytes for point in self.pareto if not point.restored]
+        most, least = shares[0], shares[-1]
         lines = ["memory budgets         GiB   recomputed"]
-        lines += [
-            f"  {(point.bytes - least) / (most - least):<14.3f}{gib(point.bytes):>10}"
-            f"{point.recompute_flops_ratio:>13.1%}"
-            for point in self.pareto
-        ]
+        for point in self.pareto:
+            share = 1.0 if most == least else (point.bytes - least) / (most - least)
+            name = "in bytes" if point.restored else f"{share:.3f}"
+            line = f"  {name:<14}{gib(point.bytes):>10}{point.recompute_flops_ratio:>13.1%}"
+            if point.restored:
+                line += f"   {point.restored} layers share the saved input of one before"
+            lines.append(line)
         lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
         return lines
 

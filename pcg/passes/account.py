@@ -7,6 +7,7 @@ a report are those formulas at its batch and sequence length, so that they agree
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -208,16 +209,25 @@ def _tensors(
         members = [layer for layer, of in enumerate(what.plan.layers) if of == index]
         kind = what.frontiers.kinds[what.frontiers.layers[members[0]]]
         shared = set(kind.shared)
-        rows += [
-            row
-            for row in decisions(kind, plan, len(members))
-            if row.tensor.partition(".")[2] not in shared
-        ]
+        restored = len({*members} & {*what.plan.restored})
+        for row in decisions(kind, plan, len(members)):
+            if row.tensor.partition(".")[2] not in shared:
+                is_input = row.op == "input" and row.decision == "save"
+                rows += _split(row, restored) if is_input else [row]
     rows += [
         Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
         for t in kept.outside
     ]
     return tuple(_saved(row, at) for row in rows)
+
+
+def _split(row: Decision, restored: int) -> Iterable[Decision]:
+    """The rows of a layer's saved input: of layers that save it, and of those that do not."""
+    if row.layers > restored:
+        yield dataclasses.replace(row, layers=row.layers - restored)
+    if restored:
+        reason = "the layers share the saved input of one before: made again by its forward"
+        yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
 
 
 def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
