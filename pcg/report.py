@@ -189,6 +189,7 @@ class Report:
     )
     notes: tuple[str, ...] = ()
     region: tuple[int, int] | None = None
+    rank_region: tuple[int, int] | None = None
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
@@ -315,7 +316,8 @@ class Report:
         return lines
 
     def _formulas(self, names: Iterable[str]) -> list[str]:
-        lines = ["bytes, for B sequences of S tokens"]
+        rank = " and adapters of rank r" if self.rank_region else ""
+        lines = [f"bytes, for B sequences of S tokens{rank}"]
         return lines + [
             f"  {name.replace('kv_', 'KV '):<12}= {self.formulas[name]}" for name in names
         ]
@@ -324,9 +326,12 @@ class Report:
         if self.region is None:
             return []
         low, high = self.region
+        where = f"for S from {low:,} to {high:,} at B = {self.batch}"
+        if self.rank_region is not None:
+            where += ", and for r from {:,} to {:,}".format(*self.rank_region)
         return [
             "",
-            f"The plan is the budget's optimum for S from {low:,} to {high:,} at B = {self.batch}:",
+            f"The plan is the budget's optimum {where}:",
             "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
             "where a tensor is kept whole or made again from what is, and weights are resident.",
         ]

@@ -98,7 +98,7 @@ def account(what: Account, asked: Asked) -> Report:
         parameters={"base": elements, "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
-        formulas={name: _text(formula) for name, formula in formulas.items()},
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
         saved=_tensors(what, kept, at) if kept else (),
         pareto=tuple(ParetoPoint(*point) for point in what.frontiers.points())
         if what.frontiers
@@ -155,7 +155,7 @@ def _recipe_text(recipe: Recipe) -> str:
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 
-def _text(formula: sympy.Expr) -> str:
+def formula_text(formula: sympy.Expr) -> str:
     """A formula as a string that sympy reads back."""
     return str(sympy.expand(formula))
 
@@ -238,7 +238,7 @@ def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
         (tokens,) * row.type.is_token_wise + row.type.features,
         TORCH_NAMES[row.type.dtype],
         bytes_at(row.size_bytes, at),
-        _text(row.size_bytes),
+        formula_text(row.size_bytes),
         row.needed_by,
         row.decision,
         row.reason,

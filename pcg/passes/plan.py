@@ -175,6 +175,21 @@ def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: in
     )
 
 
+def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan:
+    """A plan's choices for layers whose tensors are called the same and have other sizes.
+
+    Args:
+        plan: whose choices are taken.
+        found: the frontiers of the layers.
+    """
+    plans = []
+    for index, choice in enumerate(plan.choices):
+        kind = found.kinds[found.layers[plan.layers.index(index)]]
+        name = plan.plans[index].forward.name.removesuffix("_forward")
+        plans.append(plan_layer(kind, choice.saved, name))
+    return dataclasses.replace(plan, plans=tuple(plans))
+
+
 def keep_all(model: ModelGraph, kinds: Sequence[LayerKind]) -> MemoryPlan:
     """Every layer keeps all that its backward reads, and makes nothing again."""
     plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
