@@ -7,12 +7,20 @@ The file is long because it is a part of the operator table: one entry after the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, cast_bytes, widened
+from pcg.ir.operators.operator import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    cast_bytes,
+    widened,
+)
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, promote, tensor
 
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
@@ -35,6 +43,9 @@ class RmsNorm(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[1] if len(inputs) == 2 else "None"
         return f"K.rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but_the_last(types)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if len(context.node.inputs) == 2 else []
@@ -73,6 +84,13 @@ class RmsNormBackward(Operator):
         return copies + wide.size_bytes - outputs[0].size_bytes
 
 
+def _but_the_last(types: Types) -> Iterator[Aligned]:
+    """Feature dims before the normalised one; a weight or bias may have them, too."""
+    for dim in range(-len(types[0].features), -1):
+        has = [dim if len(other.dims) >= -dim else 0 for other in types[1:]]
+        yield (dim, *has), (dim,)
+
+
 class LayerNorm(Operator):
     """y = (x - mean) / sqrt(var + eps) · w + b over the last dim, in fp32.
 
@@ -92,6 +110,9 @@ class LayerNorm(Operator):
         weight = rest.pop(0) if attributes["weight"] else "None"
         bias = rest.pop(0) if attributes["bias"] else "None"
         return f"K.layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but_the_last(types)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if context.attributes["weight"] else []
@@ -157,6 +178,9 @@ class Rope(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.rope_{attributes['style']}({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-2, 0, 0), (-2,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cos, sin = context.input(1), context.input(2)
@@ -224,6 +248,10 @@ class Attention(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Heads, of which those that a KV head serves stand together."""
+        yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         arguments = [context.input(i) for i in range(len(context.node.inputs))]
