@@ -103,3 +103,18 @@ def dual(layout: Layout) -> Layout:
     """The layout of a tensor's gradient."""
     pair = {State.REPLICATED: PRE_REDUCE, State.PRE_REDUCE: REPLICATED}
     return pair.get(layout.state, layout)
+
+
+def layout_of(type_: TensorType) -> Layout:
+    """The layout that a type says; the inverse of `Layout.of`."""
+    for at, dim in enumerate(type_.dims):
+        if dim.state is State.PARTITIONED:
+            return partitioned(at - len(type_.dims))
+        if dim.state is not State.WHOLE:
+            return Layout(dim.state)
+    return WHOLE
+
+
+def whole_type(type_: TensorType) -> TensorType:
+    """The type without its layout."""
+    return type_.with_shape(type_.shape)

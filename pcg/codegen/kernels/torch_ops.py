@@ -29,6 +29,7 @@ from pcg.codegen.kernels.bypass_ops import (
     vera_up,
     vera_up_backward,
 )
+from pcg.codegen.kernels.collectives import all_gather, all_reduce, own_part
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -37,12 +38,15 @@ from pcg.codegen.kernels.virtual_tokens import (
 
 __all__ = [
     "activate",
+    "all_gather",
+    "all_reduce",
     "attention",
     "attention_backward",
     "column_factor",
     "column_norm",
     "dropout",
     "inner",
+    "own_part",
     "scale",
     "vera_down",
     "vera_up",
