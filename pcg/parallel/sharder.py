@@ -103,11 +103,11 @@ class _Sharder:
     def _cost(self, node: Node, rule: Sharding) -> Fraction | None:
         """Bytes moved to bring the inputs into a rule's layouts; None where they cannot be."""
         outputs = zip(node.outputs, rule.outputs, strict=True)
-        if not all(layout.fits(value.type, self.degree) for value, layout in outputs):
+        if not all(self._fits(value.type, layout) for value, layout in outputs):
             return None
         total = Fraction(0)
         for name, layout in {*zip(node.inputs, rule.inputs, strict=True)}:
-            if not layout.fits(self.graph.types[name], self.degree):
+            if not self._fits(self.graph.types[name], layout):
                 return None
             parameter = self.graph.parameters_by_name.get(name)
             if parameter is not None:
@@ -119,6 +119,11 @@ class _Sharder:
                 return None
             total += sum(cost for cost, _, _ in path)
         return total
+
+    def _fits(self, type_: TensorType, layout: Layout) -> bool:
+        """Whether ranks can hold it so; tokens are not parted, each rank has them all."""
+        is_tokens = type_.is_token_wise and layout.dim == -len(type_.dims)
+        return not is_tokens and layout.fits(type_, self.degree)
 
     def _may_hold(self, parameter: Parameter, layout: Layout) -> bool:
         fixed = self.layouts.get(parameter.name)
@@ -154,7 +159,7 @@ class _Sharder:
         backward = share if name in self.active else Fraction(0)
         if layout == WHOLE:
             yield 2 * backward, "replicate", REPLICATED
-            if wanted.dim and wanted.fits(type_, self.degree):
+            if wanted.dim and self._fits(type_, wanted):
                 yield backward, "partition", wanted
         elif layout == PRE_REDUCE:
             yield 2 * share, "reduce", WHOLE
