@@ -14,6 +14,8 @@ of rules serves both ways.
     + → -            reduce: all-reduce    replicate: nothing
     - → |d           partition: a slice    combine: all-gather
     |d → -           combine: all-gather   partition: a slice
+    = → |d           take: a slice         place: zeros around the part
+    |d → +           place: zeros around   take: a slice
 """
 
 from __future__ import annotations

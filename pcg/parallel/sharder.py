@@ -5,6 +5,7 @@ taken whose inputs cost the fewest bytes to bring into its layouts, forward and 
 
     - → =    0 forward, an all-reduce backward          + → -    an all-reduce forward, 0 backward
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
+    = → |d   0 both ways                                |d → +   0 both ways
 
 of n ranks, an all-reduce of a tensor moves 2 (n - 1) / n of its bytes a rank, an all-gather
 (n - 1) / n. A layout that a value was once brought into is there for all later readers.
@@ -28,7 +29,16 @@ from pcg.ir.layouts import (
 from pcg.ir.operators import operator
 from pcg.ir.types import DTYPE_BYTES, State, TensorType
 
-_SUFFIX = {"replicate": "everywhere", "reduce": "sum", "partition": "part", "combine": "joined"}
+_SUFFIX = {
+    "combine": "joined",
+    "partition": "part",
+    "place": "summand",
+    "reduce": "sum",
+    "replicate": "everywhere",
+    "take": "taken",
+}
+_FROM = {"partition": WHOLE, "reduce": PRE_REDUCE, "replicate": WHOLE, "take": REPLICATED}
+"""The layout that a transition starts from; of the others, any parts."""
 
 
 def shard(
@@ -142,7 +152,7 @@ class _Sharder:
         best: dict[Layout, tuple[Fraction, list[tuple[Fraction, str, Layout]]]] = {
             layout: (Fraction(0), []) for layout in self.versions[name]
         }
-        for _ in range(2):
+        for _ in range(3):
             for layout, (cost, steps) in list(best.items()):
                 for step in self._transitions(name, layout, wanted):
                     total = cost + step[0]
@@ -161,10 +171,14 @@ class _Sharder:
             yield 2 * backward, "replicate", REPLICATED
             if wanted.dim and self._fits(type_, wanted):
                 yield backward, "partition", wanted
+        elif layout == REPLICATED:
+            if wanted.dim and self._fits(type_, wanted):
+                yield Fraction(0), "take", wanted
         elif layout == PRE_REDUCE:
             yield 2 * share, "reduce", WHOLE
         elif layout.state is State.PARTITIONED:
             yield share, "combine", WHOLE
+            yield Fraction(0), "place", PRE_REDUCE
 
     # ------------------------------------------------------------------------------------- values
 
@@ -185,15 +199,13 @@ class _Sharder:
 
     @staticmethod
     def _leads(op: str, layout: Layout) -> bool:
-        if op == "reduce":
-            return layout == PRE_REDUCE
-        return layout.state is State.PARTITIONED if op == "combine" else layout == WHOLE
+        return layout == _FROM[op] if op in _FROM else layout.state is State.PARTITIONED
 
     def _transition(self, name: str, source: str, op: str, layout: Layout) -> str:
         dim = layout.dim or next(
             (k.dim for k, v in self.versions[name].items() if v == source and k.dim), 0
         )
-        attributes = (("dim", dim),) if op in ("partition", "combine") else ()
+        attributes = (("dim", dim),) if op not in ("reduce", "replicate") else ()
         made = self.builder.fresh(f"{name}_{_SUFFIX[op]}")
         value = Value(made, layout.of(self.graph.types[name], self.degree))
         maker = self.graph.producers.get(name)

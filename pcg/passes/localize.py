@@ -13,7 +13,13 @@ from pcg.ir.layouts import WHOLE, layout_of, local_type, whole_type
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
 
-_COLLECTIVES = {"combine": "all_gather", "partition": "own_part", "reduce": "all_reduce"}
+_COLLECTIVES = {
+    "combine": "all_gather",
+    "partition": "own_part",
+    "place": "placed_part",
+    "reduce": "all_reduce",
+    "take": "taken_part",
+}
 
 
 def localize(graph: Graph, degree: int) -> Graph:
@@ -40,7 +46,7 @@ def localize(graph: Graph, degree: int) -> Graph:
     for node in graph.nodes:
         outputs = tuple(map(value, node.outputs))
         attributes = dict(node.attributes)
-        if node.op in ("combine", "partition"):
+        if "dim" in attributes and node.op in _COLLECTIVES:
             attributes["degree"] = degree
         else:
             types = tuple(output.type for output in outputs)

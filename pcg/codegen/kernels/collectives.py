@@ -42,6 +42,15 @@ def all_gather(x: Tensor, dim: int, batch: Spread) -> Tensor:
     return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
 
 
+def placed_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
+    """The rank's part of a dim, with zeros for the others'."""
+    shape = list(x.shape)
+    shape[dim] *= batch.ranks.size
+    whole = x.new_zeros(shape)
+    own_part(whole, dim, batch).copy_(x)
+    return whole
+
+
 def own_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
     """The rank's part of a dim."""
     size = x.shape[dim] // batch.ranks.size

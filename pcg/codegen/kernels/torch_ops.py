@@ -29,7 +29,7 @@ from pcg.codegen.kernels.bypass_ops import (
     vera_up,
     vera_up_backward,
 )
-from pcg.codegen.kernels.collectives import all_gather, all_reduce, own_part
+from pcg.codegen.kernels.collectives import all_gather, all_reduce, own_part, placed_part
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -47,6 +47,7 @@ __all__ = [
     "dropout",
     "inner",
     "own_part",
+    "placed_part",
     "scale",
     "vera_down",
     "vera_up",

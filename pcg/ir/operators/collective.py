@@ -7,6 +7,11 @@ A parallel computation graph has the first four, whose types say how ranks hold 
     reduce       + → -     all_reduce     backward: replicate
     partition    - → |d    own_part       backward: all_gather
     combine      |d → -    all_gather     backward: own_part
+    take         = → |d    taken_part     backward: placed_part
+    place        |d → +    placed_part    backward: taken_part
+
+The last two move nothing: of a tensor that all ranks hold each can take its part, and a part among
+zeros is a summand of the whole.
 """
 
 from __future__ import annotations
@@ -67,6 +72,22 @@ class Combine(Transition):
     before = None
 
 
+class Take(Transition):
+    """A rank's part of dim `dim` of what each holds a copy of."""
+
+    name = "take"
+    before = REPLICATED
+    after = None
+
+
+class Place(Transition):
+    """A rank's part of dim `dim` among zeros: a summand."""
+
+    name = "place"
+    before = None
+    after = PRE_REDUCE
+
+
 class AllReduce(Operator):
     """The sum of the ranks' tensors, on each."""
 
@@ -100,6 +121,15 @@ class OwnPart(Operator):
         return [context.add("all_gather", context.incoming, **context.attributes)]
 
 
+class TakenPart(OwnPart):
+    """The rank's part of a copy: the other ranks' parts have gradients of their own."""
+
+    name = "taken_part"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("placed_part", context.incoming, **context.attributes)]
+
+
 class AllGather(Operator):
     """The parts of `degree` ranks, joined along dim `dim`."""
 
@@ -118,6 +148,18 @@ class AllGather(Operator):
         return [context.add("own_part", context.incoming, **context.attributes)]
 
 
+class PlacedPart(AllGather):
+    """The rank's part among zeros, where the others' are."""
+
+    name = "placed_part"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.placed_part({inputs[0]}, {attributes['dim']}, batch)"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("taken_part", context.incoming, **context.attributes)]
+
+
 def _dim_and_degree(types: Types, attributes: Attributes) -> tuple[int, int]:
     dim, degree = cast("int", attributes["dim"]), cast("int", attributes["degree"])
     if not -len(types[0].dims) <= dim < 0 or degree < 2:
@@ -131,6 +173,10 @@ OPERATORS: tuple[Operator, ...] = (
     Combine(),
     OwnPart(),
     Partition(),
+    Place(),
+    PlacedPart(),
     Reduce(),
     Replicate(),
+    Take(),
+    TakenPart(),
 )
