@@ -47,6 +47,8 @@ class Parameter:
         transposed: the checkpoint holds [in, out] where the graph has [out, in].
         part: what of it a rank holds; the value's type is of that.
         degree: number of ranks.
+        rows: of the first dim of what the source holds, where it is not all: first, and behind the
+            last.
     """
 
     value: Value
@@ -55,6 +57,7 @@ class Parameter:
     transposed: bool = False
     part: Layout = WHOLE
     degree: int = 1
+    rows: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:

@@ -2,7 +2,8 @@
 
     graph      := "graph" @name "(" [value {"," value} [","]] ")" "{" {parameter} {node} return "}"
     value      := %name ":" type
-    parameter  := role value "=" string ["transposed"] [part]  role: frozen | constant | adapter
+    parameter  := role value "=" string ["transposed"] ["rows" number number] [part]
+                                                               role: frozen | constant | adapter
     part       := ("dim" "-" number | "copy" | "summand") "of" number
     node       := value {"," value} "=" op "(" [%name {"," %name}] ")" [attributes] [@scope]
     attributes := "{" name "=" attribute {"," name "=" attribute} "}"
@@ -139,8 +140,12 @@ class _Parser(TokenReader):
         token = self.take("string", "the tensor's name in the checkpoint, in double quotes")
         source = self.unquote(token.text, token.start)
         transposed = self.accept("transposed")
+        rows = (self._row(), self._row()) if self.accept("rows") else None
         part, degree = self._part()
-        return Parameter(value, role, source, transposed, part, degree)
+        return Parameter(value, role, source, transposed, part, degree, rows)
+
+    def _row(self) -> int:
+        return int(self.take("number", "the number of a row").text)
 
     def _part(self) -> tuple[Layout, int]:
         """What of a parameter a rank holds, and of how many."""

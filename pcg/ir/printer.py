@@ -60,8 +60,12 @@ def print_parameter(parameter: Parameter) -> str:
     transposed = " transposed" if parameter.transposed else ""
     return (
         f"{parameter.role} {parameter.value} = {quote(parameter.source)}{transposed}"
-        f"{_part(parameter)}"
+        f"{_rows(parameter)}{_part(parameter)}"
     )
+
+
+def _rows(parameter: Parameter) -> str:
+    return f" rows {parameter.rows[0]} {parameter.rows[1]}" if parameter.rows else ""
 
 
 def _part(parameter: Parameter) -> str:

@@ -6,25 +6,57 @@
 A product of a whole value is column-parallel where what it makes reaches another product, through
 operators that treat its parts alike, before it meets a whole value again; that other product is
 row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
-calls them. Heads stay whole, as parts of q, k and v are of heads.
+calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads than
+ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import Layout, partitioned
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 
 
-def base_plan(graph: Graph) -> dict[str, Layout]:
+def base_plan(graph: Graph, degree: int) -> dict[str, Layout]:
     """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
 
     Args:
         graph: of a layer, without bypass networks.
+        degree: number of ranks.
+    Raises:
+        ParallelError: the degree divides neither heads nor products; those that do are named.
     """
+    plan = _pairs(graph, degree)
+    sizes = list(_sizes(graph, plan))
+    if any(size % degree for _, size in sizes):
+        what, size = next((what, size) for what, size in sizes if size % degree)
+        fitting = [n for n in range(1, 65) if all(size % n == 0 for _, size in sizes)]
+        raise ParallelError(
+            f"tp={degree} does not divide {what}={size} of {graph.name}; use one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+    return plan
+
+
+def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
+    """What has to have equal parts, by what it is called."""
+    for node in graph.nodes:
+        if node.op == "attention":
+            yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
+    for name, layout in plan.items():
+        out, in_ = graph.types[name].features
+        yield f"the {'rows' if layout == COLUMN else 'columns'} of {name}", (
+            out if layout == COLUMN else in_
+        )
+
+
+def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     plan: dict[str, Layout] = {}
     makers: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
@@ -38,6 +70,9 @@ def base_plan(graph: Graph) -> dict[str, Layout]:
                 for name in behind:
                     plan.pop(name, None)
                 behind = frozenset()
+            if node.op == "attention" and graph.types[node.inputs[1]].features[-2] % degree:
+                for name in {*makers.get(node.inputs[1], ()), *makers.get(node.inputs[2], ())}:
+                    plan.pop(name, None)
             for value in node.outputs:
                 makers[value.name] = behind
         elif behind & plan.keys():

@@ -89,14 +89,14 @@ class _Sharder:
 
     def _node(self, node: Node) -> None:
         types = tuple(self.graph.types[name] for name in node.inputs)
-        found: list[tuple[Fraction, int, Sharding]] = []
+        found: list[tuple[Fraction, int, int, Sharding]] = []
         for index, rule in enumerate(operator(node.op).shardings(types, dict(node.attributes))):
             cost = self._cost(node, rule)
             if cost is not None:
-                found.append((cost, index, rule))
+                found.append((*cost, index, rule))
         if not found:
             raise TypeCheckError(self._refusal(node, types))
-        _, _, rule = min(found, key=lambda entry: entry[:2])
+        *_, rule = min(found, key=lambda entry: entry[:3])
         inputs = [
             self._in(name, layout) for name, layout in zip(node.inputs, rule.inputs, strict=True)
         ]
@@ -110,12 +110,15 @@ class _Sharder:
 
     # ------------------------------------------------------------------------------------- costs
 
-    def _cost(self, node: Node, rule: Sharding) -> Fraction | None:
-        """Bytes moved to bring the inputs into a rule's layouts; None where they cannot be."""
+    def _cost(self, node: Node, rule: Sharding) -> tuple[Fraction, int] | None:
+        """Bytes moved, and transitions, to bring the inputs into a rule's layouts; None for none.
+
+        Among ways that move as little, that with fewer transitions leaves values as they are.
+        """
         outputs = zip(node.outputs, rule.outputs, strict=True)
         if not all(self._fits(value.type, layout) for value, layout in outputs):
             return None
-        total = Fraction(0)
+        total, steps = Fraction(0), 0
         for name, layout in {*zip(node.inputs, rule.inputs, strict=True)}:
             if not self._fits(self.graph.types[name], layout):
                 return None
@@ -128,7 +131,8 @@ class _Sharder:
             if path is None:
                 return None
             total += sum(cost for cost, _, _ in path)
-        return total
+            steps += len(path)
+        return total, steps
 
     def _fits(self, type_: TensorType, layout: Layout) -> bool:
         """Whether ranks can hold it so; tokens are not parted, each rank has them all."""
