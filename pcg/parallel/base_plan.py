@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import Layout, partitioned
+from pcg.ir.layouts import REPLICATED, Layout, partitioned
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 
@@ -50,6 +50,8 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
         if node.op == "attention":
             yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
     for name, layout in plan.items():
+        if layout == REPLICATED:
+            continue
         out, in_ = graph.types[name].features
         yield f"the {'rows' if layout == COLUMN else 'columns'} of {name}", (
             out if layout == COLUMN else in_
@@ -72,7 +74,7 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
                 behind = frozenset()
             if node.op == "attention" and graph.types[node.inputs[1]].features[-2] % degree:
                 for name in {*makers.get(node.inputs[1], ()), *makers.get(node.inputs[2], ())}:
-                    plan.pop(name, None)
+                    plan[name] = REPLICATED
             for value in node.outputs:
                 makers[value.name] = behind
         elif behind & plan.keys():

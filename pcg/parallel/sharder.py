@@ -7,8 +7,10 @@ taken whose inputs cost the fewest bytes to bring into its layouts, forward and 
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
     = → |d   0 both ways                                |d → +   0 both ways
 
-of n ranks, an all-reduce of a tensor moves 2 (n - 1) / n of its bytes a rank, an all-gather
-(n - 1) / n. A layout that a value was once brought into is there for all later readers.
+Of n ranks, an all-reduce of a tensor moves 2 (n - 1) / n of its bytes a rank, an all-gather
+(n - 1) / n. A layout that a value was once brought into is there for all later readers. What a rank
+computes counts, too, a byte for FLOPS_PER_BYTE operations: a product on whole tensors is done n
+times over.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ from pcg.ir.layouts import (
 )
 from pcg.ir.operators import operator
 from pcg.ir.types import DTYPE_BYTES, State, TensorType
+from pcg.passes.rematerialize import node_flops
+
+FLOPS_PER_BYTE = 1000
+"""Operations in the time of a byte between ranks: an A100 has 312 TFLOP/s and 300 GB/s of NVLink
+each way (its data sheet), later GPUs about as many."""
+
+CONTEXT_TOKENS = 1024
+"""That a token attends to, where operations of attention are counted."""
 
 _SUFFIX = {
     "combine": "joined",
@@ -111,14 +121,17 @@ class _Sharder:
     # ------------------------------------------------------------------------------------- costs
 
     def _cost(self, node: Node, rule: Sharding) -> tuple[Fraction, int] | None:
-        """Bytes moved, and transitions, to bring the inputs into a rule's layouts; None for none.
+        """Bytes and transitions of bringing the inputs into a rule's layouts; None for no way.
 
-        Among ways that move as little, that with fewer transitions leaves values as they are.
+        Among ways that cost as little, that with fewer transitions leaves values as they are.
         """
         outputs = zip(node.outputs, rule.outputs, strict=True)
         if not all(self._fits(value.type, layout) for value, layout in outputs):
             return None
-        total, steps = Fraction(0), 0
+        work = node_flops(self.graph, node, 1, CONTEXT_TOKENS)
+        is_parted = any(layout.dim for layout in rule.inputs)
+        total = Fraction(work, FLOPS_PER_BYTE * (self.degree if is_parted else 1))
+        steps = 0
         for name, layout in {*zip(node.inputs, rule.inputs, strict=True)}:
             if not self._fits(self.graph.types[name], layout):
                 return None
