@@ -77,10 +77,12 @@ class Sharding:
     Attributes:
         inputs: layouts that it takes.
         outputs: layouts that it gives, without a word between the ranks.
+        op: the operator that a rank runs instead; empty for the same.
     """
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    op: str = ""
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.inputs))}) → ({', '.join(map(str, self.outputs))})"

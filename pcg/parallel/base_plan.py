@@ -6,8 +6,8 @@
 A product of a whole value is column-parallel where what it makes reaches another product, through
 operators that treat its parts alike, before it meets a whole value again; that other product is
 row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
-calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads than
-ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
+calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads
+than ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
@@ -53,8 +53,9 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
         if layout == REPLICATED:
             continue
         out, in_ = graph.types[name].features
-        yield f"the {'rows' if layout == COLUMN else 'columns'} of {name}", (
-            out if layout == COLUMN else in_
+        yield (
+            f"the {'rows' if layout == COLUMN else 'columns'} of {name}",
+            (out if layout == COLUMN else in_),
         )
 
 

@@ -114,7 +114,8 @@ class _Sharder:
             Value(value.name, layout.of(value.type, self.degree))
             for value, layout in zip(node.outputs, rule.outputs, strict=True)
         )
-        self.builder.append(Node(node.op, tuple(inputs), outputs, node.attributes, node.scope))
+        op = rule.op or node.op
+        self.builder.append(Node(op, tuple(inputs), outputs, node.attributes, node.scope))
         for value, layout in zip(node.outputs, rule.outputs, strict=True):
             self.versions[value.name] = {layout: value.name}
 

@@ -104,9 +104,7 @@ class _Splitter:
     def _finish(self, node: Node, name: str, shape: tuple[int, ...] | None) -> None:
         """The slice's own value: the product, in the shape that the slice had."""
         sizes = node.output.type.reshape_sizes if shape is None else shape
-        self.builder.append(
-            Node("reshape", (name,), node.outputs, (("shape", sizes),), node.scope)
-        )
+        self.builder.append(Node("reshape", (name,), node.outputs, (("shape", sizes),), node.scope))
 
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:

@@ -29,7 +29,15 @@ from pcg.codegen.kernels.bypass_ops import (
     vera_up,
     vera_up_backward,
 )
-from pcg.codegen.kernels.collectives import all_gather, all_reduce, own_part, placed_part
+from pcg.codegen.kernels.collectives import (
+    all_gather,
+    all_reduce,
+    cross_entropy_part,
+    cross_entropy_part_backward,
+    embedding_part,
+    own_part,
+    placed_part,
+)
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -44,7 +52,10 @@ __all__ = [
     "attention_backward",
     "column_factor",
     "column_norm",
+    "cross_entropy_part",
+    "cross_entropy_part_backward",
     "dropout",
+    "embedding_part",
     "inner",
     "own_part",
     "placed_part",

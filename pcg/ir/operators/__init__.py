@@ -5,7 +5,16 @@ from __future__ import annotations
 import difflib
 
 from pcg.errors import IrError
-from pcg.ir.operators import bypass, collective, elementwise, linear, model, shape, virtual
+from pcg.ir.operators import (
+    bypass,
+    collective,
+    elementwise,
+    linear,
+    model,
+    shape,
+    virtual,
+    vocabulary,
+)
 from pcg.ir.operators.operator import Gradient, Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -19,6 +28,7 @@ OPERATORS: dict[str, Operator] = {
             *model.OPERATORS,
             *shape.OPERATORS,
             *virtual.OPERATORS,
+            *vocabulary.OPERATORS,
         ),
         key=lambda entry: entry.name,
     )

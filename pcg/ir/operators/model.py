@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
+from pcg.ir.layouts import WHOLE, Sharding, partitioned
 from pcg.ir.operators.operator import (
     Aligned,
     Attributes,
@@ -352,6 +353,10 @@ class CrossEntropy(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy({', '.join(inputs)})"
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-1), WHOLE), (WHOLE,), "cross_entropy_part")
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[0])

@@ -10,6 +10,7 @@ from math import prod
 from typing import cast
 
 from pcg.errors import TypeCheckError
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned
 from pcg.ir.operators.operator import (
     Aligned,
     Attributes,
@@ -339,6 +340,10 @@ class Embedding(Operator):
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1, 0), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (1,)
