@@ -1,6 +1,7 @@
 """The compiler: from a model's configuration and PEFT recipes to a program.
 
-    trace → fold → raise → attach → differentiate → prune → compress → rematerialize → fuse → emit
+    trace → fold → raise → attach → parallelize
+          → differentiate → prune → compress → rematerialize → fuse → emit
 
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
@@ -22,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.errors import PassError, PcgError, ProgramError, SourceError, UnsupportedError
+from pcg.errors import (
+    ParallelError,
+    PassError,
+    PcgError,
+    ProgramError,
+    SourceError,
+    UnsupportedError,
+)
 from pcg.ir.graph import Graph
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators import operator
@@ -38,6 +46,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
+from pcg.passes.parallelize import parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
@@ -68,6 +77,8 @@ class Compilation:
         dtype: asked for; None for the configuration's own.
         trains: whether to build what finetunes.
         budget: what that may keep for backward.
+        whole: trace every layer, not one of each kind.
+        tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
     """
 
     name: str
@@ -77,10 +88,12 @@ class Compilation:
     trains: bool = True
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     whole: bool = False
+    tp: int = 1
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
     training_model: ModelGraph | None = None
+    local_base: ModelGraph | None = None
     kinds: tuple[LayerKind, ...] = ()
     frontiers: Frontiers | None = None
     plan: MemoryPlan | None = None
@@ -127,6 +140,19 @@ def _attach(state: Compilation) -> Compilation:
     serving = attach(base, bypasses.for_serving())
     training = attach(base, bypasses) if state.trains and bypasses else None
     return dataclasses.replace(state, serving_model=serving, training_model=training)
+
+
+def _parallelize(state: Compilation) -> Compilation:
+    base = _made(state.base)
+    if state.tp == 1:
+        return dataclasses.replace(state, local_base=base)
+    local = [
+        None if model is None else parallelize(model, base, state.tp).local
+        for model in (base, state.serving_model, state.training_model)
+    ]
+    return dataclasses.replace(
+        state, local_base=local[0], serving_model=local[1], training_model=local[2]
+    )
 
 
 def _differentiate(state: Compilation) -> Compilation:
@@ -205,6 +231,7 @@ PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
     ("fold", _fold),
     ("raise", _raise),
     ("attach", _attach),
+    ("parallelize", _parallelize),
     ("differentiate", _differentiate),
     ("prune", _prune),
     ("compress", _compress),
@@ -548,8 +575,8 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    if tp != 1:
-        raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
+    if type(tp) is not int or tp < 1:
+        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -557,7 +584,12 @@ def compare(
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     source = resolve(model)
     state = Compilation(
-        source.name, source.config, lambda base: Bypasses(), _dtype_name(dtype), budget=budget
+        source.name,
+        source.config,
+        lambda base: Bypasses(),
+        _dtype_name(dtype),
+        budget=budget,
+        tp=tp,
     )
     folded = run_passes(state, last="fold")
     return {
@@ -577,7 +609,7 @@ def _explained(
     from pcg.passes.step_memory import Asked
 
     what = _account_of(folded, recipes)
-    asked = Asked(folded.name, folded.config, recipes, folded.budget)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp)
     report = account(what, asked)
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)
@@ -627,7 +659,7 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
         return adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype))
 
     state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
-    attached = run_passes(state, first="raise", last="attach")
+    attached = run_passes(state, first="raise", last="parallelize")
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     try:
@@ -640,6 +672,7 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     return Account(
         unraised,
         _made(attached.base),
+        _made(attached.local_base),
         attached.training_model,
         kinds,
         attached.frontiers,

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from math import prod
+
+import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
@@ -29,15 +30,15 @@ from pcg.ir.layouts import (
     Sharding,
 )
 from pcg.ir.operators import operator
-from pcg.ir.types import DTYPE_BYTES, State, TensorType
-from pcg.passes.rematerialize import node_flops
-
-FLOPS_PER_BYTE = 1000
-"""Operations in the time of a byte between ranks: an A100 has 312 TFLOP/s and 300 GB/s of NVLink
-each way (its data sheet), later GPUs about as many."""
+from pcg.ir.operators.collective import FLOPS_PER_BYTE
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.types import TOKENS, State, TensorType
 
 CONTEXT_TOKENS = 1024
 """That a token attends to, where operations of attention are counted."""
+
+OPEN_RANK = 16
+"""That adapters have where programs serve any."""
 
 _SUFFIX = {
     "combine": "joined",
@@ -129,7 +130,7 @@ class _Sharder:
         outputs = zip(node.outputs, rule.outputs, strict=True)
         if not all(self._fits(value.type, layout) for value, layout in outputs):
             return None
-        work = node_flops(self.graph, node, 1, CONTEXT_TOKENS)
+        work = self._work(node)
         is_parted = any(layout.dim for layout in rule.inputs)
         total = Fraction(work, FLOPS_PER_BYTE * (self.degree if is_parted else 1))
         steps = 0
@@ -147,6 +148,15 @@ class _Sharder:
             total += sum(cost for cost, _, _ in path)
             steps += len(path)
         return total, steps
+
+    def _work(self, node: Node) -> int:
+        """Operations of a product for one token; 0 of any other operator."""
+        entry = operator(node.op)
+        if not entry.is_product:
+            return 0
+        types = tuple(self.graph.types[name] for name in node.inputs)
+        outputs = tuple(value.type for value in node.outputs)
+        return _number(entry.flops(types, outputs, dict(node.attributes)))
 
     def _fits(self, type_: TensorType, layout: Layout) -> bool:
         """Whether ranks can hold it so; tokens are not parted, each rank has them all."""
@@ -182,7 +192,7 @@ class _Sharder:
         self, name: str, layout: Layout, wanted: Layout
     ) -> Iterator[tuple[Fraction, str, Layout]]:
         type_ = self.graph.types[name]
-        size = prod(type_.features) * DTYPE_BYTES[type_.dtype]
+        size = _number(type_.size_bytes)
         share = Fraction(size * (self.degree - 1), self.degree)
         backward = share if name in self.active else Fraction(0)
         if layout == WHOLE:
@@ -260,6 +270,12 @@ class _Sharder:
             f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
             f"ranks with {', '.join(held)}; it takes {', '.join(dict.fromkeys(map(str, rules)))}"
         )
+
+
+def _number(formula: sympy.Expr) -> int:
+    """A formula for one token of a context; a rank that is left open is OPEN_RANK."""
+    known = formula.subs({TOKENS: 1, CONTEXT: CONTEXT_TOKENS})
+    return int(known.subs(dict.fromkeys(known.free_symbols, OPEN_RANK)))
 
 
 def _with_gradient(graph: Graph) -> set[str]:

@@ -54,7 +54,7 @@ def account(what: Account, asked: Asked) -> Report:
             f"eager: followed for plain LoRA alone; what eager keeps with "
             f"{', '.join(use.beside_lora)} is not listed"
         )
-    elif use.trainable:
+    elif use.trainable and asked.tp == 1:
         eager = Eager(
             use.ranks,
             what.attention,
@@ -85,12 +85,12 @@ def account(what: Account, asked: Asked) -> Report:
         )
     stages += checkpointing
     formulas, moments = step_memory(what, asked, kept, activations)
-    elements, _ = base_weights(what.base)
+    elements, _ = base_weights(what.whole)
     return Report(
         model=asked.model,
         architecture=str((asked.config.get("architectures") or [asked.config["model_type"]])[0]),
         peft=_recipes_text(asked.recipes),
-        tp=1,
+        tp=asked.tp,
         batch=asked.batch,
         seq=asked.seq,
         dtype=TORCH_NAMES[what.base.dtype],

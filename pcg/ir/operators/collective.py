@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
@@ -88,10 +90,27 @@ class Place(Transition):
     after = PRE_REDUCE
 
 
-class AllReduce(Operator):
+FLOPS_PER_BYTE = 1000
+"""Operations in the time of a byte between ranks: an A100 has 312 TFLOP/s and 300 GB/s of NVLink
+each way (its data sheet), later GPUs about as many."""
+
+
+class Collective(Operator):
+    """What ranks do together; making its result again takes as long as so many operations."""
+
+    is_product = True
+    rounds: ClassVar[int] = 1
+    """How often the larger of input and output is sent, but for the rank's own part."""
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes
+
+
+class AllReduce(Collective):
     """The sum of the ranks' tensors, on each."""
 
     name = "all_reduce"
+    rounds = 2
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.all_reduce({inputs[0]}, batch)"
@@ -130,7 +149,7 @@ class TakenPart(OwnPart):
         return [context.add("placed_part", context.incoming, **context.attributes)]
 
 
-class AllGather(Operator):
+class AllGather(Collective):
     """The parts of `degree` ranks, joined along dim `dim`."""
 
     name = "all_gather"
@@ -152,6 +171,8 @@ class PlacedPart(AllGather):
     """The rank's part among zeros, where the others' are."""
 
     name = "placed_part"
+    is_product = False
+    rounds = 0
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.placed_part({inputs[0]}, {attributes['dim']}, batch)"
