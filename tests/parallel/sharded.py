@@ -95,3 +95,36 @@ def _of(parameter: Parameter, graph: Graph) -> str:
 
 def _error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+def layer_errors(whole: Graph, local: Graph, degree: int) -> dict[str, float]:
+    """Relative errors of a rank's graph against the whole layer's, by name."""
+    values = random_values(whole, sum(LENGTHS))
+    outputs, gradients = run(whole, values)
+
+    def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
+        own = {value.name: values[value.name] for value in local.inputs}
+        own |= {p.name: _own(values[_of(p, whole)], p, ranks) for p in local.parameters}
+        return run(local, own, ranks)
+
+    found = run_ranks(degree, on_rank)
+    result = {
+        f"output on rank {rank}": _error(found[rank][0][0], outputs[0]) for rank in range(degree)
+    }
+    sources = {p.name: p.source for p in whole.parameters}
+    for name, expected in gradients.items():
+        pieces = [p for p in local.parameters if p.source == sources.get(name)]
+        if not pieces:
+            result[name] = _error(found[0][1][name], expected)
+            continue
+        pieces.sort(key=lambda piece: piece.rows or (0, 0))
+        parts = [whole_gradient([own[p.name] for _, own in found], p) for p in pieces]
+        whole_one = torch.cat(parts) if pieces[0].rows else sum(parts, torch.zeros(()))
+        result[name] = _error(whole_one, expected)
+    return result
+
+
+def _own(tensor: Tensor, parameter: Parameter, ranks: ThreadRanks) -> Tensor:
+    if parameter.rows:
+        tensor = tensor[parameter.rows[0] : parameter.rows[1]]
+    return held(tensor, parameter.part, ranks)
