@@ -56,8 +56,8 @@ def adapter_use(
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
         trainable += _bias_elements(model, biases)
         found = recipe.sites(modules, model.output_module, model_type)
+        trainable += recipe.trained_elements(found, shapes)
         for path, site in found.items():
-            trainable += site.trained_elements(*shapes[path])
             if isinstance(site, Site):
                 ranks[path] = max(site.rank, ranks.get(path, 0))
         method = _beside_lora(recipe)

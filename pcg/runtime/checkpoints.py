@@ -4,9 +4,11 @@
     <directory>/step-00000040/
         adapter_config.json                 the adapter as peft reads it
         adapter_model.safetensors
+        encoder.safetensors                 what makes the adapter's weights, where something does
         optimizer.safetensors               AdamW's state, "<parameter>/<key>"
         trainer_state.json                  where the job is, and what it must have to go on
-        best/                               the adapter of the best evaluation, where it is kept
+        best/                               the adapter of the best evaluation, where it is kept,
+                                            and its encoder
 
 A checkpoint is written whole beside its place and renamed; then `latest` is replaced; then older
 ones go. So whatever happens in between, `latest` names a checkpoint that is whole.
@@ -36,6 +38,7 @@ from pcg.runtime.tensor_file import read_header
 
 LATEST = "latest"
 STATE = "trainer_state.json"
+ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
 FORMAT = 1
@@ -146,8 +149,8 @@ class CheckpointStore:
         """
         try:
             saved = _read_state(path / STATE)
-            adapter = read_adapter(path, name)
-            best = read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
+            adapter = _read_adapter(path, name)
+            best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
             read_header(path / OPTIMIZER, FinetuneError)
             optimizer = load_file(path / OPTIMIZER)
         except (AdapterError, SafetensorError, OSError) as error:
@@ -227,13 +230,10 @@ class CheckpointStore:
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
     """All files of a checkpoint, on the disk when this returns."""
-    write_adapter(checkpoint.adapter, path)
+    _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:
-        write_adapter(checkpoint.best, path / BEST)
-    tensors = {key: tensor.detach().cpu().clone() for key, tensor in checkpoint.optimizer.items()}
-    save_file(tensors, path / OPTIMIZER)
-    with (path / OPTIMIZER).open("rb") as stream:
-        os.fsync(stream.fileno())
+        _write_adapter(checkpoint.best, path / BEST)
+    _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
     state = {
         "format": FORMAT,
         "trajectory": dict(checkpoint.trajectory),
@@ -241,6 +241,26 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     }
     _write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
     _sync(path)
+
+
+def _write_adapter(adapter: Adapter, path: Path) -> None:
+    write_adapter(adapter, path)
+    if adapter.encoder:
+        _write_tensors(path / ENCODER, adapter.encoder)
+
+
+def _read_adapter(path: Path, name: str) -> Adapter:
+    adapter = read_adapter(path, name)
+    if adapter.recipe.encoder is None:
+        return adapter
+    read_header(path / ENCODER, FinetuneError)
+    return dataclasses.replace(adapter, encoder=load_file(path / ENCODER))
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def _write_text(path: Path, text: str) -> None:

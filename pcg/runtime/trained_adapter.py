@@ -98,13 +98,13 @@ def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
     return checksum
 
 
-_Sites = tuple[Mapping[str, object], str, float]
-"""What a recipe does at each module, the biases that it trains, and its dropout."""
+_Sites = tuple[Mapping[str, object], str, float, object]
+"""What a recipe does at each module, the biases that it trains, its dropout, and its encoder."""
 
 
 def _sites(adapter: Adapter) -> _Sites:
     sites = {path: weights.site for path, weights in adapter.weights.items()}
-    return sites, adapter.recipe.bias, adapter.recipe.dropout
+    return sites, adapter.recipe.bias, adapter.recipe.dropout, adapter.recipe.encoder
 
 
 def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
@@ -113,7 +113,7 @@ def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
     sites: Mapping[str, object] = recipe.sites(
         tuple(base.linear_modules()), base.output_module, model_type
     )
-    return sites, recipe.bias, recipe.dropout
+    return sites, recipe.bias, recipe.dropout, recipe.encoder
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
@@ -123,6 +123,8 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
         difference = f'bias="{first[1]}" and {other} "{second[1]}"'
     if first[2] != second[2]:
         difference = f"dropout {first[2]:g} and {other} {second[2]:g}"
+    if first[3] != second[3]:
+        difference = f"{first[3] or 'no encoder'} and {other} {second[3] or 'none'}"
     for path in [*first[0], *second[0]]:
         a, b = first[0].get(path), second[0].get(path)
         if a != b and not difference:

@@ -100,6 +100,7 @@ class TrainingStep:
             group["lr"] = rate
         self.optimizer.step()
         self.drop_gradients()
+        self._runner.publish()
 
     def drop_gradients(self) -> None:
         """Leave no gradient on the adapter's tensors."""

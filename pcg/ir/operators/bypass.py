@@ -26,7 +26,6 @@ class Dropout(Operator):
     """
 
     name = "dropout"
-    is_random = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not types[0].is_token_wise:

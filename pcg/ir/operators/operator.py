@@ -39,8 +39,6 @@ class Operator:
     """Whether the expression is a sequence even of one output."""
     is_product: ClassVar[bool] = False
     """Whether it is a matrix product or attention: what a memory budget of 1 never recomputes."""
-    is_random: ClassVar[bool] = False
-    """Whether it draws numbers; drawn again for the same step and layer, they are the same."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 
