@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 
 from pcg.errors import MemoryBudgetError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
@@ -150,7 +151,9 @@ def _recipe_text(recipe: Recipe) -> str:
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
     method = "DoRA" if isinstance(recipe, LoraRecipe) and recipe.use_dora else recipe.method
-    size = f" r{recipe.rank}" if isinstance(recipe, LoraRecipe | VeraRecipe) else ""
+    size = ""
+    if isinstance(recipe, AdaLoraRecipe | LoraRecipe | VeraRecipe):
+        size = f" r{recipe.rank}"
     text = f"{method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 

@@ -18,6 +18,10 @@ vectors; serving has LoRA's A and B in their place,
 
     A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
 
+AdaLoRA is LoRA whose A has singular values, which serving has in A,
+
+    A' = singular_down(A, E)
+
 A bottleneck adapter reads the site's output, or the MLP's input where it is parallel,
 
     h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
@@ -152,6 +156,8 @@ class _Place:
             value = self._lora(value)
         if site in bypasses.vera:
             value = self._vera(value)
+        if site in bypasses.adalora:
+            value = self._adalora(value)
         value = self._bias(value)
         for bottleneck, size in bypasses.bottlenecks.items():
             if bottleneck.site == site:
@@ -209,6 +215,15 @@ class _Place:
         up = self._add("vera_up", "up", b, *vectors)
         s = self._add("shrink", "vera_s", self._dropped(keeps_dtype=False), down)
         return self._add("expand_add", "vera_z", value, s, up)
+
+    def _adalora(self, value: str) -> str:
+        out, in_ = self._graph.types[self._node.inputs[1]].features
+        rank = self._bypasses.adalora[self._site]
+        a, e = self._adapter("adalora_A", rank, in_), self._adapter("adalora_E", rank, 1)
+        down = self._add("singular_down", "adalora_down", a, e)
+        s = self._add("shrink", "adalora_s", self._dropped(keeps_dtype=False), down)
+        b = self._adapter("adalora_B", out, rank)
+        return self._add("expand_add", "adalora_z", value, s, b)
 
     def _bottleneck(self, value: str, bottleneck: Bottleneck, size: int | None) -> str:
         kind, rank = bottleneck.kind, size or RANK

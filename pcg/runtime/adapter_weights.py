@@ -13,6 +13,7 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
+from pcg.runtime.adalora_weights import AdaLoraWeights
 from pcg.runtime.bottleneck_weights import BottleneckWeights
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
@@ -23,6 +24,7 @@ from pcg.runtime.prompt_weights import PromptWeights
 from pcg.runtime.vera_weights import VeraWeights
 
 WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "ADALORA": AdaLoraWeights,
     "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
     "BOTTLENECK": BottleneckWeights,
     "IA3": Ia3Weights,

@@ -5,6 +5,7 @@
         adapter_config.json                 the adapter as peft reads it
         adapter_model.safetensors
         encoder.safetensors                 what makes the adapter's weights, where something does
+        allocation.safetensors              how AdaLoRA's ranks are scored, where they are
         optimizer.safetensors               AdamW's state, "<parameter>/<key>"
         trainer_state.json                  where the job is, and what it must have to go on
         best/                               the adapter of the best evaluation, where it is kept,
@@ -33,11 +34,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.runtime.adapters import Adapter, read_adapter, write_adapter
 from pcg.runtime.tensor_file import read_header
 
 LATEST = "latest"
 STATE = "trainer_state.json"
+ALLOCATION = "allocation.safetensors"
 ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
@@ -93,6 +96,7 @@ class Checkpoint:
         adapter: as it is after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
+        allocation: the rank allocator's; empty for methods but AdaLoRA.
     """
 
     state: TrainerState
@@ -100,6 +104,7 @@ class Checkpoint:
     adapter: Adapter
     best: Adapter | None
     optimizer: Mapping[str, Tensor]
+    allocation: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -153,10 +158,14 @@ class CheckpointStore:
             best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
             read_header(path / OPTIMIZER, FinetuneError)
             optimizer = load_file(path / OPTIMIZER)
+            allocation = {}
+            if isinstance(adapter.recipe, AdaLoraRecipe):
+                read_header(path / ALLOCATION, FinetuneError)
+                allocation = load_file(path / ALLOCATION)
         except (AdapterError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         self._kept = sorted(p for p in self._all() if p.name <= path.name)
-        return Checkpoint(saved[0], saved[1], adapter, best, optimizer)
+        return Checkpoint(saved[0], saved[1], adapter, best, optimizer, allocation)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
@@ -234,6 +243,8 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     if checkpoint.best is not None:
         _write_adapter(checkpoint.best, path / BEST)
     _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
+    if isinstance(checkpoint.adapter.recipe, AdaLoraRecipe):
+        _write_tensors(path / ALLOCATION, checkpoint.allocation)
     state = {
         "format": FORMAT,
         "trajectory": dict(checkpoint.trajectory),

@@ -49,6 +49,10 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
             r=2, target_modules=["q_proj", "o_proj"], use_dora=True, bias="lora_only"
         ),
         "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
+        "adalora": peft.AdaLoraConfig(
+            init_r=5, target_r=3, total_step=20, lora_alpha=9, target_modules=ALL
+        ),
+        "adalora-first": peft.AdaLoraConfig(init_r=3, target_r=2, total_step=9, **FIRST),
         "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="all"),
         "vera": peft.VeraConfig(r=5, target_modules=ALL),
         "vera-drawn": DRAWN,
@@ -79,6 +83,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
         "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
+        "adalora": peft.AdaLoraConfig(total_step=20, target_modules=GPT2, bias="lora_only"),
         "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
         "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
@@ -89,6 +94,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "opt": {
         "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+        "adalora": peft.AdaLoraConfig(total_step=20, init_r=4, target_r=2),
         "vera": peft.VeraConfig(r=6),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=6, **CAUSAL),
         "p-tuning": peft.PromptEncoderConfig(
@@ -162,24 +168,25 @@ def give_encoder(executor: Executor, name: str, wrapped: Any) -> None:
 def trained(wrapped: Any) -> dict[str, Tensor]:
     """The parameters that peft trains, by pcg's name of each."""
     return {
-        our_name(name, parameter, has_encoder(wrapped)): parameter
+        our_name(name, parameter, wrapped.active_peft_config): parameter
         for name, parameter in wrapped.named_parameters()
         if parameter.requires_grad
     }
 
 
-def has_encoder(wrapped: Any) -> bool:
-    config = wrapped.active_peft_config
+def has_encoder(config: peft.PeftConfig) -> bool:
     return config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)
 
 
-def our_name(name: str, parameter: Tensor, has_encoder: bool) -> str:
+def our_name(name: str, parameter: Tensor, config: peft.PeftConfig) -> str:
     if name.startswith("prompt_encoder."):
         own = name.removeprefix("prompt_encoder.default.")
-        return f"encoder.{own}" if has_encoder else "prompt_embeddings"
+        return f"encoder.{own}" if has_encoder(config) else "prompt_embeddings"
     path = name.removeprefix("base_model.model.").replace(".default", "")
     path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
     path = path.replace(".lora_B.bias", ".lora_B_bias")
+    if isinstance(config, peft.AdaLoraConfig):
+        path = path.replace(".lora_", ".adalora_")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
     return f"{path}_in" if is_input else path
 
@@ -188,7 +195,7 @@ def trained_gradients(wrapped: Any) -> dict[str, Tensor]:
     """What peft's parameters have as gradients, by pcg's name of each."""
     gradients: dict[str, Any] = {name: p.grad for name, p in trained(wrapped).items()}
     config = wrapped.active_peft_config
-    if config.peft_type == "PREFIX_TUNING" and not has_encoder(wrapped):
+    if config.peft_type == "PREFIX_TUNING" and not has_encoder(config):
         return prefix_parts(gradients["prompt_embeddings"], config.num_layers)
     return gradients
 

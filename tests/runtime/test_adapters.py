@@ -318,11 +318,7 @@ def test_features_of_config_objects_refused_by_name() -> None:
     for config, name in [
         (peft.LoraConfig(use_qalora=True), "QA-LoRA"),
         (peft.OFTConfig(), "OFT"),
-        (
-            peft.PrefixTuningConfig(num_virtual_tokens=2, prefix_projection=True),
-            "prefix_projection",
-        ),
-        (peft.AdaLoraConfig(total_step=10), "ADALORA"),
+        (peft.LoHaConfig(), "LOHA"),
     ]:
         with pytest.raises(UnsupportedError, match=name):
             recipe_from(config)
@@ -359,8 +355,8 @@ def test_saved_initialisations() -> None:
 def test_not_configurations(config: object, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         recipe_from(config)
-    with pytest.raises(UnsupportedError, match="'adalora'"):
-        recipe_from("adalora")
+    with pytest.raises(UnsupportedError, match="'loha'"):
+        recipe_from("loha")
 
 
 # ------------------------------------------------------------------------------------ damaged files
