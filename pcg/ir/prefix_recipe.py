@@ -65,7 +65,10 @@ class PrefixRecipe(VirtualTokensRecipe[PrefixSite]):
 
     @property
     def encoder(self) -> PromptEncoder | None:
-        return PromptEncoder(PREFIX, self.prompt_tokens, self.hidden) if self.projects else None
+        if not self.projects:
+            return None
+        makes_zeros = self.init == "zero"
+        return PromptEncoder(PREFIX, self.prompt_tokens, self.hidden, makes_zeros=makes_zeros)
 
     def site_of_target(self, path: str) -> PrefixSite:
         return PrefixSite(self.prompt_tokens)

@@ -33,12 +33,16 @@ class PromptEncoder:
         tokens: virtual tokens.
         hidden: features within; None is the width.
         layers: of the LSTM; the others have as many as they have.
+        dropout: between the layers of the LSTM.
+        makes_zeros: at the start.
     """
 
     kind: str
     tokens: int
     hidden: int | None = None
     layers: int = 1
+    dropout: float = 0.0
+    makes_zeros: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -47,6 +51,10 @@ class PromptEncoder:
         ):
             if value is not None and (type(value) is not int or value < 1):
                 raise AdapterError(f"{name}={value!r}; use an int of at least 1")
+        dropout = self.dropout
+        is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+        if not is_number or not 0 <= dropout <= 1:
+            raise AdapterError(f"encoder_dropout={dropout!r}; use a probability in [0, 1]")
 
     def widths(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
         """Features of an embedding, within, and of what is made.

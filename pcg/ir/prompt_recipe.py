@@ -96,14 +96,12 @@ class PTuningRecipe(PromptRecipe):
             raise AdapterError(
                 f"encoder_reparameterization_type={self.kind!r}; use one of {', '.join(_ENCODERS)}"
             )
-        PromptEncoder(self.kind, self.prompt_tokens, self.hidden, self.layers)
-        dropout = self.encoder_dropout
-        is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-        if not is_number or not 0 <= dropout <= 1:
-            raise AdapterError(f"encoder_dropout={dropout!r}; use a probability in [0, 1]")
+        PromptEncoder(LSTM, self.prompt_tokens, self.hidden, self.layers, self.encoder_dropout)
 
     @property
     def encoder(self) -> PromptEncoder:
-        # An MLP has three layers, whatever the field says.
-        layers = self.layers if self.kind == LSTM else 1
-        return PromptEncoder(self.kind, self.prompt_tokens, self.hidden, layers)
+        if self.kind == MLP:  # which has three layers and no dropout, whatever the fields say
+            return PromptEncoder(MLP, self.prompt_tokens, self.hidden)
+        return PromptEncoder(
+            LSTM, self.prompt_tokens, self.hidden, self.layers, self.encoder_dropout
+        )

@@ -43,6 +43,7 @@ SHORTHANDS: Mapping[str, Recipe] = {
     "parallel": BottleneckRecipe(variant="parallel"),
     "bitfit": BitfitRecipe(),
     "prompt": PromptTuningRecipe(tokens=20),
+    "p-tuning": PTuningRecipe(tokens=20),
     "prefix": PrefixRecipe(tokens=20),
 }
 """Recipes that a word stands for, with the usual sizes."""

@@ -167,7 +167,7 @@ def new_adapter(
         }
     else:
         encoder = fresh_encoder(
-            resolved, [module_shapes[path] for path in sites], _generator(seed, WHOLE_MODEL)
+            recipe.encoder, [module_shapes[path] for path in sites], _generator(seed, WHOLE_MODEL)
         )
         weights = made_by_encoder(resolved, encoder, kind)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}

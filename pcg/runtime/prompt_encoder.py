@@ -11,7 +11,6 @@ Source: `PromptEncoder` and `PrefixEncoder` of peft 0.21.2, whose names the para
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,41 +57,42 @@ class EncoderModule(nn.Module):
         if self.kind == PREFIX:
             made: Tensor = self.transform(x)
         elif self.kind == LSTM:
-            made = self.mlp_head(self.lstm_head(x.unsqueeze(0))[0])[0]
+            # cuDNN would have its parameters in one piece of memory, and warns at each call.
+            with torch.backends.cudnn.flags(enabled=False):
+                made = self.mlp_head(self.lstm_head(x.unsqueeze(0))[0])[0]
         else:
             made = self.mlp_head(x)
         return made
 
 
 def fresh_encoder(
-    recipe: Any, shapes: Sequence[Shape], generator: torch.Generator
+    encoder: PromptEncoder, shapes: Sequence[Shape], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """A fresh encoder's parameters, as peft initialises them, in float32.
 
     Args:
-        recipe: that has an encoder.
+        encoder: what it is like.
         shapes: (out, in) of the token embedding, or (values, keys) of each layer.
         generator: whose seed is used.
     Raises:
-        UnsupportedError: the recipe's encoder is not trained.
+        UnsupportedError: it has dropout.
     """
-    check_encoder(recipe)
+    check_encoder(encoder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator.initial_seed())
-        module = EncoderModule(recipe.encoder, *recipe.encoder.widths(shapes))
-    if getattr(recipe, "init", None) == "zero":
+        module = EncoderModule(encoder, *encoder.widths(shapes))
+    if encoder.makes_zeros:
         for parameter in module.transform[-1].parameters():
             nn.init.zeros_(parameter)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def check_encoder(recipe: Any) -> None:
+def check_encoder(encoder: PromptEncoder) -> None:
     """Refuse an encoder that is not trained. UnsupportedError: it has dropout."""
-    dropout = getattr(recipe, "encoder_dropout", 0.0)
-    if recipe.encoder.kind == LSTM and dropout:
+    if encoder.dropout:
         raise UnsupportedError(
-            f"encoder_dropout={dropout:g}: what an LSTM drops is drawn within it, so that a job "
-            "that is resumed would drop something else; use encoder_dropout=0"
+            f"encoder_dropout={encoder.dropout:g}: what an LSTM drops is drawn within it, so that "
+            "a job that is resumed would drop something else; use encoder_dropout=0"
         )
 
 
@@ -156,7 +156,7 @@ class EncodedTraining:
             UnsupportedError: it has dropout.
         """
         assert recipe.encoder is not None
-        check_encoder(recipe)
+        check_encoder(recipe.encoder)
         self._recipe = recipe
         self._module = module_of(recipe.encoder, tensors)
         self._weights = weights

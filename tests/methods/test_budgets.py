@@ -24,7 +24,6 @@ METHODS: dict[str, Any] = {
     "dora with dropout": {**LORA, "use_dora": True, "lora_dropout": 0.3},
     "lora with lora_bias": {**LORA, "lora_bias": True},
     "lora with bias": {**LORA, "bias": "all"},
-    "p-tuning": {"peft_type": "P_TUNING", "num_virtual_tokens": 4},
 }
 FAMILIES = ("llama-biases", "opt", "gpt2")
 CASES = [

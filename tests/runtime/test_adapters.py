@@ -302,10 +302,6 @@ def test_config_fields_are_those_of_the_installed_peft() -> None:
         ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3", "r": 8}, "r=8, a field it does not know"),
         ({"peft_type": "OFT"}, "peft_type=OFT"),
-        (
-            {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2, "prefix_projection": True},
-            "prefix_projection=True",
-        ),
         ({"task_type": "SEQ_CLS"}, "task_type=SEQ_CLS"),
     ],
 )
