@@ -1,0 +1,147 @@
+"""Attention as eager transformers runs it by default: what autograd keeps of it.
+
+Flash SDPA, masked or not, its math where heads differ, or scores written out. With a prefix, keys
+and values are those of the cache, where its virtual tokens stand before the sequence's own.
+Source: transformers 5.23 integrations/sdpa_attention.py, and modeling_{bloom,falcon,gptj,mpt}.py
+for those that have an attention of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from pcg.ir.graph import Node
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.types import DTYPE_BYTES, promote
+from pcg.passes.eager_kept import KeptTensors
+from pcg.passes.storages import SEQUENCES
+
+
+def keep_of_attention(kept: KeptTensors, node: Node) -> None:
+    """Keep what the attention's backward needs."""
+    _Attention(kept, node).keep()
+
+
+class _Attention:
+    def __init__(self, kept: KeptTensors, node: Node) -> None:
+        self._kept = kept
+        self._node = node
+        self._names = node.inputs[:3]
+        self._types = tuple(kept.graph.types[name] for name in self._names)
+
+    def keep(self) -> None:
+        kept, eager = self._kept, self._kept.eager
+        kept.storages.add(self._node)
+        prefixed = bool(eager.prefix)
+        needs = [kept.needs[name] or prefixed * bool(i) for i, name in enumerate(self._names)]
+        if not any(needs):
+            return
+        kept.needs[self._node.name] = True
+        heads = [type_.shape[1] for type_ in self._types]
+        if eager.attention.endswith("eager"):
+            self._written_out(needs)
+        elif eager.attention == "own-sdpa" and heads[0] != heads[1]:
+            self._math()
+        else:
+            self._flash()
+
+    # --------------------------------------------------------------------------- implementations
+
+    def _flash(self) -> None:
+        """Flash SDPA: q, k, v, the output and its log-sum-exp."""
+        kept, node, eager = self._kept, self._node, self._kept.eager
+        window = int(node.get("window") or 0)  # type: ignore[call-overload]
+        is_masked = eager.attention == "own-sdpa" or (window and eager.seq >= window)
+        kept.keep(self._names[0], node.outputs[1].name)
+        if self._is_head_major(self._names[0]):
+            # The kernel's output has q's layout; what follows reads a copy with heads side by side.
+            features = prod(node.output.type.features)
+            kept.keep_new(f"{node.name}.head_major", node.op, node.output.type.dtype, features)
+        else:
+            kept.keep(node.name)
+        if is_masked or eager.prefix:
+            self._keep_repeated(1)
+            self._keep_repeated(2)
+            self._keep_mask()
+        else:
+            kept.keep(*self._names[1:])
+
+    def _math(self) -> None:
+        """SDPA's fallback for a query of more heads than the keys: all in fp32, and repeated."""
+        q = self._types[0]
+        heads = q.features[0]
+        dtype = promote(q.dtype, "f32")
+        for name, type_ in zip("qkv", self._types, strict=True):
+            size = heads * type_.features[1]
+            self._kept.keep_new(f"{self._node.name}.{name}", self._node.op, dtype, size)
+        self._keep_scores("probabilities", dtype)
+
+    def _written_out(self, needs: Sequence[bool]) -> None:
+        """softmax(q kᵀ · scale + mask, fp32).to(v.dtype) v, keys and values repeated."""
+        q, _, v = self._types
+        widened = "f32" if self._is_widened() else q.dtype
+        if needs[1]:
+            self._keep_operand(0, widened)
+        if needs[0]:
+            self._keep_operand(1, widened)
+        if needs[0] or needs[1]:
+            if self._node.get("softcap"):
+                self._keep_scores("tanh", q.dtype)
+            self._keep_scores("softmax", promote(q.dtype, "f32"))
+            self._keep_repeated(2)
+        if needs[2] and (v.dtype not in ("f32", "f64") or not (needs[0] or needs[1])):
+            self._keep_scores("probabilities", v.dtype)
+
+    def _is_widened(self) -> bool:
+        """Whether q and k are multiplied in fp32: GPT-J, whose own attention has no ALiBi."""
+        return self._kept.eager.attention == "own-eager" and not self._node.get("alibi")
+
+    # ------------------------------------------------------------------------------------ tensors
+
+    def _is_head_major(self, name: str) -> bool:
+        """Whether q is dense in [B, heads, S, d]: torch.cat makes it so, projections do not."""
+        graph = self._kept.graph
+        while (node := graph.producers.get(name)) is not None:
+            if node.op == "concat":
+                return True
+            if node.op not in ("add", "cast", "mul"):
+                return False
+            name = node.inputs[0]
+        return False
+
+    def _keep_operand(self, index: int, dtype: str) -> None:
+        """q or k of a product written out, in that dtype."""
+        type_ = self._types[index]
+        if type_.dtype != dtype:
+            name = f"{self._names[index]}.widened"
+            self._kept.keep_new(name, "cast", dtype, prod(type_.features))
+        elif index == 0:
+            self._kept.keep(self._names[index])
+        else:
+            self._keep_repeated(index)
+
+    def _keep_repeated(self, index: int) -> None:
+        """Keys or values, those of a prefix included, with a copy for each head that they serve."""
+        name, type_ = self._names[index], self._types[index]
+        heads, (kv_heads, size) = self._types[0].features[0], type_.features
+        if self._kept.eager.prefix or heads != kv_heads:
+            bytes_ = heads * size * DTYPE_BYTES[type_.dtype] * SEQUENCES * CONTEXT
+            self._kept.keep_bytes(f"{name}.repeated", "reshape", bytes_)
+        else:
+            self._kept.keep(name)
+
+    def _keep_mask(self) -> None:
+        """A boolean mask [B, 1, S, S], made floating by each call; or ALiBi's, made once."""
+        kept, node, q = self._kept, self._node, self._types[0]
+        size = DTYPE_BYTES[q.dtype] * kept.scores
+        if node.get("alibi"):
+            kept.keep_shared("attention_mask", "alibi", q.features[0] * size)
+        else:
+            kept.keep_bytes(f"{node.name}.mask", node.op, size)
+
+    def _keep_scores(self, what: str, dtype: str) -> None:
+        """A tensor [B, heads, S, S]."""
+        heads = self._types[0].features[0]
+        size = heads * DTYPE_BYTES[dtype] * self._kept.scores
+        self._kept.keep_bytes(f"{self._node.name}.{what}", self._node.op, size)
