@@ -52,6 +52,7 @@ from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
     from pcg.parallel.devices import Device
+    from pcg.passes.step_memory import Account, Asked
     from pcg.report import Report
     from pcg.runtime.executor import Executor
 
@@ -176,7 +177,15 @@ def _emit(state: Compilation) -> Compilation:
         prologue, prologue_trained = state.training_prologue
         source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss, prologue)
         training = Training(
-            model, plan.plans, plan.layers, epilogue, trained, source, prologue, prologue_trained
+            model,
+            plan.plans,
+            plan.layers,
+            epilogue,
+            trained,
+            source,
+            prologue,
+            prologue_trained,
+            plan.restored,
         )
     return dataclasses.replace(state, serving=serving, training=training)
 
@@ -502,7 +511,8 @@ def explain(
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
-        find_region: find for which sequence lengths the plan stays the optimum; takes seconds.
+        find_region: give formulas in the rank, too, where there is one, and find for which sequence
+            lengths and ranks the plan stays the optimum; takes seconds.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
@@ -534,7 +544,7 @@ def compare(
         dtype: torch's name of the dtype.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
-        find_region: find for which sequence lengths the plans stay the optimum.
+        find_region: as for `explain`.
     """
     from pcg.parallel.devices import device_of
 
@@ -563,10 +573,54 @@ def _explained(
 ) -> Report:
     """The report of a folded model and recipes."""
     from pcg.passes.account import account
-    from pcg.passes.adapter_use import AdapterUse, adapter_use
     from pcg.passes.fit import fit
-    from pcg.passes.region import region
-    from pcg.passes.step_memory import Account, Asked
+    from pcg.passes.step_memory import Asked
+
+    what = _account_of(folded, recipes)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget)
+    report = account(what, asked)
+    if find_region and what.frontiers is not None:
+        report = _with_regions(report, folded, what, asked)
+    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+
+
+def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
+    """The report with formulas in the rank, and where its plan stays the optimum."""
+    from pcg.passes.account import formula_text
+    from pcg.passes.plan import replanned
+    from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
+    from pcg.passes.region import MOST_RANK, MOST_TOKENS, region
+    from pcg.passes.step_memory import step_formulas
+
+    budget, plan, kinds = folded.budget, _made(what.plan), _made(what.frontiers).kinds
+
+    def at_length(seq: int) -> MemoryPlan:
+        found = frontiers(_made(what.training), kinds, budget.batch, seq)
+        return found.plan(dataclasses.replace(budget, seq=seq))
+
+    lengths = region(at_length, budget.seq, MOST_TOKENS)
+    report = dataclasses.replace(report, region=lengths)
+    rank = rank_of(asked.recipes)
+    if rank is None:
+        return report
+
+    def at_rank(other: int) -> Account:
+        return _account_of(folded, with_rank(asked.recipes, other))
+
+    def formulas_at(other: int) -> dict[str, Any]:
+        then = at_rank(other)
+        then = dataclasses.replace(then, plan=replanned(plan, _made(then.frontiers)))
+        return step_formulas(then, asked)
+
+    formulas = {name: formula_text(f) for name, f in in_rank(formulas_at, rank).items()}
+    ranks = region(lambda other: _made(at_rank(other).plan), rank, MOST_RANK)
+    return dataclasses.replace(report, formulas=formulas, rank_region=ranks)
+
+
+def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
+    """What a report of a folded model and recipes accounts for."""
+    from pcg.passes.adapter_use import AdapterUse, adapter_use
+    from pcg.passes.step_memory import Account
 
     def use_of(base: ModelGraph) -> AdapterUse:
         model_type = str(folded.config["model_type"])
@@ -583,7 +637,7 @@ def _explained(
     except UnsupportedError as error:
         refusal = str(error)
     unraised = _made(folded.base)
-    what = Account(
+    return Account(
         unraised,
         _made(attached.base),
         attached.training_model,
@@ -596,13 +650,6 @@ def _explained(
         _made(folded.traced).attention,
         refusal,
     )
-    asked = Asked(folded.name, folded.config, recipes, folded.budget)
-    report = account(what, asked)
-    found = None
-    if find_region and attached.frontiers is not None:
-        found = region(_made(attached.training_model), attached.frontiers, folded.budget)
-    fits = tuple(fit(what, asked, device) for device in devices)
-    return dataclasses.replace(report, fits=fits, region=found)
 
 
 def make_executor(

@@ -54,10 +54,13 @@ class ParetoPoint:
     Attributes:
         bytes: kept for backward, of the whole model.
         recompute_flops_ratio: as in `Stage`.
+        restored: layers that save no input, as they share that of a layer before; only a budget in
+            bytes goes there.
     """
 
     bytes: int
     recompute_flops_ratio: float
+    restored: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ class Report:
     )
     notes: tuple[str, ...] = ()
     region: tuple[int, int] | None = None
+    rank_region: tuple[int, int] | None = None
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
@@ -273,13 +277,16 @@ class Report:
 
     def _budgets(self) -> list[str]:
         """The corners of the front; the plans between two of them mix them over the layers."""
-        most, least = self.pareto[0].bytes, self.pareto[-1].bytes
+        shares = [point.bytes for point in self.pareto if not point.restored]
+        most, least = shares[0], shares[-1]
         lines = ["memory budgets         GiB   recomputed"]
-        lines += [
-            f"  {(point.bytes - least) / (most - least):<14.3f}{gib(point.bytes):>10}"
-            f"{point.recompute_flops_ratio:>13.1%}"
-            for point in self.pareto
-        ]
+        for point in self.pareto:
+            share = 1.0 if most == least else (point.bytes - least) / (most - least)
+            name = "in bytes" if point.restored else f"{share:.3f}"
+            line = f"  {name:<14}{gib(point.bytes):>10}{point.recompute_flops_ratio:>13.1%}"
+            if point.restored:
+                line += f"   {point.restored} layers share the saved input of one before"
+            lines.append(line)
         lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
         return lines
 
@@ -309,7 +316,8 @@ class Report:
         return lines
 
     def _formulas(self, names: Iterable[str]) -> list[str]:
-        lines = ["bytes, for B sequences of S tokens"]
+        rank = " and adapters of rank r" if self.rank_region else ""
+        lines = [f"bytes, for B sequences of S tokens{rank}"]
         return lines + [
             f"  {name.replace('kv_', 'KV '):<12}= {self.formulas[name]}" for name in names
         ]
@@ -318,9 +326,12 @@ class Report:
         if self.region is None:
             return []
         low, high = self.region
+        where = f"for S from {low:,} to {high:,} at B = {self.batch}"
+        if self.rank_region is not None:
+            where += ", and for r from {:,} to {:,}".format(*self.rank_region)
         return [
             "",
-            f"The plan is the budget's optimum for S from {low:,} to {high:,} at B = {self.batch}:",
+            f"The plan is the budget's optimum {where}:",
             "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
             "where a tensor is kept whole or made again from what is, and weights are resident.",
         ]

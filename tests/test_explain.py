@@ -17,6 +17,7 @@ import sympy
 
 import pcg
 import pcg.compiler as compiler
+from pcg.ir.recipe import LoraRecipe
 from pcg.passes.step_memory import LOSS_CHUNK_BYTES
 from pcg.report import KINDS, Report, bar, comparison, count_text, gib
 from pcg.runtime.training_runner import CHUNK_BYTES
@@ -251,6 +252,41 @@ def test_the_region_of_a_plan() -> None:
     assert plan(low) == plan(1024) == plan(high)
     assert plan(high + 1) != plan(high)
     assert low == 1 or plan(low - 1) != plan(low)
+
+
+def _numbers(report: pcg.Report, **symbols: int) -> dict[str, int]:
+    """The report's formulas at these numbers."""
+    values = {sympy.Symbol(name, integer=True, positive=True): n for name, n in symbols.items()}
+    return {
+        name: int(sympy.sympify(text, locals={s.name: s for s in values}).subs(values))
+        for name, text in report.formulas.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "budget"), [(LLAMA, 0.4), ("facebook/opt-6.7b", 1)])
+def test_formulas_in_the_rank(name: str, budget: float) -> None:
+    config = _short(name)
+
+    def report(rank: int, **options: Any) -> pcg.Report:
+        recipe = LoraRecipe(rank=rank, target_modules="all-linear")
+        return pcg.explain(config, recipe, memory_budget=budget, **options)
+
+    found = report(8, find_region=True)
+    low, high = found.rank_region or (0, 0)
+    assert low <= 8 <= high
+    for rank in {low, 8, min(high, 64)}:
+        assert _numbers(found, B=1, S=1024, r=rank) == report(rank).memory_bytes
+    kept = [[(row.tensor, row.decision) for row in report(r).saved] for r in (low, 8, high)]
+    assert kept[0] == kept[1] == kept[2]
+    assert "rank r" in found.to_text(formulas=True)
+
+
+def test_ranks_that_differ_give_no_formula_in_the_rank() -> None:
+    recipe = LoraRecipe(rank=8, target_modules="all-linear", rank_pattern={"q_proj": 4})
+    report = pcg.explain(_short(LLAMA), recipe, find_region=True)
+    assert report.region is not None
+    assert report.rank_region is None
+    assert _numbers(report, B=1, S=1024) == report.memory_bytes
 
 
 def test_an_unknown_gpu_is_refused() -> None:

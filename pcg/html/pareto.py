@@ -141,7 +141,12 @@ def _note(size_bytes: int, ratio: float) -> str:
 
 def _table(report: Report, named: list[_Named]) -> Markup:
     points: list[tuple[Child, int, float]] = [
-        (f"corner {i}", p.bytes, p.recompute_flops_ratio) for i, p in enumerate(report.pareto, 1)
+        (
+            f"corner {i}" if not p.restored else f"{p.restored} layers share saved inputs",
+            p.bytes,
+            p.recompute_flops_ratio,
+        )
+        for i, p in enumerate(report.pareto, 1)
     ]
     points += [(one.name, one.size_bytes, one.ratio) for one in named]
     points.sort(key=lambda point: -point[1])

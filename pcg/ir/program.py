@@ -173,6 +173,8 @@ class Training:
         prologue: backward of the prologue, from its inputs and the gradients of what the first
             layer is handed; None where it trains nothing.
         prologue_trained: adapter parameters of the prologue with a gradient.
+        restored: layers whose input is not kept: backward makes it again by running the layers
+            before it, from the nearest whose input is.
     """
 
     model: ModelGraph
@@ -183,6 +185,7 @@ class Training:
     source: str
     prologue: Graph | None = None
     prologue_trained: tuple[str, ...] = ()
+    restored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ def _training(
         source,
         prologue,
         prologue_trained,
+        tuple(map(int, plan.get("restored", ()))),  # older folders make no input again
     )
 
 
@@ -272,6 +273,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
         )
     return {
         "layers": list(training.layers),
+        "restored": list(training.restored),
         "plans": plans,
         "epilogue_trained": list(training.epilogue_trained),
         "prologue_trained": list(training.prologue_trained),

@@ -7,6 +7,7 @@ a report are those formulas at its batch and sequence length, so that they agree
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -97,7 +98,7 @@ def account(what: Account, asked: Asked) -> Report:
         parameters={"base": elements, "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
-        formulas={name: _text(formula) for name, formula in formulas.items()},
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
         saved=_tensors(what, kept, at) if kept else (),
         pareto=tuple(ParetoPoint(*point) for point in what.frontiers.points())
         if what.frontiers
@@ -154,7 +155,7 @@ def _recipe_text(recipe: Recipe) -> str:
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 
-def _text(formula: sympy.Expr) -> str:
+def formula_text(formula: sympy.Expr) -> str:
     """A formula as a string that sympy reads back."""
     return str(sympy.expand(formula))
 
@@ -208,16 +209,25 @@ def _tensors(
         members = [layer for layer, of in enumerate(what.plan.layers) if of == index]
         kind = what.frontiers.kinds[what.frontiers.layers[members[0]]]
         shared = set(kind.shared)
-        rows += [
-            row
-            for row in decisions(kind, plan, len(members))
-            if row.tensor.partition(".")[2] not in shared
-        ]
+        restored = len({*members} & {*what.plan.restored})
+        for row in decisions(kind, plan, len(members)):
+            if row.tensor.partition(".")[2] not in shared:
+                is_input = row.op == "input" and row.decision == "save"
+                rows += _split(row, restored) if is_input else [row]
     rows += [
         Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
         for t in kept.outside
     ]
     return tuple(_saved(row, at) for row in rows)
+
+
+def _split(row: Decision, restored: int) -> Iterable[Decision]:
+    """The rows of a layer's saved input: of layers that save it, and of those that do not."""
+    if row.layers > restored:
+        yield dataclasses.replace(row, layers=row.layers - restored)
+    if restored:
+        reason = "the layers share the saved input of one before: made again by its forward"
+        yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
 
 
 def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
@@ -228,7 +238,7 @@ def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
         (tokens,) * row.type.is_token_wise + row.type.features,
         TORCH_NAMES[row.type.dtype],
         bytes_at(row.size_bytes, at),
-        _text(row.size_bytes),
+        formula_text(row.size_bytes),
         row.needed_by,
         row.decision,
         row.reason,

@@ -13,7 +13,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from pcg.errors import MemoryBudgetError
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.passes.rematerialize import Choice
 
@@ -22,15 +21,13 @@ Mix = tuple[int, ...]
 """For each layer, the index of its choice on its frontier."""
 
 
-def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix:
-    """The mix with the fewest operations made again that keeps within a budget.
+def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
+    """The mix with the fewest operations made again that keeps within a budget; None for none.
 
     Args:
         frontiers: of each layer.
         budget: of the whole model.
         outside_bytes: kept outside the layers, whatever they do.
-    Raises:
-        MemoryBudgetError: the least is more than the budget; says how much it is.
     """
     steps = list(mixes(frontiers))
     most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
@@ -39,13 +36,7 @@ def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mi
     else:
         assert budget.size_bytes is not None
         limit = Fraction(budget.size_bytes - outside_bytes)
-        if least > limit:
-            raise MemoryBudgetError(
-                f"memory_budget={budget.size_bytes} bytes is less than the least that batch "
-                f"{budget.batch} of {budget.seq} tokens needs for backward, {least + outside_bytes}"
-                " bytes; give that much, or use a smaller batch or shorter sequences"
-            )
-    return next(mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit)
+    return next((mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit), None)
 
 
 def mixes(frontiers: Frontiers) -> Iterator[Mix]:

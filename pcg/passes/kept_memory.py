@@ -35,6 +35,9 @@ class Planned(Protocol):
     @property
     def layers(self) -> tuple[int, ...]: ...
 
+    @property
+    def restored(self) -> tuple[int, ...]: ...
+
 
 @dataclass(frozen=True)
 class OutsideTensor:
@@ -86,13 +89,14 @@ def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
     kept_before = False
-    for index in plan.layers:
-        key = (index, kept_before)
+    for layer, index in enumerate(plan.layers):
+        without_input = kept_before or layer in plan.restored
+        key = (index, without_input)
         block = model.blocks[plan.plans[index].block]
         if key not in sizes:
-            twice = block.inputs[0].name if kept_before else None
+            left_out = block.inputs[0].name if without_input else None
             sizes[key] = sympy.Add(
-                *(s.size_bytes(TOKENS_OF_BATCH) for s in kept[index] if s.name != twice)
+                *(s.size_bytes(TOKENS_OF_BATCH) for s in kept[index] if s.name != left_out)
             )
         layers.append(sizes[key])
         output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
@@ -127,6 +131,8 @@ def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
                 readers = found.setdefault(value.name, (value.type, {}))[1]
                 nodes = p.backward.consumers.get(value.name, ())
                 readers.update((node.op, None) for node in nodes)
+            if plan.restored:
+                found.setdefault(value.name, (value.type, {}))[1]["a layer's forward again"] = None
     for name, (type_, texts) in found.items():
         yield OutsideTensor(f"prologue.{name}", type_, tuple(texts), "all layers share it")
 

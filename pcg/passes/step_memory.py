@@ -108,6 +108,15 @@ def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
     return {kind: bytes_at(formula, asked.at) for kind, formula in formulas.items()}
 
 
+def step_formulas(what: Account, asked: Asked) -> dict[str, sympy.Expr]:
+    """The formula of each kind of memory and of their total, as pcg trains with a plan."""
+    assert what.training is not None
+    assert what.plan is not None
+    kept = kept_memory(what.training, what.plan)
+    formulas, _ = step_memory(what, asked, kept, kept.total)
+    return formulas
+
+
 def step_memory(
     what: Account, asked: Asked, kept: KeptMemory | None, activations: sympy.Expr
 ) -> tuple[dict[str, sympy.Expr], list[Moment]]:

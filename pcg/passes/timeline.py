@@ -2,7 +2,8 @@
 
     forward i    kept = shared + Σ_{j <= i} layer j    what forward i keeps is there when it ends
     loss         kept = shared + Σ layers + what the loss reads
-    backward i   kept = shared + Σ_{j < i} layer j     its own is freed as it is read
+    again i      kept = shared + Σ_{j < i} layer j + inputs made again of layers of i's segment
+    backward i   kept = the same; its own is freed as it is read
 
 Beside that, each moment has a workspace: the most of its own values that are alive at once. The
 adapters' gradients are counted with the optimizer, for the whole step.
@@ -16,6 +17,7 @@ from itertools import accumulate
 import sympy
 
 from pcg.ir.program import ModelGraph
+from pcg.ir.types import TOKENS
 from pcg.passes.kept_memory import KeptMemory, training_transients
 from pcg.passes.plan import MemoryPlan
 from pcg.passes.storages import TOKENS_OF_BATCH
@@ -69,9 +71,28 @@ def timeline(
         for layer, index in enumerate(plan.layers)
     ]
     moments.append(MomentSizes("loss", kept.total, loss_workspace))
-    moments += [
-        MomentSizes(f"backward {layer}", until[layer], workspaces[index][1])
-        for layer, index in reversed(list(enumerate(plan.layers)))
-        if workspaces[index][1] is not None
-    ]
+    held = _inputs_made_again(model, plan)
+    for layer, index in reversed(list(enumerate(plan.layers))):
+        if workspaces[index][1] is None:
+            break
+        if layer in plan.restored and layer + 1 not in plan.restored:
+            gradient = _input_bytes(model, layer)
+            again = workspaces[plan.layers[layer - 1]][0] + gradient
+            moments.append(MomentSizes(f"again {layer}", until[layer] + held[layer], again))
+        moments.append(
+            MomentSizes(f"backward {layer}", until[layer] + held[layer], workspaces[index][1])
+        )
     return moments
+
+
+def _inputs_made_again(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
+    """Bytes of inputs made again that are there, beside its own, as each layer runs backward."""
+    held: list[sympy.Expr] = []
+    for layer in range(len(plan.layers)):
+        in_segment = layer in plan.restored and layer - 1 in plan.restored
+        held.append(held[-1] + _input_bytes(model, layer - 1) if in_segment else sympy.Integer(0))
+    return held
+
+
+def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
+    return model.blocks[model.layers[layer]].inputs[0].type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH)

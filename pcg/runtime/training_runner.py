@@ -39,6 +39,7 @@ class TrainingRunner:
             bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
+        self._restored = frozenset(training.restored)
         self._first = bind(model.prologue.parameters, adapter, 0, weights.prologue)
         self._outer = bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
         self.parameters = trained_tensors(model, adapter)
@@ -64,8 +65,10 @@ class TrainingRunner:
             batch.dropout_seed = dropout_seed
             shared, carried, kept = self._forward(batch)
             loss, gradients = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
-            del shared, carried
-            gradients = self._backward(batch, gradients, kept)
+            del carried
+            if not self.training.restored:
+                shared = ()
+            gradients = self._backward(batch, gradients, kept, shared)
             self._backward_prologue(batch, gradients)
         return loss
 
@@ -111,21 +114,41 @@ class TrainingRunner:
         carried: Sequence[Tensor] = shared[:count]
         # Nobody but the first layer reads these, and it frees them if it need not keep them.
         shared = (*(None,) * count, *shared[count:])
-        kept = []
-        for layer, block in enumerate(model.layers):
-            graph = model.blocks[block]
-            batch.layer = layer
-            plan = self.training.plans[self.training.layers[layer]]
-            carried, saved = self._functions[plan.forward.name](
-                self.weights.layers[layer],
-                self._layers[layer],
-                batch,
-                *carried,
-                *self._inputs.of(graph, shared),
-            )
+        kept: list[Any] = []
+        for layer in range(len(model.layers)):
+            carried, saved = self._layer(layer, batch, carried, shared)
             kept.append(list(saved) if keep else None)
             del saved
+            if keep and layer in self._restored:
+                self._hand(layer, kept[layer], (None,) * count)
         return shared, carried, kept
+
+    def _layer(
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """A layer's forward: what it hands on, and what it keeps."""
+        training = self.training
+        batch.layer = layer
+        forward = self._functions[training.plans[training.layers[layer]].forward.name]
+        graph = training.model.blocks[training.model.layers[layer]]
+        return forward(  # type: ignore[no-any-return]
+            self.weights.layers[layer],
+            self._layers[layer],
+            batch,
+            *carried,
+            *self._inputs.of(graph, shared),
+        )
+
+    def _hand(self, layer: int, kept: list[Any], carried: Sequence[Tensor | None]) -> None:
+        """Put what a layer is handed in its place among what the layer keeps."""
+        for index, value in zip(self._input_places(layer), carried, strict=True):
+            kept[index] = value
+
+    def _input_places(self, layer: int) -> list[int]:
+        training = self.training
+        graph = training.model.blocks[training.model.layers[layer]]
+        plan = training.plans[training.layers[layer]]
+        return [plan.kept.index(value.name) for value in graph.inputs[: self._inputs.carried]]
 
     def _loss(
         self,
@@ -158,9 +181,30 @@ class TrainingRunner:
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
         return float(total), gradients
 
-    def _backward(self, batch: Batch, gradients: list[Tensor], kept: list[Any]) -> list[Tensor]:
+    def _restore(self, layer: int, batch: Batch, kept: list[Any], shared: Sequence[Tensor]) -> None:
+        """Make a layer's input again, from that of the nearest layer before that kept its own."""
+        first = layer
+        while first in self._restored:
+            first -= 1
+        carried: Sequence[Tensor] = [kept[first][index] for index in self._input_places(first)]
+        for i in range(first, layer):
+            carried, _ = self._layer(i, batch, carried, shared)
+            self._hand(i + 1, kept[i + 1], carried)
+
+    def _backward(
+        self,
+        batch: Batch,
+        gradients: list[Tensor],
+        kept: list[Any],
+        shared: Sequence[Tensor],
+    ) -> list[Tensor]:
         """Layer by layer from the last; each empties what it is given.
 
+        Args:
+            batch: the batch.
+            gradients: of what the last layer hands on.
+            kept: of each layer.
+            shared: what all layers read, where layers run again.
         Returns:
             The gradients of what the first layer was handed; none where nobody needs them.
         """
@@ -169,6 +213,8 @@ class TrainingRunner:
             plan = training.plans[training.layers[layer]]
             if plan.backward is None:
                 return []
+            if layer in self._restored and kept[layer][self._input_places(layer)[0]] is None:
+                self._restore(layer, batch, kept, shared)
             batch.layer = layer
             below, trained = self._functions[plan.backward.name](
                 self.weights.layers[layer], self._layers[layer], batch, kept.pop(), gradients

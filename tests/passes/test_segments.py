@@ -1,0 +1,145 @@
+"""Layers that share a saved input: which do, what that keeps, and that gradients are the same."""
+
+from __future__ import annotations
+
+import itertools
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pcg.compiler as compiler
+from pcg.errors import MemoryBudgetError
+from pcg.ir.program_folder import load_program, save_program
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.types import TOKENS
+from pcg.passes.segments import most_shared, shared_inputs
+from pcg.report import Report
+from pcg.runtime.data import Example
+from pcg.runtime.executor import Executor
+from tests.families import oracle
+from tests.families.families import BY_NAME, Family
+from tests.passes.test_kept_memory import BATCH, SEQ, measured
+
+LAYERS = 9
+
+
+def longest_segment(restored: tuple[int, ...], layers: int) -> int:
+    """Layers from one whose input is saved until the next such."""
+    marks = "".join("+" if layer in restored else "|" for layer in range(layers))
+    return max(len(run) + 1 for run in marks.split("|"))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=10), st.integers(1, 10))
+def test_the_longest_segment_is_as_short_as_it_can_be(flags: list[bool], count: int) -> None:
+    flags[0] = False
+    found = shared_inputs(flags, count)
+    candidates = [layer for layer, can_be in enumerate(flags) if can_be]
+    longest = [
+        longest_segment(chosen, len(flags)) for chosen in itertools.combinations(candidates, count)
+    ]
+    shortest = min(longest, default=len(flags) + 1)
+    if shortest > max(isqrt(len(flags)), 1):
+        assert found is None
+        return
+    assert found is not None
+    assert len(found) == count
+    assert set(found) <= set(candidates)
+    assert longest_segment(found, len(flags)) == shortest
+
+
+def test_first_layers_share_first() -> None:
+    flags = [False] + [True] * 8
+    assert shared_inputs(flags, 2) == (1, 3)
+    assert shared_inputs(flags, 4) == (1, 3, 5, 7)
+    assert shared_inputs(flags, 5) == (1, 2, 4, 5, 7)
+    assert most_shared(flags) == (1, 2, 4, 5, 7, 8)
+
+
+def planned(
+    family: Family, budget: float, dropout: float = 0.0, **options: Any
+) -> tuple[Executor, Report]:
+    recipe = LoraRecipe(
+        rank=4,
+        target_modules="all-linear",
+        exclude_modules=tuple(family.excluded) or None,
+        dropout=dropout,
+    )
+    options |= {"memory_budget": budget, "batch": BATCH, "seq": SEQ}
+    torch.manual_seed(0)
+    model = oracle.random_model(family.config(LAYERS))
+    executor = compiler.compile(model, {"a": recipe}, **options)
+    return executor, compiler.explain(family.config(LAYERS), recipe, dtype="float32", **options)
+
+
+def least_with_an_input_each(family: Family) -> int:
+    _, report = planned(family, 0)
+    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+    return stage.bytes
+
+
+def gradients(executor: Executor) -> dict[str, torch.Tensor]:
+    runner = executor.training_runner("a")
+    for parameter in runner.parameters.values():
+        parameter.grad = None
+    examples = [Example(ids, ids) for ids in ([5, 4, 3, 9, 11, 2], [7, 1, 12])]
+    runner.forward_backward(examples, 7, dropout_seed=3)
+    return {name: p.grad.clone() for name, p in runner.parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "gemma2", "gpt2")),
+        pytest.param("falcon-40b", marks=pytest.mark.slow),
+    ],
+)
+def test_less_is_kept_and_gradients_are_equal_to_the_bit(name: str, dropout: float) -> None:
+    family = BY_NAME[name]
+    least = least_with_an_input_each(family)
+    plain, _ = planned(family, 0, dropout)
+    inputs = plain.program.base.blocks[0].inputs[0].type
+    one = int(inputs.size_bytes.subs(TOKENS, BATCH * SEQ))
+    expected = gradients(plain)
+    assert len(expected) > LAYERS
+    for count in (1, 5, 6):
+        executor, report = planned(family, least - count * one + 1, dropout)
+        training = executor.program.training
+        assert training is not None
+        assert len(training.restored) == count
+        (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+        assert stage.bytes == least - count * one == measured(executor)
+        found = gradients(executor)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_report_counts_the_layers_run_again() -> None:
+    family = BY_NAME["llama3"]
+    _, report = planned(family, 0)
+    corners = [point for point in report.pareto if not point.restored]
+    shared = report.pareto[-1]
+    assert shared.restored == 6
+    again = shared.recompute_flops_ratio - corners[-1].recompute_flops_ratio
+    assert again == pytest.approx(6 / LAYERS)
+    with pytest.raises(MemoryBudgetError, match=rf"needs for backward, {shared.bytes} bytes"):
+        planned(family, shared.bytes - 1)
+    _, at_least = planned(family, shared.bytes)
+    (stage,) = [stage for stage in at_least.activations if stage.stage == "compressed"]
+    assert stage.recompute_flops_ratio == pytest.approx(shared.recompute_flops_ratio)
+    rows = {row.decision: row for row in at_least.saved if row.op == "input" and row.layers == 6}
+    assert "made again" in rows["recompute"].reason
+
+
+def test_a_program_folder_says_which_inputs_are_made_again(tmp_path: Path) -> None:
+    _, report = planned(BY_NAME["llama3"], 0)
+    executor, _ = planned(BY_NAME["llama3"], report.pareto[-1].bytes)
+    save_program(executor.program, tmp_path / "program")
+    loaded = load_program(tmp_path / "program")
+    assert loaded.training is not None
+    assert loaded.training.restored == (1, 2, 4, 5, 7, 8)
