@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import cast
 
 from pcg.ir.graph import Node
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.types import DTYPE_BYTES, promote
 from pcg.passes.eager_kept import KeptTensors
 from pcg.passes.storages import SEQUENCES
+
+WIDENED = ("gptj",)
+"""Architectures whose own attention multiplies q and k in fp32."""
+FILLED = ("mpt",)
+"""Those whose own attention fills scores by a mask, which all layers share."""
+SLIDING_CACHES = ("gemma2", "gemma3_text")
+"""Those for which peft puts a prefix into a cache that holds no more than a layer's window."""
+FOLLOWED = ("bloom", *WIDENED, *FILLED)
+"""Architectures with an attention of their own written out, which is followed to the byte."""
 
 
 def keep_of_attention(kept: KeptTensors, node: Node) -> None:
@@ -29,6 +38,12 @@ class _Attention:
         self._node = node
         self._names = node.inputs[:3]
         self._types = tuple(kept.graph.types[name] for name in self._names)
+        eager = kept.eager
+        self._window = cast("int", node.get("window") or 0)
+        is_cut = self._window and eager.model_type in SLIDING_CACHES
+        prefix = min(eager.prefix, self._window - 1) if is_cut else eager.prefix
+        self._keys = eager.rows + prefix  # of a sequence
+        self._scores = kept.tokens * self._keys
 
     def keep(self) -> None:
         kept, eager = self._kept, self._kept.eager
@@ -51,8 +66,7 @@ class _Attention:
     def _flash(self) -> None:
         """Flash SDPA: q, k, v, the output and its log-sum-exp."""
         kept, node, eager = self._kept, self._node, self._kept.eager
-        window = int(node.get("window") or 0)  # type: ignore[call-overload]
-        is_masked = eager.attention == "own-sdpa" or (window and eager.seq >= window)
+        is_masked = eager.attention == "own-sdpa" or 0 < self._window <= eager.seq
         kept.keep(self._names[0], node.outputs[1].name)
         if self._is_head_major(self._names[0]):
             # The kernel's output has q's layout; what follows reads a copy with heads side by side.
@@ -80,7 +94,7 @@ class _Attention:
     def _written_out(self, needs: Sequence[bool]) -> None:
         """softmax(q kᵀ · scale + mask, fp32).to(v.dtype) v, keys and values repeated."""
         q, _, v = self._types
-        widened = "f32" if self._is_widened() else q.dtype
+        widened = "f32" if self._kept.eager.model_type in WIDENED else q.dtype
         if needs[1]:
             self._keep_operand(0, widened)
         if needs[0]:
@@ -88,14 +102,12 @@ class _Attention:
         if needs[0] or needs[1]:
             if self._node.get("softcap"):
                 self._keep_scores("tanh", q.dtype)
+            if self._kept.eager.model_type in FILLED:
+                self._kept.keep_shared("attention_mask", "masked_fill", self._scores)
             self._keep_scores("softmax", promote(q.dtype, "f32"))
             self._keep_repeated(2)
         if needs[2] and (v.dtype not in ("f32", "f64") or not (needs[0] or needs[1])):
             self._keep_scores("probabilities", v.dtype)
-
-    def _is_widened(self) -> bool:
-        """Whether q and k are multiplied in fp32: GPT-J, whose own attention has no ALiBi."""
-        return self._kept.eager.attention == "own-eager" and not self._node.get("alibi")
 
     # ------------------------------------------------------------------------------------ tensors
 
@@ -126,7 +138,7 @@ class _Attention:
         name, type_ = self._names[index], self._types[index]
         heads, (kv_heads, size) = self._types[0].features[0], type_.features
         if self._kept.eager.prefix or heads != kv_heads:
-            bytes_ = heads * size * DTYPE_BYTES[type_.dtype] * SEQUENCES * CONTEXT
+            bytes_ = heads * size * DTYPE_BYTES[type_.dtype] * SEQUENCES * self._keys
             self._kept.keep_bytes(f"{name}.repeated", "reshape", bytes_)
         else:
             self._kept.keep(name)
@@ -134,7 +146,7 @@ class _Attention:
     def _keep_mask(self) -> None:
         """A boolean mask [B, 1, S, S], made floating by each call; or ALiBi's, made once."""
         kept, node, q = self._kept, self._node, self._types[0]
-        size = DTYPE_BYTES[q.dtype] * kept.scores
+        size = DTYPE_BYTES[q.dtype] * self._scores
         if node.get("alibi"):
             kept.keep_shared("attention_mask", "alibi", q.features[0] * size)
         else:
@@ -143,5 +155,5 @@ class _Attention:
     def _keep_scores(self, what: str, dtype: str) -> None:
         """A tensor [B, heads, S, S]."""
         heads = self._types[0].features[0]
-        size = heads * DTYPE_BYTES[dtype] * self._kept.scores
+        size = heads * DTYPE_BYTES[dtype] * self._scores
         self._kept.keep_bytes(f"{self._node.name}.{what}", self._node.op, size)

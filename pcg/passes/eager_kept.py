@@ -28,6 +28,7 @@ class Eager:
     Attributes:
         sites: what adapters do at each module path, as `pcg.passes.adapter_use.AdapterUse.sites`.
         attention: as `pcg.trace.Trace.attention`.
+        model_type: of config.json, for what an architecture's own attention does.
         seq: length of each sequence, virtual tokens included; a window that is not longer needs a
             mask.
         biases: sources of the base biases that are trained.
@@ -39,6 +40,7 @@ class Eager:
 
     sites: Mapping[str, Collection[Any]]
     attention: str
+    model_type: str
     seq: int
     biases: frozenset[str] = frozenset()
     adapter_dtype: str = "f32"
@@ -126,11 +128,6 @@ class KeptTensors:
     def tokens(self) -> sympy.Expr:
         """Tokens of the batch that run through the layers."""
         return SEQUENCES * self.eager.rows
-
-    @property
-    def scores(self) -> sympy.Expr:
-        """Pairs of a query and a key of the batch, for one head."""
-        return self.tokens * CONTEXT
 
     def keep(self, *names: str, reader: str = "") -> None:
         """Keep the storages of values.

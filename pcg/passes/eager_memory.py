@@ -71,7 +71,7 @@ def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
             cache[key] = EagerWalk(block, eager, carries, invariants, layer).run()
         last = cache[key]
         shared.update(last.shared)
-        layers.append(last.size - last.size_of_input * kept_before)
+        layers.append(last.size - (last.size_of_input if kept_before else 0))
         carries = last.requires
     epilogue = EagerWalk(model.epilogue, eager, carries, invariants).run()
     epilogue.loss()
