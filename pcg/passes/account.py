@@ -60,6 +60,7 @@ def account(what: Account, asked: Asked) -> Report:
             use.sites,
             what.attention,
             str(asked.config["model_type"]),
+            asked.batch,
             asked.seq,
             use.bypasses.biases,
             what.adapter_dtype,

@@ -42,19 +42,21 @@ class _Attention:
         self._window = cast("int", node.get("window") or 0)
         is_cut = self._window and eager.model_type in SLIDING_CACHES
         prefix = min(eager.prefix, self._window - 1) if is_cut else eager.prefix
+        self._is_prefixed = bool(eager.prefix)
+        self._is_written_out = eager.attention.endswith("eager")
         self._keys = eager.rows + prefix  # of a sequence
         self._scores = kept.tokens * self._keys
 
     def keep(self) -> None:
         kept, eager = self._kept, self._kept.eager
         kept.storages.add(self._node)
-        prefixed = bool(eager.prefix)
-        needs = [kept.needs[name] or prefixed * bool(i) for i, name in enumerate(self._names)]
+        needs = [kept.needs[name] for name in self._names]
+        needs = [needs[0], *(one or self._is_prefixed for one in needs[1:])]
         if not any(needs):
             return
         kept.needs[self._node.name] = True
         heads = [type_.shape[1] for type_ in self._types]
-        if eager.attention.endswith("eager"):
+        if self._is_written_out:
             self._written_out(needs)
         elif eager.attention == "own-sdpa" and heads[0] != heads[1]:
             self._math()
@@ -74,20 +76,24 @@ class _Attention:
             kept.keep_new(f"{node.name}.head_major", node.op, node.output.type.dtype, features)
         else:
             kept.keep(node.name)
-        if is_masked or eager.prefix:
-            self._keep_repeated(1)
-            self._keep_repeated(2)
+        if is_masked or self._is_prefixed:
+            self._keep_masked(1)
+            self._keep_masked(2)
             self._keep_mask()
         else:
             kept.keep(*self._names[1:])
 
     def _math(self) -> None:
-        """SDPA's fallback for a query of more heads than the keys: all in fp32, and repeated."""
+        """SDPA's fallback for a query of more heads than the keys: all in fp32, and repeated.
+
+        The one head of the keys of a single sequence is repeated by a view.
+        """
         q = self._types[0]
         heads = q.features[0]
         dtype = promote(q.dtype, "f32")
         for name, type_ in zip("qkv", self._types, strict=True):
-            size = heads * type_.features[1]
+            copies = 1 if type_.features[0] == 1 and self._kept.eager.batch == 1 else heads
+            size = copies * type_.features[1]
             self._kept.keep_new(f"{self._node.name}.{name}", self._node.op, dtype, size)
         self._keep_scores("probabilities", dtype)
 
@@ -105,7 +111,7 @@ class _Attention:
             if self._kept.eager.model_type in FILLED:
                 self._kept.keep_shared("attention_mask", "masked_fill", self._scores)
             self._keep_scores("softmax", promote(q.dtype, "f32"))
-            self._keep_repeated(2)
+            self._keep_operand(2, v.dtype)
         if needs[2] and (v.dtype not in ("f32", "f64") or not (needs[0] or needs[1])):
             self._keep_scores("probabilities", v.dtype)
 
@@ -123,25 +129,30 @@ class _Attention:
         return False
 
     def _keep_operand(self, index: int, dtype: str) -> None:
-        """q or k of a product written out, in that dtype."""
-        type_ = self._types[index]
-        if type_.dtype != dtype:
-            name = f"{self._names[index]}.widened"
-            self._kept.keep_new(name, "cast", dtype, prod(type_.features))
-        elif index == 0:
-            self._kept.keep(self._names[index])
-        else:
-            self._keep_repeated(index)
-
-    def _keep_repeated(self, index: int) -> None:
-        """Keys or values, those of a prefix included, with a copy for each head that they serve."""
+        """q, k or v of a product written out, in that dtype; of several sequences, a dense copy."""
         name, type_ = self._names[index], self._types[index]
-        heads, (kv_heads, size) = self._types[0].features[0], type_.features
-        if self._kept.eager.prefix or heads != kv_heads:
-            bytes_ = heads * size * DTYPE_BYTES[type_.dtype] * SEQUENCES * self._keys
-            self._kept.keep_bytes(f"{name}.repeated", "reshape", bytes_)
+        is_copied = self._kept.eager.batch > 1 and not self._is_head_major(name)
+        if index and (self._is_prefixed or self._types[0].features[0] != type_.features[0]):
+            self._keep_repeated(index, self._types[0].features[0], dtype)
+        elif is_copied or type_.dtype != dtype:
+            self._kept.keep_new(f"{name}.copied", "reshape", dtype, prod(type_.features))
         else:
             self._kept.keep(name)
+
+    def _keep_masked(self, index: int) -> None:
+        """k or v of masked flash SDPA: one head is repeated by a view, several by a copy."""
+        type_ = self._types[index]
+        heads = self._types[0].features[0] if type_.features[0] > 1 else 1
+        if self._is_prefixed or heads != type_.features[0]:
+            self._keep_repeated(index, heads, type_.dtype)
+        else:
+            self._kept.keep(self._names[index])
+
+    def _keep_repeated(self, index: int, heads: int, dtype: str) -> None:
+        """Keys or values of so many heads, those of a prefix included."""
+        per_token = heads * self._types[index].features[1] * DTYPE_BYTES[dtype]
+        size = per_token * SEQUENCES * self._keys
+        self._kept.keep_bytes(f"{self._names[index]}.repeated", "reshape", size)
 
     def _keep_mask(self) -> None:
         """A boolean mask [B, 1, S, S], made floating by each call; or ALiBi's, made once."""

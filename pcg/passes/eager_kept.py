@@ -29,6 +29,7 @@ class Eager:
         sites: what adapters do at each module path, as `pcg.passes.adapter_use.AdapterUse.sites`.
         attention: as `pcg.trace.Trace.attention`.
         model_type: of config.json, for what an architecture's own attention does.
+        batch: sequences; of one alone eager code makes views where it copies several.
         seq: length of each sequence, virtual tokens included; a window that is not longer needs a
             mask.
         biases: sources of the base biases that are trained.
@@ -41,6 +42,7 @@ class Eager:
     sites: Mapping[str, Collection[Any]]
     attention: str
     model_type: str
+    batch: int
     seq: int
     biases: frozenset[str] = frozenset()
     adapter_dtype: str = "f32"

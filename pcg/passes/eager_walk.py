@@ -166,12 +166,16 @@ class EagerWalk:
         kept.keep_new(f"{node.name}.inverse", node.op, "i64", k)
 
     def loss(self) -> None:
-        """ForCausalLMLoss: log-probabilities in fp32, the shifted targets and their weight."""
+        """ForCausalLMLoss: log-probabilities in fp32, the shifted targets and their weight.
+
+        Of one sequence, the targets are a view of its labels with one more at the end.
+        """
         kept, logits = self._tensors, self._graph.outputs[0]
         if not kept.needs[logits]:
             return
         type_ = self._graph.types[logits]
         dtype = promote(type_.dtype, "f32")
         kept.keep_new("log_probabilities", "cross_entropy", dtype, type_.features[-1])
-        kept.keep_new("targets", "cross_entropy", "i64", 1)
+        padded = DTYPE_BYTES["i64"] * (self._eager.batch == 1)
+        kept.keep_bytes("targets", "cross_entropy", DTYPE_BYTES["i64"] * kept.tokens + padded)
         kept.keep_bytes("total_weight", "cross_entropy", 4)

@@ -62,6 +62,7 @@ def predicted(
     recipe: Recipe,
     adapter_dtype: str = "f32",
     dropout: float = 0.0,
+    batch: int = BATCH,
 ) -> EagerMemory:
     state = Compilation("test", config, lambda _: Bypasses(), TORCH_NAMES[SHORT_NAMES[dtype]])
     state = run_passes(state, last="fold")
@@ -73,6 +74,7 @@ def predicted(
         use.sites,
         state.traced.attention,
         str(config["model_type"]),
+        batch,
         SEQ,
         use.bypasses.biases,
         adapter_dtype,
@@ -91,20 +93,21 @@ def check(
     dtype: torch.dtype,
     adapter: peft.PeftConfig | None,
     autocast: bool = True,
+    batch: int = BATCH,
 ) -> None:
     """Compare a whole model of 3 layers, and its last layer, with what is measured."""
     measured = {
         layers: saved_bytes(
-            config[layers], dtype, copy.deepcopy(adapter), batch=BATCH, seq=SEQ, autocast=autocast
+            config[layers], dtype, copy.deepcopy(adapter), batch=batch, seq=SEQ, autocast=autocast
         )
         for layers in (2, 3)
     }
     recipe = BitfitRecipe() if adapter is None else recipe_from(adapter)
     adapter_dtype = "f32" if autocast else SHORT_NAMES[dtype]
-    found = predicted(config[3], dtype, recipe, adapter_dtype, recipe.dropout)
+    found = predicted(config[3], dtype, recipe, adapter_dtype, recipe.dropout, batch)
     if getattr(adapter, "layers_to_transform", None) is None:
-        assert number(found.layers[-1]) == measured[3] - measured[2]
-    assert number(found.total) == measured[3]
+        assert number(found.layers[-1], batch) == measured[3] - measured[2]
+    assert number(found.total, batch) == measured[3]
 
 
 def lora(targets: Any, **fields: Any) -> peft.LoraConfig:
@@ -169,7 +172,7 @@ def test_without_adapters_nothing_is_kept() -> None:
     state = Compilation("test", BY_NAME["llama3"].config(2), lambda _: Bypasses())
     base = run_passes(state, last="fold").base
     assert base is not None
-    assert eager_memory(base, Eager({}, "sdpa", "llama", SEQ)).total == 0
+    assert eager_memory(base, Eager({}, "sdpa", "llama", BATCH, SEQ)).total == 0
 
 
 # MiB a layer at batch 1, sequence 1024, bf16, measured on meta tensors of the true shapes.
@@ -190,7 +193,7 @@ def test_true_shapes(
 ) -> None:
     config = {**resolve(model).config, "num_hidden_layers": 2}
     recipe = LoraRecipe(rank=rank, target_modules=targets)
-    found = predicted(config, torch.bfloat16, recipe, adapters)
+    found = predicted(config, torch.bfloat16, recipe, adapters, batch=1)
     assert number(found.layers[-1], 1, 1024) / 2**20 == pytest.approx(mib, abs=0.06)
 
 
