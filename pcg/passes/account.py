@@ -16,6 +16,7 @@ import sympy
 from pcg.errors import MemoryBudgetError
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
+from pcg.ir.prompt_recipe import PTuningRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.types import TORCH_NAMES
@@ -52,7 +53,7 @@ def account(what: Account, asked: Asked) -> Report:
     checkpointing: tuple[Stage, ...] = ()
     if use.beside_peft:
         notes.append(
-            f"eager: peft has no {', '.join(use.beside_peft)}; what another eager code keeps is not "
+            f"eager: peft has no {', '.join(use.beside_peft)}; what other eager code keeps is not "
             "listed"
         )
     elif use.trainable:
@@ -74,7 +75,7 @@ def account(what: Account, asked: Asked) -> Report:
             layers = [inputs] * len(found.layers)
             total = sympy.Add(found.outside, *layers)
             checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
-        notes += _eager_notes(what.unraised, eager)
+        notes += _eager_notes(what.unraised, eager, asked.recipes.values())
     if what.training is not None and what.plan is not None:
         kept = kept_memory(what.training, what.plan)
         activations = kept.total
@@ -177,7 +178,7 @@ def _stage(
     return Stage(name, bytes_at(total, at), round(mean), recompute_flops_ratio)
 
 
-def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
+def _eager_notes(model: ModelGraph, eager: Eager, recipes: Iterable[Recipe]) -> Iterable[str]:
     ops = {node.op for graph in model.graphs for node in graph.nodes}
     if "experts" in ops:
         yield (
@@ -186,6 +187,8 @@ def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
         )
     if eager.attention.endswith("eager"):
         yield "eager: transformers has no SDPA for this architecture; scores [S, S] are kept"
+    if any(isinstance(recipe, PTuningRecipe) for recipe in recipes):
+        yield "eager: what P-tuning's encoder keeps is not counted"
     if eager.attention == "own-eager" and eager.model_type not in FOLLOWED:
         yield (
             "eager: read off the graph of the architecture's own modules; what their attention "

@@ -129,7 +129,7 @@ class _Attention:
         return False
 
     def _keep_operand(self, index: int, dtype: str) -> None:
-        """q, k or v of a product written out, in that dtype; of several sequences, a dense copy."""
+        """One of q, k and v of a product written out, in that dtype; several sequences' is a copy."""
         name, type_ = self._names[index], self._types[index]
         is_copied = self._kept.eager.batch > 1 and not self._is_head_major(name)
         if index and (self._is_prefixed or self._types[0].features[0] != type_.features[0]):
@@ -140,7 +140,7 @@ class _Attention:
             self._kept.keep(name)
 
     def _keep_masked(self, index: int) -> None:
-        """k or v of masked flash SDPA: one head is repeated by a view, several by a copy."""
+        """Keys or values of masked flash SDPA; one head is repeated by a view, several are copied."""
         type_ = self._types[index]
         heads = self._types[0].features[0] if type_.features[0] > 1 else 1
         if self._is_prefixed or heads != type_.features[0]:

@@ -64,7 +64,7 @@ class Eager:
         """Tokens of a sequence that run through the layers."""
         return CONTEXT - self.prefix
 
-    def _virtual_tokens(self, kind: type) -> int:
+    def _virtual_tokens(self, kind: type[PromptSite | PrefixSite]) -> int:
         found = (site for sites in self.sites.values() for site in sites if isinstance(site, kind))
         return max((site.tokens for site in found), default=0)
 

@@ -76,7 +76,12 @@ def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
     epilogue = EagerWalk(model.epilogue, eager, carries, invariants).run()
     epilogue.loss()
     shared.update(epilogue.shared)
-    outside = [*_virtual_tokens(eager), *prologue.kept.values(), *shared.values(), *epilogue.kept.values()]
+    outside = [
+        *_virtual_tokens(eager),
+        *prologue.kept.values(),
+        *shared.values(),
+        *epilogue.kept.values(),
+    ]
     if last.keeps_output:
         outside = [row for row in outside if row.tensor != model.epilogue.inputs[0].name]
     return EagerMemory(

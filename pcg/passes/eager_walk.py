@@ -5,10 +5,10 @@ On the imported graph, one node an ATen operator, this is
     requires(y) = any requires(x)                    from trained parameters on
     kept        = ∪ storage(v) for v in saves(node)  once each, without parameters
 
-with `Operator.eager_saves` after torch's derivatives.yaml. What is no node of that graph is modelled
-after its source: adapters (`pcg.passes.eager_adapters`), attention (`pcg.passes.eager_attention`),
-and here transformers' grouped experts, BLOOM's GELU and the loss (transformers 5.23
-integrations/moe.py, models/bloom/modeling_bloom.py, loss/loss_utils.py).
+with `Operator.eager_saves` after torch's derivatives.yaml. What is no node of that graph, or not
+run as one, is modelled after its source: adapters (`pcg.passes.eager_adapters`), attention
+(`pcg.passes.eager_attention`), and here transformers' grouped experts, BLOOM's GELU and the loss
+(transformers 5.23 integrations/moe.py, models/bloom/modeling_bloom.py, loss/loss_utils.py).
 """
 
 from __future__ import annotations

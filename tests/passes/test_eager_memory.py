@@ -8,7 +8,7 @@ The difference of 3 and 2 layers is one layer; what is outside the layers is the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import peft
@@ -17,9 +17,9 @@ import sympy
 import torch
 
 from pcg.compiler import Compilation, run_passes
+from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.graph import Builder
 from pcg.ir.operators.model import CONTEXT
-from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
@@ -160,6 +160,92 @@ def test_adapters_in_the_dtype_of_the_base(name: str) -> None:
 )
 def test_options_of_a_recipe(fields: dict[str, Any]) -> None:
     check(layers_of(BY_NAME["opt"]), torch.float32, lora(["q_proj", "fc2"], **fields))
+
+
+# -------------------------------------------------------------------------------------- methods
+
+
+def _targets(family: Family) -> list[str]:
+    return list(family.usual_targets)
+
+
+CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+METHODS: Mapping[str, Callable[[Family], peft.PeftConfig | None]] = {
+    "LoRA with dropout": lambda family: lora(_targets(family), lora_dropout=0.1),
+    "lora_bias": lambda family: lora(_targets(family), lora_bias=True),
+    "LoRA and all biases": lambda family: lora(_targets(family), bias="all"),
+    "DoRA": lambda _: lora("all-linear", use_dora=True),
+    "DoRA with dropout": lambda family: lora(_targets(family), use_dora=True, lora_dropout=0.1),
+    "DoRA and its biases": lambda family: lora(_targets(family), use_dora=True, bias="lora_only"),
+    "VeRA": lambda family: peft.VeraConfig(r=4, target_modules=_targets(family)),
+    "VeRA with dropout": lambda family: peft.VeraConfig(
+        r=4, target_modules=_targets(family), vera_dropout=0.1, bias="all"
+    ),
+    "(IA)3": lambda family: peft.IA3Config(target_modules=_targets(family), feedforward_modules=[]),
+    "(IA)3 of inputs": lambda family: peft.IA3Config(
+        target_modules=_targets(family), feedforward_modules=_targets(family)
+    ),
+    "BitFit": lambda _: None,
+    "prompt tuning": lambda _: peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
+    "prefix tuning": lambda _: peft.PrefixTuningConfig(num_virtual_tokens=7, **CAUSAL),
+}
+"""By name, for a family; peft's default targets where it knows them."""
+WITHOUT = {
+    "BitFit": {"llama3", "gemma2", "mpt", "falcon-7b"},
+    "prefix tuning": {"mpt", "falcon-7b"},
+}
+"""Families without biases, or for whose cache peft makes no prefix."""
+
+SPREAD = [
+    ("llama3", "LoRA with dropout", torch.bfloat16),
+    ("llama3", "prefix tuning", torch.float32),
+    ("gpt2", "DoRA", torch.bfloat16),
+    ("opt", "VeRA with dropout", torch.bfloat16),
+    ("opt", "BitFit", torch.float32),
+    ("gpt_neox", "(IA)3", torch.bfloat16),
+    ("gemma2", "prefix tuning", torch.bfloat16),
+    ("qwen2", "DoRA with dropout", torch.bfloat16),
+    ("mpt", "prompt tuning", torch.bfloat16),
+    ("bloom", "prefix tuning", torch.bfloat16),
+    ("gptj", "(IA)3 of inputs", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "dtype"), SPREAD, ids=str)
+def test_a_method_keeps_what_is_predicted(name: str, method: str, dtype: torch.dtype) -> None:
+    check(layers_of(BY_NAME[name]), dtype, METHODS[method](BY_NAME[name]))
+
+
+GRID = ("llama3", "gpt2", "opt", "gpt_neox", "gemma2", "qwen2", "bloom", "gptj", "mpt", "falcon-7b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(n, m) for n in GRID for m in METHODS if n not in WITHOUT.get(m, ())],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_method_keeps_what_is_predicted(
+    name: str, method: str, dtype: torch.dtype, batch: int
+) -> None:
+    check(layers_of(BY_NAME[name]), dtype, METHODS[method](BY_NAME[name]), batch=batch)
+
+
+@pytest.mark.parametrize("method", ["DoRA", "VeRA"])
+def test_adapters_of_a_method_in_the_dtype_of_the_base(method: str) -> None:
+    family = BY_NAME["llama3"]
+    check(layers_of(family), torch.bfloat16, METHODS[method](family), autocast=False)
+
+
+@pytest.mark.parametrize("name", ["llama3", "falcon-7b", "bloom"])
+def test_one_sequence_alone(name: str) -> None:
+    check(layers_of(BY_NAME[name]), torch.bfloat16, lora("all-linear"), batch=1)
+
+
+def test_adapters_of_the_head() -> None:
+    adapter = lora(["lm_head", "v_proj"], use_dora=True)
+    check(layers_of(BY_NAME["llama3"]), torch.bfloat16, adapter)
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
