@@ -129,7 +129,11 @@ class _Attention:
         return False
 
     def _keep_operand(self, index: int, dtype: str) -> None:
-        """One of q, k and v of a product written out, in that dtype; several sequences' is a copy."""
+        """Keep q, k or v of a product written out, in that dtype.
+
+        Sequence by sequence, heads lie side by side; the product copies them unless there is but
+        one sequence.
+        """
         name, type_ = self._names[index], self._types[index]
         is_copied = self._kept.eager.batch > 1 and not self._is_head_major(name)
         if index and (self._is_prefixed or self._types[0].features[0] != type_.features[0]):
@@ -140,7 +144,7 @@ class _Attention:
             self._kept.keep(name)
 
     def _keep_masked(self, index: int) -> None:
-        """Keys or values of masked flash SDPA; one head is repeated by a view, several are copied."""
+        """Keep keys or values of masked flash SDPA; one head is repeated by a view."""
         type_ = self._types[index]
         heads = self._types[0].features[0] if type_.features[0] > 1 else 1
         if self._is_prefixed or heads != type_.features[0]:
@@ -149,7 +153,7 @@ class _Attention:
             self._kept.keep(self._names[index])
 
     def _keep_repeated(self, index: int, heads: int, dtype: str) -> None:
-        """Keys or values of so many heads, those of a prefix included."""
+        """Keep keys or values of so many heads, those of a prefix included."""
         per_token = heads * self._types[index].features[1] * DTYPE_BYTES[dtype]
         size = per_token * SEQUENCES * self._keys
         self._kept.keep_bytes(f"{self._names[index]}.repeated", "reshape", size)
