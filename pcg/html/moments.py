@@ -11,6 +11,9 @@ _ROOM = 1.18
 """Above the peak, for its label."""
 
 
+_AGAIN = "again"
+
+
 def moments(report: Report) -> Markup | None:
     """Kept and workspace at each moment; None where pcg cannot train the model."""
     if not report.timeline:
@@ -84,6 +87,11 @@ def _figure(found: tuple[Moment, ...], peak: Moment) -> Markup:
     )
 
 
+def _is_again(moment: Moment) -> bool:
+    """Whether layers run forward again there, within backward."""
+    return moment.label.startswith(_AGAIN)
+
+
 def _height(moment: Moment) -> int:
     return moment.kept_bytes + moment.workspace_bytes
 
@@ -95,6 +103,8 @@ def _amount(size_bytes: int) -> str:
 def _words(label: str) -> str:
     """A moment's label in a sentence."""
     phase, _, layer = label.partition(" ")
+    if phase == _AGAIN:
+        return f"the forward that makes the input of layer {layer} again"
     return f"{phase} of layer {layer}" if layer else f"the {phase}"
 
 
@@ -113,7 +123,7 @@ def _steps(heights: list[float]) -> list[tuple[float, float]]:
 
 def _layers(found: tuple[Moment, ...]) -> list[tuple[float, str]]:
     """About four layers of each half, by their numbers."""
-    words = [moment.label.rpartition(" ")[2] for moment in found]
+    words = ["" if _is_again(m) else m.label.rpartition(" ")[2] for m in found]
     numbered = [(i, int(word)) for i, word in enumerate(words) if word.isdigit()]
     most = max(layer for _, layer in numbered) + 1
     step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 100, most) if most <= 4 * n)
@@ -121,10 +131,11 @@ def _layers(found: tuple[Moment, ...]) -> list[tuple[float, str]]:
 
 
 def _phases(found: tuple[Moment, ...]) -> list[tuple[str, float]]:
-    """The phases and where the middle of each lies."""
+    """The phases and where the middle of each lies; what runs again is within backward."""
     places: dict[str, list[int]] = {}
     for i, moment in enumerate(found):
-        places.setdefault(moment.label.partition(" ")[0], []).append(i)
+        if not _is_again(moment):
+            places.setdefault(moment.label.partition(" ")[0], []).append(i)
     return [(word, (at[0] + at[-1] + 1) / 2) for word, at in places.items()]
 
 
