@@ -192,9 +192,10 @@ METHODS: Mapping[str, Callable[[Family], peft.PeftConfig | None]] = {
 """By name, for a family; peft's default targets where it knows them."""
 WITHOUT = {
     "BitFit": {"llama3", "gemma2", "mpt", "falcon-7b"},
+    "prompt tuning": {"mpt"},
     "prefix tuning": {"mpt", "falcon-7b"},
 }
-"""Families without biases, or for whose cache peft makes no prefix."""
+"""Families without biases, and those of which peft does not know the heads of keys."""
 
 SPREAD = [
     ("llama3", "LoRA with dropout", torch.bfloat16),
@@ -205,7 +206,7 @@ SPREAD = [
     ("gpt_neox", "(IA)3", torch.bfloat16),
     ("gemma2", "prefix tuning", torch.bfloat16),
     ("qwen2", "DoRA with dropout", torch.bfloat16),
-    ("mpt", "prompt tuning", torch.bfloat16),
+    ("mpt", "DoRA", torch.bfloat16),
     ("bloom", "prefix tuning", torch.bfloat16),
     ("gptj", "(IA)3 of inputs", torch.bfloat16),
 ]
