@@ -70,7 +70,8 @@ class _Linear:
         """The factor m/‖W'‖ and its norm are vectors; ‖W'‖ is a constant, of which no more is kept.
 
         With dropout the base's product is made again of what was not dropped, by the weight in the
-        adapters' dtype.
+        adapters' dtype. Of a Conv1D's weight in that dtype peft makes a new parameter (`transpose`
+        of peft/utils/other.py), which requires a gradient.
         """
         self.lora(rank)
         self._keep("dora_lora", "linear", self._dtype, self._out)
@@ -80,7 +81,10 @@ class _Linear:
         base_needs = self._x_needs
         if self._dropout:
             self._keep("dora_base", "linear", self._dtype, self._out)
-            if self._x_needs and self._dtype != self._base_dtype:
+            weight = self._kept.graph.parameters_by_name[self._node.inputs[1]]
+            if self._dtype == self._base_dtype:
+                base_needs = base_needs or weight.transposed
+            elif self._x_needs:
                 self._keep_bytes("dora_weight", "cast", self._in * vector)
         else:
             self._keep("dora_base", "sub", self._base_dtype, self._out)

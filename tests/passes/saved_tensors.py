@@ -65,16 +65,19 @@ def saved_tensors(
     ids = torch.zeros(batch, seq, dtype=torch.long)
     # Dropout as CUDA runs it, which keeps a mask of booleans; the CPU keeps one of floats.
     dropout = mock.patch("torch.nn.functional.dropout", _native_dropout)
-    with dropout, torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+    with dropout, torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
         output = model(input_ids=ids, labels=ids, use_cache=False)
     assert output.loss.requires_grad  # it holds what is alive
     storages = {}
     for saved in alive:
-        storage = saved.tensor.untyped_storage()
-        if storage.data_ptr() not in resident:
-            shape = (saved.tensor.shape, saved.tensor.dtype, storage.nbytes())
-            storages[storage.data_ptr()] = shape
+        address = saved.storage.data_ptr()
+        if address not in resident:
+            storages[address] = (saved.shape, saved.dtype, saved.storage.nbytes())
     return list(storages.values())
+
+
+def _no_backward(saved: _Saved) -> torch.Tensor:
+    raise AssertionError(f"backward asks for {saved}")
 
 
 def _native_dropout(
@@ -84,10 +87,15 @@ def _native_dropout(
 
 
 class _Saved:
-    """What autograd holds of a tensor; DoRA drops some of it within a forward already."""
+    """What autograd holds of a tensor, as long as it does: DoRA drops some within a forward.
+
+    A tensor itself would hold more, such as what it was detached from.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.storage = tensor.untyped_storage()
 
 
 def _model(
