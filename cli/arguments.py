@@ -39,8 +39,8 @@ Runnable = Annotated[
 Peft = Annotated[
     str,
     typer.Option(
-        help="lora, dora, ia3, vera, houlsby, pfeiffer, parallel, bitfit, prompt, prefix, none, or "
-        "the directory of an adapter whose recipe to take.",
+        help="lora, dora, adalora, ia3, vera, houlsby, pfeiffer, parallel, bitfit, prompt, "
+        "p-tuning, prefix, none, or the directory of an adapter whose recipe to take.",
         metavar="METHOD|none|PATH",
         rich_help_panel=RECIPE,
     ),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.untargeted_recipe import UntargetedRecipe
 
 
 @dataclass(frozen=True)
-class BitfitRecipe(TargetRecipe[None]):
+class BitfitRecipe(UntargetedRecipe[None]):
     """There is nothing to choose: no module gets a bypass, and every bias is trained."""
 
     method: ClassVar[str] = "BitFit"
@@ -19,24 +19,8 @@ class BitfitRecipe(TargetRecipe[None]):
 
     bias: str = "all"
 
-    def site(
-        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> None:
+    def site_of_target(self, path: str) -> None:
         return None
 
-    def sites(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
-        others: Collection[str] = (),
-    ) -> dict[str, None]:
-        return {}
-
-    def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
-    ) -> Self:
-        return self
+    def places(self, paths: Sequence[str]) -> Sequence[str]:
+        return ()

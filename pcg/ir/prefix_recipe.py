@@ -2,20 +2,22 @@
 
     out = softmax(scale · q [p_k, k]ᵀ) [p_v, v],   p_k: [n, keys], p_v: [n, values] of each layer
 
-They take positions 0 to n-1, and are not turned by rotary embedding.
+They take positions 0 to n-1, and are not turned by rotary embedding. With a
+projection, what is trained is a network that makes all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import layer_path
-from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.prompt_encoder import PREFIX, PromptEncoder
+from pcg.ir.untargeted_recipe import VirtualTokensRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,58 +35,49 @@ class PrefixSite:
 
 
 @dataclass(frozen=True)
-class PrefixRecipe(TargetRecipe[PrefixSite]):
+class PrefixRecipe(VirtualTokensRecipe[PrefixSite]):
     """The compiler's view of a prefix's configuration; no module is adapted.
 
     Attributes:
-        tokens: virtual tokens.
-        submodules: of the transformer that have a prefix: 1, as pcg has no encoder-decoders.
         layers: of the base; None until that is known.
         init: None, a fresh prefix is normal; "zero".
+        projects: a network of two layers makes the prefix, and is what is trained.
+        hidden: features within it; None is as many as keys have.
     """
 
     method: ClassVar[str] = "prefix tuning"
     peft_type: ClassVar[str] = "PREFIX_TUNING"
 
-    tokens: int | None = None
-    submodules: int = 1
     layers: int | None = None
     init: str | None = None
+    projects: bool = False
+    hidden: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise AdapterError(f"num_virtual_tokens={self.tokens!r}; use an int of at least 1")
-        if self.submodules != 1:
-            raise AdapterError(f"num_transformer_submodules={self.submodules!r}; a causal LM has 1")
         if self.layers is not None and (type(self.layers) is not int or self.layers < 1):
             raise AdapterError(f"num_layers={self.layers!r}; use the base's, or null")
         if self.init not in (None, "zero"):
             raise AdapterError(f'init_weights={self.init!r}; use null or "zero"')
+        if not isinstance(self.projects, bool):
+            raise AdapterError(f"prefix_projection={self.projects!r}; use true or false")
+        PromptEncoder(PREFIX, self.prompt_tokens, self.hidden)
 
     @property
-    def prompt_tokens(self) -> int:
-        return self.tokens or 0
+    def encoder(self) -> PromptEncoder | None:
+        if not self.projects:
+            return None
+        makes_zeros = self.init == "zero"
+        return PromptEncoder(PREFIX, self.prompt_tokens, self.hidden, makes_zeros=makes_zeros)
 
     def site_of_target(self, path: str) -> PrefixSite:
         return PrefixSite(self.prompt_tokens)
 
-    def site(
-        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> PrefixSite | None:
-        return None
-
-    def sites(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
-        others: Collection[str] = (),
-    ) -> dict[str, PrefixSite]:
+    def places(self, paths: Sequence[str]) -> Sequence[str]:
         count = _layers(paths)
         if self.layers not in (None, count):
             raise AdapterError(f"num_layers={self.layers}, and the base has {count} layers")
-        return {layer_path(layer): self.site_of_target("") for layer in range(count)}
+        return [layer_path(layer) for layer in range(count)]
 
     def resolved(
         self,

@@ -9,16 +9,17 @@ a saved adapter has p alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import WHOLE_MODEL
-from pcg.ir.target_recipe import TargetRecipe
+from pcg.ir.prompt_encoder import LSTM, MLP, PromptEncoder
+from pcg.ir.untargeted_recipe import VirtualTokensRecipe
 
 _INITS = ("RANDOM", "SAMPLE_VOCAB", "TEXT")
-_ENCODERS = ("MLP", "LSTM")
+_ENCODERS = (MLP, LSTM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +37,8 @@ class PromptSite:
 
 
 @dataclass(frozen=True)
-class PromptRecipe(TargetRecipe[PromptSite]):
-    """The compiler's view of a prompt's configuration; no module is adapted.
-
-    Attributes:
-        tokens: virtual tokens.
-        submodules: of the transformer that have a prompt: 1, as pcg has no encoder-decoders.
-    """
-
-    tokens: int | None = None
-    submodules: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise AdapterError(f"num_virtual_tokens={self.tokens!r}; use an int of at least 1")
-        if self.submodules != 1:
-            raise AdapterError(f"num_transformer_submodules={self.submodules!r}; a causal LM has 1")
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.tokens or 0
+class PromptRecipe(VirtualTokensRecipe[PromptSite]):
+    """The compiler's view of a prompt's configuration; no module is adapted."""
 
     @property
     def learns_first_token(self) -> bool:
@@ -65,27 +47,8 @@ class PromptRecipe(TargetRecipe[PromptSite]):
     def site_of_target(self, path: str) -> PromptSite:
         return PromptSite(self.prompt_tokens)
 
-    def site(
-        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> PromptSite | None:
-        return self.site_of_target(path) if path == WHOLE_MODEL else None
-
-    def sites(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
-        others: Collection[str] = (),
-    ) -> dict[str, PromptSite]:
-        return {WHOLE_MODEL: self.site_of_target(WHOLE_MODEL)}
-
-    def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
-    ) -> Self:
-        return self
+    def places(self, paths: Sequence[str]) -> Sequence[str]:
+        return (WHOLE_MODEL,)
 
 
 @dataclass(frozen=True)
@@ -110,25 +73,35 @@ class PromptTuningRecipe(PromptRecipe):
 
 @dataclass(frozen=True)
 class PTuningRecipe(PromptRecipe):
-    """P-tuning, once it has been trained.
+    """P-tuning.
 
     Attributes:
-        encoder: that made the prompt: MLP or LSTM.
+        kind: of the encoder that makes the prompt: MLP or LSTM.
+        hidden: features within it; None is as many as an embedding has.
+        layers: of an LSTM.
+        encoder_dropout: between the layers of an LSTM; an MLP has none.
     """
 
     method: ClassVar[str] = "P-tuning"
     peft_type: ClassVar[str] = "P_TUNING"
-    untrained: ClassVar[str] = (
-        "P-tuning is trained through its encoder, which a saved adapter does not hold, and pcg "
-        "serves the prompt that it made; train with peft, or use PROMPT_TUNING"
-    )
 
-    encoder: str = "MLP"
+    kind: str = MLP
+    hidden: int | None = None
+    layers: int = 2
+    encoder_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.encoder not in _ENCODERS:
+        if self.kind not in _ENCODERS:
             raise AdapterError(
-                f"encoder_reparameterization_type={self.encoder!r}; use one of "
-                f"{', '.join(_ENCODERS)}"
+                f"encoder_reparameterization_type={self.kind!r}; use one of {', '.join(_ENCODERS)}"
             )
+        PromptEncoder(LSTM, self.prompt_tokens, self.hidden, self.layers, self.encoder_dropout)
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        if self.kind == MLP:  # which has three layers and no dropout, whatever the fields say
+            return PromptEncoder(MLP, self.prompt_tokens, self.hidden)
+        return PromptEncoder(
+            LSTM, self.prompt_tokens, self.hidden, self.layers, self.encoder_dropout
+        )

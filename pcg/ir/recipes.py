@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from pcg.errors import AdapterError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.ia3_recipe import Ia3Recipe
@@ -19,6 +20,7 @@ from pcg.ir.vera_recipe import VeraRecipe
 Recipe: TypeAlias = TargetRecipe[Any]
 
 _METHODS: tuple[type[Recipe], ...] = (
+    AdaLoraRecipe,
     BitfitRecipe,
     BottleneckRecipe,
     Ia3Recipe,
@@ -34,12 +36,14 @@ SHORTHANDS: Mapping[str, Recipe] = {
     "lora": LoraRecipe.default(),
     "dora": dataclasses.replace(LoraRecipe.default(), use_dora=True),
     "ia3": Ia3Recipe(),
+    "adalora": AdaLoraRecipe(target_modules=ALL_LINEAR),
     "vera": VeraRecipe(target_modules=ALL_LINEAR),
     "houlsby": BottleneckRecipe(variant="houlsby"),
     "pfeiffer": BottleneckRecipe(variant="pfeiffer"),
     "parallel": BottleneckRecipe(variant="parallel"),
     "bitfit": BitfitRecipe(),
     "prompt": PromptTuningRecipe(tokens=20),
+    "p-tuning": PTuningRecipe(tokens=20),
     "prefix": PrefixRecipe(tokens=20),
 }
 """Recipes that a word stands for, with the usual sizes."""

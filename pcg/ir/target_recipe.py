@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, ends_in, matches_end, name_list
+from pcg.ir.prompt_encoder import PromptEncoder
 
 ALL_LINEAR = "all-linear"
 
@@ -24,7 +26,7 @@ SiteT = TypeVar("SiteT")
 
 
 @dataclass(frozen=True)
-class TargetRecipe(Generic[SiteT]):
+class TargetRecipe(ABC, Generic[SiteT]):
     """The compiler's view of a configuration of one PEFT method; the defaults are peft's.
 
     Attributes:
@@ -49,8 +51,6 @@ class TargetRecipe(Generic[SiteT]):
     """model_type -> the modules adapted where a recipe names none."""
     patterns: ClassVar[tuple[str, ...]] = ()
     """Fields whose keys are regexes for the end of an adapted module's path."""
-    untrained: ClassVar[str] = ""
-    """Why pcg serves the method and does not train it; empty where it does."""
 
     target_modules: tuple[str, ...] | str | None = None
     exclude_modules: tuple[str, ...] | str | None = None
@@ -78,9 +78,26 @@ class TargetRecipe(Generic[SiteT]):
         """Whether the last virtual token predicts a sequence's first."""
         return False
 
+    @property
+    def encoder(self) -> PromptEncoder | None:
+        """What is trained in place of the sites' numbers, which it makes; None for most methods."""
+        return None
+
+    @abstractmethod
     def site_of_target(self, path: str) -> SiteT:
         """What the method does at `path`, taking for granted that it is a target."""
-        raise NotImplementedError
+
+    def trained_elements(
+        self, sites: Mapping[str, SiteT], shapes: Mapping[str, tuple[int, int]]
+    ) -> int:
+        """Numbers that are trained of the method's own.
+
+        Args:
+            sites: as of `sites`.
+            shapes: as `ModelGraph.module_shapes`.
+        """
+        found: Mapping[str, Any] = sites
+        return sum(site.trained_elements(*shapes[path]) for path, site in found.items())
 
     @property
     def is_all_linear(self) -> bool:

@@ -18,6 +18,10 @@ vectors; serving has LoRA's A and B in their place,
 
     A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
 
+AdaLoRA is LoRA whose A has singular values, which serving has in A,
+
+    A' = singular_down(A, E)
+
 A bottleneck adapter reads the site's output, or the MLP's input where it is parallel,
 
     h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
@@ -66,7 +70,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
     largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
-    prompted = _embeds(model.prologue) if bypasses.prompt != 0 else ""
+    prompted = embeds(model.prologue) if bypasses.prompt != 0 else ""
     attached = model.map(
         lambda graph: _attach_graph(
             graph, bypasses, largest, prompted if graph is model.prologue else ""
@@ -82,7 +86,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     return attached
 
 
-def _embeds(prologue: Graph) -> str:
+def embeds(prologue: Graph) -> str:
     """What the module gives that looks token ids up.
 
     Its last node: peft hands a model embeddings in place of ids, which some scale within that
@@ -152,6 +156,8 @@ class _Place:
             value = self._lora(value)
         if site in bypasses.vera:
             value = self._vera(value)
+        if site in bypasses.adalora:
+            value = self._adalora(value)
         value = self._bias(value)
         for bottleneck, size in bypasses.bottlenecks.items():
             if bottleneck.site == site:
@@ -209,6 +215,15 @@ class _Place:
         up = self._add("vera_up", "up", b, *vectors)
         s = self._add("shrink", "vera_s", self._dropped(keeps_dtype=False), down)
         return self._add("expand_add", "vera_z", value, s, up)
+
+    def _adalora(self, value: str) -> str:
+        out, in_ = self._graph.types[self._node.inputs[1]].features
+        rank = self._bypasses.adalora[self._site]
+        a, e = self._adapter("adalora_A", rank, in_), self._adapter("adalora_E", rank, 1)
+        down = self._add("singular_down", "adalora_down", a, e)
+        s = self._add("shrink", "adalora_s", self._dropped(keeps_dtype=False), down)
+        b = self._adapter("adalora_B", out, rank)
+        return self._add("expand_add", "adalora_z", value, s, b)
 
     def _bottleneck(self, value: str, bottleneck: Bottleneck, size: int | None) -> str:
         kind, rank = bottleneck.kind, size or RANK

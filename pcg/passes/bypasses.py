@@ -37,6 +37,7 @@ class Bypasses:
         dtype: of the adapters' parameters.
         dropout: probability that an element of A's input is dropped in training.
         vera: rank of each VeRA site.
+        adalora: the largest rank at each AdaLoRA site.
         bottlenecks: size of each bottleneck adapter, as for `ranks`.
         magnitudes: LoRA sites with DoRA.
         lora_biases: LoRA sites whose B has a bias.
@@ -52,6 +53,7 @@ class Bypasses:
     dtype: str = "f32"
     dropout: float = 0.0
     vera: Mapping[str, int] = field(default_factory=dict)
+    adalora: Mapping[str, int] = field(default_factory=dict)
     bottlenecks: Mapping[Bottleneck, int | None] = field(default_factory=dict)
     magnitudes: frozenset[str] = frozenset()
     lora_biases: frozenset[str] = frozenset()
@@ -63,19 +65,20 @@ class Bypasses:
 
     def __bool__(self) -> bool:
         """Whether anything attaches."""
-        matrices = (self.ranks, self.vera, self.bottlenecks)
+        matrices = (self.ranks, self.vera, self.adalora, self.bottlenecks)
         rest = (self.biases, self.scaled, self.scaled_inputs, self.prompt != 0, self.prefix != 0)
         return any((*matrices, *rest))
 
     def for_serving(self) -> Bypasses:
         """The same as serving has it, without what training alone does."""
-        ranks = dict.fromkeys([*self.ranks, *self.vera])
+        ranks = dict.fromkeys([*self.ranks, *self.vera, *self.adalora])
         sizes: dict[Bottleneck, int | None] = dict.fromkeys(self.bottlenecks)
         return dataclasses.replace(
             self,
             ranks=ranks,
             dropout=0.0,
             vera={},
+            adalora={},
             bottlenecks=sizes,
             prompt=None if self.prompt else self.prompt,
             prefix=None if self.prefix else self.prefix,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import sympy
 
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
 from pcg.ir.vera_recipe import VeraRecipe
@@ -25,14 +26,17 @@ def rank_of(recipes: Mapping[str, Recipe]) -> int | None:
     """The one rank that all recipes have at all modules; None where there is none such."""
     ranks = {
         recipe.rank
-        if isinstance(recipe, LoraRecipe | VeraRecipe) and not _has_other_ranks(recipe)
+        if isinstance(recipe, AdaLoraRecipe | LoraRecipe | VeraRecipe)
+        and not _has_other_ranks(recipe)
         else None
         for recipe in recipes.values()
     }
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _has_other_ranks(recipe: LoraRecipe | VeraRecipe) -> bool:
+def _has_other_ranks(recipe: AdaLoraRecipe | LoraRecipe | VeraRecipe) -> bool:
+    if isinstance(recipe, AdaLoraRecipe):
+        return recipe.kept is not None
     return isinstance(recipe, LoraRecipe) and bool(recipe.rank_pattern)
 
 

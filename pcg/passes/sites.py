@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pcg.ir.adalora_recipe import AdaLoraSite
 from pcg.ir.bottleneck_recipe import BottleneckSite
 from pcg.ir.ia3_recipe import Ia3Site
 from pcg.ir.prefix_recipe import PrefixSite
@@ -39,6 +40,7 @@ def bypasses_of(
     }
     ranks: dict[str, set[int]] = {}
     vera: dict[str, int] = {}
+    adalora: dict[str, int] = {}
     bottlenecks: dict[Bottleneck, int | None] = {}
     magnitudes: set[str] = set()
     lora_biases: set[str] = set()
@@ -56,6 +58,8 @@ def bypasses_of(
                     lora_biases |= {templates[path]} if site.has_bias else set()
                 case VeraSite():
                     vera[templates[path]] = max(site.rank, vera.get(templates[path], 0))
+                case AdaLoraSite():
+                    adalora[templates[path]] = max(site.rank, adalora.get(templates[path], 0))
                 case BottleneckSite():
                     key = Bottleneck(templates[path], site.non_linearity, site.is_parallel)
                     bottlenecks[key] = max(site.size, bottlenecks.get(key) or 0)
@@ -73,6 +77,7 @@ def bypasses_of(
         dtype,
         dropout,
         vera=vera,
+        adalora=adalora,
         bottlenecks=bottlenecks,
         magnitudes=frozenset(magnitudes),
         lora_biases=frozenset(lora_biases),

@@ -7,6 +7,7 @@ from typing import Any
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.ir.recipes import SHORTHANDS, Recipe, is_shorthand
 from pcg.ir.target_recipe import TargetRecipe
+from pcg.runtime.adalora_config import ADALORA
 from pcg.runtime.bitfit_config import BITFIT
 from pcg.runtime.bottleneck_config import BOTTLENECK
 from pcg.runtime.config_format import NOTES, ConfigFormat, Json
@@ -17,7 +18,17 @@ from pcg.runtime.vera_config import VERA
 
 FORMATS: Mapping[str, ConfigFormat] = {
     format_.recipe.peft_type: format_
-    for format_ in (BITFIT, BOTTLENECK, IA3, LORA, P_TUNING, PREFIX_TUNING, PROMPT_TUNING, VERA)
+    for format_ in (
+        ADALORA,
+        BITFIT,
+        BOTTLENECK,
+        IA3,
+        LORA,
+        P_TUNING,
+        PREFIX_TUNING,
+        PROMPT_TUNING,
+        VERA,
+    )
 }
 
 

@@ -13,15 +13,18 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
+from pcg.runtime.adalora_weights import AdaLoraWeights
 from pcg.runtime.bottleneck_weights import BottleneckWeights
 from pcg.runtime.ia3_weights import Ia3Weights
 from pcg.runtime.lora_weights import LoraWeights
 from pcg.runtime.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
 from pcg.runtime.prefix_weights import PrefixWeights
+from pcg.runtime.prompt_encoder import fresh_encoder, made_by_encoder
 from pcg.runtime.prompt_weights import PromptWeights
 from pcg.runtime.vera_weights import VeraWeights
 
 WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "ADALORA": AdaLoraWeights,
     "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
     "BOTTLENECK": BottleneckWeights,
     "IA3": Ia3Weights,
@@ -48,6 +51,8 @@ class Adapter:
         extra: fields of adapter_config.json that change nothing here, such as task_type; written
             back as they were read.
         shared: tensors that all modules share and that are not trained, by name.
+        encoder: what makes `weights` and is trained in their place (`recipe.encoder`), by peft's
+            names; empty where the method has none, or the adapter comes from a file.
     """
 
     name: str
@@ -57,12 +62,14 @@ class Adapter:
     base_model_name: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    encoder: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that are trained, in order."""
+        """All tensors that training changes, in order."""
         bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
-        return (*bypasses, *self.biases.values())
+        encoder = (self.encoder[name] for name in sorted(self.encoder))  # files have any order
+        return (*bypasses, *self.biases.values(), *encoder)
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,6 +98,7 @@ class Adapter:
             weights={path: weights.map(change) for path, weights in self.weights.items()},
             biases={path: change(bias) for path, bias in self.biases.items()},
             shared={name: change(tensor) for name, tensor in self.shared.items()},
+            encoder={name: change(tensor) for name, tensor in self.encoder.items()},
         )
 
 
@@ -143,20 +151,28 @@ def new_adapter(
         raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
     kind = WEIGHTS[recipe.peft_type]
     shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
-    weights = {
-        path: kind.fresh(
-            recipe,
-            site,
-            module_shapes[path],
-            _generator(seed, path),
-            Around(partial(_base_weight, base_weights, path), shared),
-        ).map(lambda tensor: tensor.to(dtype))
-        for path, site in sites.items()
-    }
     resolved = recipe.resolved(linear, output_layer, model_type)
+    encoder: Mapping[str, Tensor] = {}
+    weights: Mapping[str, ModuleWeights]
+    if recipe.encoder is None:
+        weights = {
+            path: kind.fresh(
+                recipe,
+                site,
+                module_shapes[path],
+                _generator(seed, path),
+                Around(partial(_base_weight, base_weights, path), shared),
+            )
+            for path, site in sites.items()
+        }
+    else:
+        encoder = fresh_encoder(
+            recipe.encoder, [module_shapes[path] for path in sites], _generator(seed, WHOLE_MODEL)
+        )
+        weights = made_by_encoder(resolved, encoder, kind)
     extra = {"task_type": "CAUSAL_LM", **(extra or {})}
-    shared = {name: tensor.to(dtype) for name, tensor in shared.items()}
-    return Adapter(name, resolved, weights, {}, base_model_name, extra, shared)
+    fresh = Adapter(name, resolved, weights, {}, base_model_name, extra, shared, encoder)
+    return fresh.map(lambda tensor: tensor.to(dtype))
 
 
 def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:

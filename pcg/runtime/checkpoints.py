@@ -4,9 +4,12 @@
     <directory>/step-00000040/
         adapter_config.json                 the adapter as peft reads it
         adapter_model.safetensors
+        encoder.safetensors                 what makes the adapter's weights, where something does
+        allocation.safetensors              how AdaLoRA's ranks are scored, where they are
         optimizer.safetensors               AdamW's state, "<parameter>/<key>"
         trainer_state.json                  where the job is, and what it must have to go on
-        best/                               the adapter of the best evaluation, where it is kept
+        best/                               the adapter of the best evaluation, where it is kept,
+                                            and its encoder
 
 A checkpoint is written whole beside its place and renamed; then `latest` is replaced; then older
 ones go. So whatever happens in between, `latest` names a checkpoint that is whole.
@@ -31,11 +34,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.runtime.adapters import Adapter, read_adapter, write_adapter
 from pcg.runtime.tensor_file import read_header
 
 LATEST = "latest"
 STATE = "trainer_state.json"
+ALLOCATION = "allocation.safetensors"
+ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
 FORMAT = 1
@@ -90,6 +96,7 @@ class Checkpoint:
         adapter: as it is after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
+        allocation: the rank allocator's; empty for methods but AdaLoRA.
     """
 
     state: TrainerState
@@ -97,6 +104,7 @@ class Checkpoint:
     adapter: Adapter
     best: Adapter | None
     optimizer: Mapping[str, Tensor]
+    allocation: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -146,14 +154,18 @@ class CheckpointStore:
         """
         try:
             saved = _read_state(path / STATE)
-            adapter = read_adapter(path, name)
-            best = read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
+            adapter = _read_adapter(path, name)
+            best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
             read_header(path / OPTIMIZER, FinetuneError)
             optimizer = load_file(path / OPTIMIZER)
+            allocation = {}
+            if isinstance(adapter.recipe, AdaLoraRecipe):
+                read_header(path / ALLOCATION, FinetuneError)
+                allocation = load_file(path / ALLOCATION)
         except (AdapterError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         self._kept = sorted(p for p in self._all() if p.name <= path.name)
-        return Checkpoint(saved[0], saved[1], adapter, best, optimizer)
+        return Checkpoint(saved[0], saved[1], adapter, best, optimizer, allocation)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
@@ -227,13 +239,12 @@ class CheckpointStore:
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
     """All files of a checkpoint, on the disk when this returns."""
-    write_adapter(checkpoint.adapter, path)
+    _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:
-        write_adapter(checkpoint.best, path / BEST)
-    tensors = {key: tensor.detach().cpu().clone() for key, tensor in checkpoint.optimizer.items()}
-    save_file(tensors, path / OPTIMIZER)
-    with (path / OPTIMIZER).open("rb") as stream:
-        os.fsync(stream.fileno())
+        _write_adapter(checkpoint.best, path / BEST)
+    _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
+    if isinstance(checkpoint.adapter.recipe, AdaLoraRecipe):
+        _write_tensors(path / ALLOCATION, checkpoint.allocation)
     state = {
         "format": FORMAT,
         "trajectory": dict(checkpoint.trajectory),
@@ -241,6 +252,26 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     }
     _write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
     _sync(path)
+
+
+def _write_adapter(adapter: Adapter, path: Path) -> None:
+    write_adapter(adapter, path)
+    if adapter.encoder:
+        _write_tensors(path / ENCODER, adapter.encoder)
+
+
+def _read_adapter(path: Path, name: str) -> Adapter:
+    adapter = read_adapter(path, name)
+    if adapter.recipe.encoder is None:
+        return adapter
+    read_header(path / ENCODER, FinetuneError)
+    return dataclasses.replace(adapter, encoder=load_file(path / ENCODER))
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -101,9 +101,9 @@ def _plain(name: str, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, enum.Enum):
         return value.value
-    if name in ("rank_pattern", "alpha_pattern"):
+    if name in ("rank_pattern", "alpha_pattern") and value is not None:
         if not isinstance(value, Mapping):
-            raise AdapterError(f"{name}={value!r}; use an object of regex to number")
+            raise AdapterError(f"{name}={value!r}; use an object")
         return dict(value)
     return value
 

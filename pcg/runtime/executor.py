@@ -404,9 +404,11 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
         adapter = self._adapter(name)
-        if adapter.recipe.untrained:
+        if adapter.recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(
-                f"adapter {name!r} cannot be trained: {adapter.recipe.untrained}"
+                f"adapter {name!r} cannot be trained: {adapter.recipe.method} trains "
+                f"{adapter.recipe.encoder}, of which a saved adapter holds what it made alone; "
+                "train a fresh one, or go on from a checkpoint"
             )
         trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
         key = (

@@ -96,13 +96,15 @@ class _Job:
         checkpoint = self._find_checkpoint()
         saved = None if checkpoint is None else checkpoint.adapter
         before = executor.adapters.get(name)
-        self._adapter = start_adapter(executor, name, peft, self._options.seed, saved)
+        self._adapter = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
         try:
             self._runner = executor.training_runner(name)
             for data in filter(None, (self._data, self._eval)):
                 virtual = self._adapter.prompt_tokens
                 check_with_prompt(data, virtual, executor.max_positions)
-            self._steps = TrainingStep(self._runner, self._data, self._batches, self._options)
+            self._steps = TrainingStep(
+                self._runner, self._data, self._batches, self._options, self._total
+            )
             if checkpoint is not None:
                 self._resume(checkpoint)
         except BaseException:
@@ -149,7 +151,7 @@ class _Job:
         rate = self._options.learning_rate * self._schedule(state.step)
         made = self._steps.gradients(state.step, rate)
         with deferred_interrupts():
-            self._steps.update(rate)
+            self._steps.update(state.step, rate)
             state.step += 1
             state.losses.append(made.loss)
             state.tokens += made.tokens
@@ -174,6 +176,8 @@ class _Job:
         state = self._state
         if self._best is not None:
             overwrite(self._adapter, self._best)
+        if self._steps.allocator is not None:
+            self._executor.put_adapter(self._steps.allocator.allocated(self._adapter))
         return FinetuneResult(
             adapter=self._name,
             losses=tuple(state.losses),
@@ -264,8 +268,12 @@ class _Job:
         with deferred_interrupts():
             state.seconds = self._seconds
             optimizer = optimizer_tensors(self._steps.optimizer, self._steps.parameters)
+            allocator = self._steps.allocator
+            allocation = {} if allocator is None else allocator.tensors
             self._checkpoint = self._store.save(
-                Checkpoint(state, self._trajectory, self._adapter, self._best, optimizer)
+                Checkpoint(
+                    state, self._trajectory, self._adapter, self._best, optimizer, allocation
+                )
             )
             self._saved = mark
 
@@ -326,6 +334,8 @@ class _Job:
         self._batches.load_state_dict(state.position)
         self._best = checkpoint.best
         load_optimizer(self._steps.optimizer, self._steps.parameters, checkpoint.optimizer)
+        if self._steps.allocator is not None:
+            self._steps.allocator.load(checkpoint.allocation)
         self._resumed_from = state.step
         self._saved = (state.step, len(state.eval_losses))
 

@@ -17,13 +17,17 @@ Parameters = Mapping[str, Tensor]
 
 def make_optimizer(parameters: Parameters, options: FinetuneOptions) -> torch.optim.Optimizer:
     """AdamW, decaying the bypass weights alone: a bias would shrink from the base's own."""
-    biases = [tensor for path, tensor in parameters.items() if path.endswith("bias")]
-    weights = [tensor for path, tensor in parameters.items() if not path.endswith("bias")]
+    biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
+    weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
     groups = [{"params": weights, "weight_decay": options.weight_decay}]
     if biases:
         groups.append({"params": biases, "weight_decay": 0.0})
     betas = (float(options.betas[0]), float(options.betas[1]))
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, eps=options.eps)
+
+
+def _is_bias(path: str) -> bool:
+    return "bias" in path.rpartition(".")[2]  # an LSTM's are bias_ih_l0 and the like
 
 
 def optimizer_tensors(

@@ -6,8 +6,7 @@ from pcg.ir.prefix_recipe import PrefixRecipe
 from pcg.ir.prompt_recipe import PromptTuningRecipe, PTuningRecipe
 from pcg.runtime.config_format import ConfigFormat
 
-# peft fills in the base's sizes where they are null; how a prompt was begun or encoded does not
-# matter once it is saved.
+# peft fills in the base's sizes where they are null.
 _SIZES = ("num_attention_heads", "num_layers", "token_dim")
 
 _DEFAULTS = {
@@ -52,9 +51,15 @@ P_TUNING = ConfigFormat(
         "encoder_reparameterization_type": "MLP",
         "peft_type": "P_TUNING",
     },
-    fields={**_FIELDS, "encoder_reparameterization_type": "encoder"},
+    fields={
+        **_FIELDS,
+        "encoder_dropout": "encoder_dropout",
+        "encoder_hidden_size": "hidden",
+        "encoder_num_layers": "layers",
+        "encoder_reparameterization_type": "kind",
+    },
     features=_FEATURES,
-    notes=(*_SIZES, "encoder_dropout", "encoder_hidden_size", "encoder_num_layers"),
+    notes=_SIZES,
 )
 
 PREFIX_TUNING = ConfigFormat(
@@ -66,10 +71,13 @@ PREFIX_TUNING = ConfigFormat(
         "peft_type": "PREFIX_TUNING",
         "prefix_projection": False,
     },
-    fields={**_FIELDS, "init_weights": "init", "num_layers": "layers"},
-    features={
-        "modules_to_save": "whole modules trained beside the prefix",
-        "prefix_projection": "a network that makes the prefix",
+    fields={
+        **_FIELDS,
+        "encoder_hidden_size": "hidden",
+        "init_weights": "init",
+        "num_layers": "layers",
+        "prefix_projection": "projects",
     },
-    notes=("encoder_hidden_size", "num_attention_heads", "token_dim"),
+    features={"modules_to_save": "whole modules trained beside the prefix"},
+    notes=("num_attention_heads", "token_dim"),
 )

@@ -45,8 +45,6 @@ class PromptWeights(ModuleWeights):
         generator: torch.Generator,
         around: Around,
     ) -> Self:
-        if recipe.untrained:
-            raise UnsupportedError(recipe.untrained)
         if isinstance(recipe, PromptTuningRecipe) and recipe.init != "RANDOM":
             raise UnsupportedError(
                 f"prompt_tuning_init={recipe.init!r}: pcg begins a prompt with random numbers; use "

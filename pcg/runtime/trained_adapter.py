@@ -5,6 +5,7 @@ Training changes tensors in place, so the job's adapter shares none with the cal
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_of_fields
 from pcg.runtime.adapters import Adapter, check_fits, recipe_from, with_shared
 
@@ -24,7 +26,12 @@ _SAMPLES = 64
 
 
 def start_adapter(
-    executor: Executor, name: str, peft: object, seed: int, saved: Adapter | None
+    executor: Executor,
+    name: str,
+    peft: object,
+    seed: int,
+    saved: Adapter | None,
+    total_steps: int,
 ) -> Adapter:
     """Put the adapter to train into the executor.
 
@@ -35,6 +42,7 @@ def start_adapter(
             program was compiled for under that name, else "lora".
         seed: of a new one's weights.
         saved: from a checkpoint, to go on with.
+        total_steps: of the job.
     Raises:
         FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
         UnsupportedError: a feature of the recipe that pcg does not do.
@@ -59,16 +67,24 @@ def start_adapter(
         check_fits(saved, shapes, executor.program.name, base.output_module)
         return executor.put_adapter(owned(with_shared(saved, shapes)))
     if there is not None:
-        return executor.put_adapter(owned(there))
+        return executor.put_adapter(_scheduled(owned(there), total_steps))
     if peft is None:
         compiled = executor.program.recipes.get(name)
         peft = "lora" if compiled is None else recipe_of_fields(compiled)
     made = executor.add_adapter(name, peft, seed=seed)
     try:
-        return executor.put_adapter(owned(made))
+        return executor.put_adapter(_scheduled(owned(made), total_steps))
     except BaseException:
         executor.remove_adapter(name)
         raise
+
+
+def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
+    """The adapter with the job's own steps for AdaLoRA's schedule, where its recipe has none."""
+    recipe = adapter.recipe
+    if not isinstance(recipe, AdaLoraRecipe) or recipe.steps is not None:
+        return adapter
+    return dataclasses.replace(adapter, recipe=dataclasses.replace(recipe, steps=total_steps))
 
 
 def owned(adapter: Adapter) -> Adapter:
@@ -98,13 +114,13 @@ def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
     return checksum
 
 
-_Sites = tuple[Mapping[str, object], str, float]
-"""What a recipe does at each module, the biases that it trains, and its dropout."""
+_Sites = tuple[Mapping[str, object], Recipe]
+"""What a recipe does at each module, and the recipe."""
 
 
 def _sites(adapter: Adapter) -> _Sites:
     sites = {path: weights.site for path, weights in adapter.weights.items()}
-    return sites, adapter.recipe.bias, adapter.recipe.dropout
+    return sites, adapter.recipe
 
 
 def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
@@ -113,16 +129,23 @@ def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
     sites: Mapping[str, object] = recipe.sites(
         tuple(base.linear_modules()), base.output_module, model_type
     )
-    return sites, recipe.bias, recipe.dropout
+    return sites, recipe
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
     """Refuse to go on with an adapter of another recipe."""
     difference = ""
-    if first[1] != second[1]:
-        difference = f'bias="{first[1]}" and {other} "{second[1]}"'
-    if first[2] != second[2]:
-        difference = f"dropout {first[2]:g} and {other} {second[2]:g}"
+    before, after = first[1], second[1]
+    if before.bias != after.bias:
+        difference = f'bias="{before.bias}" and {other} "{after.bias}"'
+    if before.dropout != after.dropout:
+        difference = f"dropout {before.dropout:g} and {other} {after.dropout:g}"
+    if before.encoder != after.encoder:
+        difference = f"{before.encoder or 'no encoder'} and {other} {after.encoder or 'none'}"
+    if isinstance(before, AdaLoraRecipe) and isinstance(after, AdaLoraRecipe):
+        for field, value in before.schedule.items():
+            if after.schedule.get(field, value) != value:
+                difference = f"{field}={value} and {other} {after.schedule[field]}"
     for path in [*first[0], *second[0]]:
         a, b = first[0].get(path), second[0].get(path)
         if a != b and not difference:

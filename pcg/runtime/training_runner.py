@@ -20,6 +20,7 @@ from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, whole_sequences
 from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.model_runner import BaseWeights, LayerInputs, load_functions
+from pcg.runtime.prompt_encoder import EncodedTraining
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk in fp32; backward holds their gradient beside them."""
@@ -44,6 +45,10 @@ class TrainingRunner:
         self._outer = bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
         self.parameters = trained_tensors(model, adapter)
         self._trained = {id(tensor) for tensor in self.parameters.values()}
+        self._encoder: EncodedTraining | None = None
+        if adapter.recipe.encoder is not None:
+            self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
+            self.parameters = self._encoder.parameters
         vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
         self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
 
@@ -60,6 +65,8 @@ class TrainingRunner:
         Returns:
             The sum of the target tokens' losses.
         """
+        if self._encoder is not None:
+            self._encoder.make()
         with torch.no_grad():
             batch, targets = self._shifted(examples)
             batch.dropout_seed = dropout_seed
@@ -70,7 +77,14 @@ class TrainingRunner:
                 shared = ()
             gradients = self._backward(batch, gradients, kept, shared)
             self._backward_prologue(batch, gradients)
+        if self._encoder is not None:
+            self._encoder.backward()
         return loss
+
+    def publish(self) -> None:
+        """Make what follows from the parameters, after they have changed."""
+        if self._encoder is not None:
+            self._encoder.publish()
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Sum of the target tokens' losses, and their number."""

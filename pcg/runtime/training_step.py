@@ -22,6 +22,7 @@ from pcg.runtime.batches import Batches
 from pcg.runtime.data import Dataset, Example
 from pcg.runtime.finetune_options import FinetuneOptions
 from pcg.runtime.optimizer import make_optimizer
+from pcg.runtime.rank_allocator import RankAllocator
 from pcg.runtime.training_data import places_of
 from pcg.runtime.training_runner import TrainingRunner
 
@@ -52,13 +53,20 @@ class TrainingStep:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
         optimizer: over them.
+        allocator: of AdaLoRA's ranks; None for other methods.
     """
 
     def __init__(
-        self, runner: TrainingRunner, data: Dataset, batches: Batches, options: FinetuneOptions
+        self,
+        runner: TrainingRunner,
+        data: Dataset,
+        batches: Batches,
+        options: FinetuneOptions,
+        total_steps: int,
     ) -> None:
         self.parameters = dict(runner.parameters)
         self.optimizer = make_optimizer(self.parameters, options)
+        self.allocator = RankAllocator.of(runner.adapter, self.parameters, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
@@ -87,6 +95,8 @@ class TrainingStep:
                 places = self._places(epoch, first + index)
                 self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
             total += loss
+        if self.allocator is not None:
+            self.allocator.regularize()
         norm = self._clip()
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
@@ -94,12 +104,20 @@ class TrainingStep:
         tokens = sum(len(example.ids) for example in examples)
         return StepGradients(epoch, total / targets, norm, tokens, targets)
 
-    def update(self, rate: float) -> None:
-        """Change the adapter by its gradients."""
+    def update(self, step: int, rate: float) -> None:
+        """Change the adapter by its gradients.
+
+        Args:
+            step: steps done before.
+            rate: the learning rate.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if self.allocator is not None:
+            self.allocator.allocate(step + 1)
         self.drop_gradients()
+        self._runner.publish()
 
     def drop_gradients(self) -> None:
         """Leave no gradient on the adapter's tensors."""

@@ -300,6 +300,8 @@ def linear_cases() -> list[Case]:
     frozen_whole = dataclasses.replace(whole, needs=False)
     cases.append(Case("vera_down", (frozen_whole,), {"size": 1}, lambda w: w[:, :1]))
     cases.append(Case("vera_up", (frozen_whole, *vectors), {}, vera_up_reference))
+    singular = (weight(3, 4, role="adapter"), weight(3, 1, role="adapter"))
+    cases.append(Case("singular_down", singular, {}, lambda a, e: torch.diag(e[:, 0]) @ a))
     attributes: dict[str, Attribute]
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu": F.gelu,
@@ -453,6 +455,8 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "scale",
         "scaled_outer",
         "sum_tokens",
+        "singular_down",
+        "singular_down_backward",
         "vera_down",
         "vera_up",
         "vera_up_backward",

@@ -306,6 +306,12 @@ def vera_up(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *first, whole, make.of("f32", out), make.of("f32", rank))
 
 
+def singular_down(make: Maker, op: str) -> Sequence[str]:
+    rank, in_ = make.sizes(2)
+    first = [make.of("f32", rank, in_)] if op == "singular_down_backward" else []
+    return make.add(op, *first, make.of("f32", rank, in_), make.of("f32", rank, 1))
+
+
 def virtual_tokens(make: Maker, op: str) -> Sequence[str]:
     x = make.matrix()
     (tokens,) = make.sizes(1)
@@ -533,6 +539,7 @@ RECIPES: dict[str, Recipe] = {
     "softmax": softmax,
     "sum_tokens": sum_tokens,
     "topk": topk,
+    **dict.fromkeys(("singular_down", "singular_down_backward"), singular_down),
     "vera_down": vera_down,
     **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),
     **dict.fromkeys(("virtual_tokens", "virtual_tokens_backward"), virtual_tokens),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
 from tests.families import oracle
 from tests.families.families import BY_NAME
+from tests.families.test_numbers import TOLERANCE, prompts
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FIRST = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]}
@@ -46,6 +49,10 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
             r=2, target_modules=["q_proj", "o_proj"], use_dora=True, bias="lora_only"
         ),
         "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
+        "adalora": peft.AdaLoraConfig(
+            init_r=5, target_r=3, total_step=20, lora_alpha=9, target_modules=ALL
+        ),
+        "adalora-first": peft.AdaLoraConfig(init_r=3, target_r=2, total_step=9, **FIRST),
         "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="all"),
         "vera": peft.VeraConfig(r=5, target_modules=ALL),
         "vera-drawn": DRAWN,
@@ -58,10 +65,17 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
         "prompt-short": peft.PromptTuningConfig(num_virtual_tokens=1, **CAUSAL),
         "prefix": peft.PrefixTuningConfig(num_virtual_tokens=7, **CAUSAL),
+        "prefix-projected": peft.PrefixTuningConfig(
+            num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=24, **CAUSAL
+        ),
         "prefix-short": peft.PrefixTuningConfig(num_virtual_tokens=1, **CAUSAL),
         "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, **CAUSAL),
         "p-tuning-lstm": peft.PromptEncoderConfig(
-            num_virtual_tokens=4, encoder_reparameterization_type="LSTM", **CAUSAL
+            num_virtual_tokens=4,
+            encoder_reparameterization_type="LSTM",
+            encoder_hidden_size=20,
+            encoder_num_layers=3,
+            **CAUSAL,
         ),
     },
     "gpt2": {
@@ -69,6 +83,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
         "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
+        "adalora": peft.AdaLoraConfig(total_step=20, target_modules=GPT2, bias="lora_only"),
         "vera": peft.VeraConfig(r=4, target_modules=GPT2, bias="vera_only"),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
         "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
@@ -79,8 +94,12 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "opt": {
         "lora": peft.LoraConfig(r=4, target_modules="all-linear"),
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+        "adalora": peft.AdaLoraConfig(total_step=20, init_r=4, target_r=2),
         "vera": peft.VeraConfig(r=6),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=6, **CAUSAL),
+        "p-tuning": peft.PromptEncoderConfig(
+            num_virtual_tokens=2, encoder_hidden_size=40, **CAUSAL
+        ),
         "prefix": peft.PrefixTuningConfig(num_virtual_tokens=2, **CAUSAL),
         "ia3": peft.IA3Config(),
     },
@@ -117,6 +136,8 @@ def make_models(family: str, directory: Path) -> Models:
             # Else peft saves the whole head where it is adapted.
             model.save_pretrained(directory / name, save_embedding_layers=False)
     executor = compiler.compile(base, {name: str(directory / name) for name in wrapped})
+    for name, model in wrapped.items():
+        give_encoder(executor, name, model)
     return Models(base, wrapped, directory, executor)
 
 
@@ -135,23 +156,80 @@ def wrap(base: Any, config: peft.PeftConfig, seed: int = 1) -> Any:
     return wrapped
 
 
+def give_encoder(executor: Executor, name: str, wrapped: Any) -> None:
+    """Let an adapter that was read from a file have peft's encoder, if there is one."""
+    adapter = executor.adapters[name]
+    if adapter.recipe.encoder is not None:
+        own = wrapped.prompt_encoder["default"].named_parameters()
+        encoder = {key: parameter.detach().clone() for key, parameter in own}
+        executor.put_adapter(dataclasses.replace(adapter, encoder=encoder))
+
+
 def trained(wrapped: Any) -> dict[str, Tensor]:
     """The parameters that peft trains, by pcg's name of each."""
     return {
-        our_name(name, parameter): parameter
+        our_name(name, parameter, wrapped.active_peft_config): parameter
         for name, parameter in wrapped.named_parameters()
         if parameter.requires_grad
     }
 
 
-def our_name(name: str, parameter: Tensor) -> str:
+def has_encoder(config: peft.PeftConfig) -> bool:
+    return config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)
+
+
+def our_name(name: str, parameter: Tensor, config: peft.PeftConfig) -> str:
     if name.startswith("prompt_encoder."):
-        return "prompt_embeddings"
+        own = name.removeprefix("prompt_encoder.default.")
+        return f"encoder.{own}" if has_encoder(config) else "prompt_embeddings"
     path = name.removeprefix("base_model.model.").replace(".default", "")
     path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
     path = path.replace(".lora_B.bias", ".lora_B_bias")
+    if isinstance(config, peft.AdaLoraConfig):
+        path = path.replace(".lora_", ".adalora_")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1
     return f"{path}_in" if is_input else path
+
+
+def trained_gradients(wrapped: Any) -> dict[str, Tensor]:
+    """What peft's parameters have as gradients, by pcg's name of each."""
+    gradients: dict[str, Any] = {name: p.grad for name, p in trained(wrapped).items()}
+    config = wrapped.active_peft_config
+    if config.peft_type == "PREFIX_TUNING" and not has_encoder(config):
+        return prefix_parts(gradients["prompt_embeddings"], config.num_layers)
+    return gradients
+
+
+def check_gradients(executor: Executor, name: str, wrapped: Any, lengths: Sequence[int]) -> None:
+    """The loss of sequences, and the gradient of every parameter of an adapter, are peft's."""
+    sequences = prompts(lengths)
+    runner = executor.training_runner(name)
+    for parameter in runner.parameters.values():
+        parameter.grad = None
+    examples = [Example(s, s) for s in sequences]
+    loss = runner.forward_backward(examples, runner.count_targets(examples))
+    wrapped.zero_grad()
+    expected_loss, _ = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    expected = trained_gradients(wrapped)
+    assert runner.parameters.keys() == expected.keys()
+    for path, parameter in runner.parameters.items():
+        theirs = expected[path].reshape(parameter.shape)
+        error = (parameter.grad - theirs).norm() / theirs.norm()
+        assert error < TOLERANCE, path
+
+
+def check_batch(executor: Executor, models: Mapping[str | None, Any], name: str) -> None:
+    """A batch of the base and adapters, by name, is theirs; so are the gradients of one of them."""
+    names, sequences = [*models, name], prompts((9, 4, 7, 1))
+    by_row = [models[row] for row in names]
+    found = executor.logits(sequences, names)
+    for logits, sequence, model in zip(found, sequences, by_row, strict=True):
+        assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
+    done = executor.generate(sequences, names, max_new_tokens=12, ignore_eos=True)
+    expected = [oracle.greedy(m, s, 12) for m, s in zip(by_row, sequences, strict=True)]
+    assert [list(completion.token_ids) for completion in done] == expected
+    check_gradients(executor, name, models[name], (9, 4, 7, 1))
 
 
 def prefix_parts(whole: Tensor, layers: int) -> dict[str, Tensor]:

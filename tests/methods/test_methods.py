@@ -12,21 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
-from pcg.ir.prefix_recipe import PrefixRecipe
-from pcg.ir.prompt_recipe import PromptRecipe
 from pcg.ir.recipes import RECIPES, recipe_fields, recipe_of_fields
+from pcg.ir.untargeted_recipe import VirtualTokensRecipe
 from pcg.runtime.adapters import read_adapter
 from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.test_numbers import LENGTHS, TOLERANCE, prompts
-from tests.methods.cases import CONFIGS, Models, make_models, prefix_parts, trained
+from tests.methods.cases import CONFIGS, Models, check_gradients, make_models
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
-TRAINED = [
-    (family, name)
-    for family, name in EACH
-    if not RECIPES[CONFIGS[family][name].peft_type.value].untrained
-]
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +65,10 @@ def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
         assert oracle.relative_error(logits, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "name"), TRAINED)
+@pytest.mark.parametrize(("family", "name"), EACH)
 def test_gradients_of_every_parameter(models: dict[str, Models], family: str, name: str) -> None:
     case = models[family]
-    sequences = prompts((12, 7, 3))
-    runner = case.executor.training_runner(name)
-    for parameter in runner.parameters.values():
-        parameter.grad = None
-    examples = [Example(s, s) for s in sequences]
-    loss = runner.forward_backward(examples, runner.count_targets(examples))
-    case.wrapped[name].zero_grad()
-    expected_loss, _ = oracle.loss_and_gradients(case.wrapped[name], sequences)
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-    expected = {path: p.grad for path, p in trained(case.wrapped[name]).items()}
-    if CONFIGS[family][name].peft_type == "PREFIX_TUNING":
-        expected = prefix_parts(expected["prompt_embeddings"], case.base.config.num_hidden_layers)
-    assert runner.parameters.keys() == expected.keys()
-    for path, parameter in runner.parameters.items():
-        theirs = expected[path].reshape(parameter.shape)
-        error = (parameter.grad - theirs).norm() / theirs.norm()
-        assert error < TOLERANCE, path
+    check_gradients(case.executor, name, case.wrapped[name], (12, 7, 3))
 
 
 @pytest.mark.parametrize(("family", "name"), EACH)
@@ -117,7 +95,7 @@ def test_peft_reads_what_we_save(
     assert again.recipe == case.executor.adapters[name].recipe
 
 
-@pytest.mark.parametrize(("family", "name"), TRAINED)
+@pytest.mark.parametrize(("family", "name"), EACH)
 def test_a_new_adapter_changes_nothing_and_learns(
     models: dict[str, Models], family: str, name: str, tmp_path: Path
 ) -> None:
@@ -144,7 +122,7 @@ def test_a_new_adapter_changes_nothing_and_learns(
 
 @pytest.mark.parametrize("peft_type", RECIPES)
 def test_recipes_survive_a_manifest(peft_type: str) -> None:
-    prompt = {"tokens": 3} if issubclass(RECIPES[peft_type], PrefixRecipe | PromptRecipe) else {}
+    prompt = {"tokens": 3} if issubclass(RECIPES[peft_type], VirtualTokensRecipe) else {}
     recipe = RECIPES[peft_type](target_modules=("a", "b"), **prompt)
     fields: dict[str, Any] = json.loads(json.dumps(recipe_fields(recipe)))
     assert recipe_of_fields(fields) == recipe

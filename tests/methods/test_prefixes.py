@@ -20,7 +20,7 @@ from pcg.runtime.executor import Executor
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
-from tests.methods.cases import CAUSAL, prefix_parts, wrap
+from tests.methods.cases import CAUSAL, check_batch, wrap
 
 PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4}
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 6}
@@ -44,24 +44,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     base, wrapped, executor = pair(name, tmp_path)
     executor.save_adapter("prompt", tmp_path / "prompt")
     prompted = oracle.load_saved(base, tmp_path / "prompt")
-    sequences, names = prompts((9, 4, 7, 1)), ["p", None, "prompt", "p"]
-    models = [wrapped, base, prompted, wrapped]
-    found = executor.logits(sequences, names)
-    for logits, sequence, model in zip(found, sequences, models, strict=True):
-        assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
-    done = executor.generate(sequences, names, max_new_tokens=12, ignore_eos=True)
-    expected = [oracle.greedy(m, s, 12) for m, s in zip(models, sequences, strict=True)]
-    assert [list(completion.token_ids) for completion in done] == expected
-    runner = executor.training_runner("p")
-    examples = [Example(s, s) for s in sequences]
-    runner.forward_backward(examples, runner.count_targets(examples))
-    wrapped.zero_grad()
-    oracle.loss_and_gradients(wrapped, sequences)
-    theirs = prefix_parts(wrapped.prompt_encoder["default"].embedding.weight.grad, 3)
-    assert runner.parameters.keys() == theirs.keys()
-    for path, parameter in runner.parameters.items():
-        assert parameter.grad is not None
-        assert (parameter.grad - theirs[path]).norm() / theirs[path].norm() < TOLERANCE, path
+    check_batch(executor, {"p": wrapped, None: base, "prompt": prompted}, "p")
 
 
 def test_the_loss_is_pefts(tmp_path: Path) -> None:
@@ -122,7 +105,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         ({"num_transformer_submodules": 2}, AdapterError, "num_transformer_submodules=2"),
         ({"num_layers": 0}, AdapterError, "num_layers=0"),
         ({"init_weights": "ones"}, AdapterError, "init_weights='ones'"),
-        ({"prefix_projection": True}, UnsupportedError, "prefix_projection=True"),
+        ({"prefix_projection": 1}, AdapterError, "prefix_projection=1"),
+        ({"encoder_hidden_size": 0}, AdapterError, "encoder_hidden_size=0"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
     ],
 )

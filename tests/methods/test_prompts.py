@@ -20,7 +20,7 @@ from pcg.runtime.executor import Executor
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
-from tests.methods.cases import CAUSAL, wrap
+from tests.methods.cases import CAUSAL, check_batch, wrap
 
 TOKENS = 5
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": TOKENS}
@@ -47,23 +47,7 @@ def embeddings(wrapped: Any) -> torch.nn.Parameter:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
     base, wrapped, executor = pair(name, tmp_path, 3)
-    sequences, names = prompts((9, 4, 7, 1)), ["p", None, "lora", "p"]
-    models = [wrapped, base, base, wrapped]
-    found = executor.logits(sequences, names)
-    for logits, sequence, model in zip(found, sequences, models, strict=True):
-        assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
-    done = executor.generate(sequences, names, max_new_tokens=12, ignore_eos=True)
-    expected = [oracle.greedy(m, s, 12) for m, s in zip(models, sequences, strict=True)]
-    assert [list(completion.token_ids) for completion in done] == expected
-    runner = executor.training_runner("p")
-    examples = [Example(s, s) for s in sequences]
-    runner.forward_backward(examples, runner.count_targets(examples))
-    wrapped.zero_grad()
-    oracle.loss_and_gradients(wrapped, sequences)
-    theirs = embeddings(wrapped).grad
-    ((path, ours),) = runner.parameters.items()
-    assert path == "prompt_embeddings"
-    assert (ours.grad - theirs).norm() / theirs.norm() < TOLERANCE
+    check_batch(executor, {"p": wrapped, None: base, "lora": base}, "p")
 
 
 def test_the_first_token_is_learned_as_peft_learns_it(tmp_path: Path) -> None:
@@ -159,17 +143,6 @@ def test_virtual_tokens_take_positions() -> None:
     assert len(short[0].token_ids) == 1
     with pytest.raises(DataError, match=r"data\[0\] has 60 tokens, .* 5 virtual .*max_length=59"):
         executor.finetune([Example(sequence, sequence)], "p", progress=False)
-
-
-def test_p_tuning_is_served_and_not_trained(tmp_path: Path) -> None:
-    base = oracle.random_model(BY_NAME["llama3"].config(2))
-    wrapped = wrap(base, peft.PromptEncoderConfig(num_virtual_tokens=3, **CAUSAL))
-    wrapped.save_pretrained(tmp_path)
-    executor = compiler.compile(base, {"p": str(tmp_path)})
-    with pytest.raises(UnsupportedError, match="'p' cannot be trained: P-tuning is trained"):
-        executor.training_runner("p")
-    with pytest.raises(UnsupportedError, match="P-tuning is trained through its encoder"):
-        executor.add_adapter("new", {"peft_type": "P_TUNING", "num_virtual_tokens": 3})
 
 
 @pytest.mark.parametrize("init", ["SAMPLE_VOCAB", "TEXT"])

@@ -302,10 +302,6 @@ def test_config_fields_are_those_of_the_installed_peft() -> None:
         ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3", "r": 8}, "r=8, a field it does not know"),
         ({"peft_type": "OFT"}, "peft_type=OFT"),
-        (
-            {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2, "prefix_projection": True},
-            "prefix_projection=True",
-        ),
         ({"task_type": "SEQ_CLS"}, "task_type=SEQ_CLS"),
     ],
 )
@@ -318,11 +314,7 @@ def test_features_of_config_objects_refused_by_name() -> None:
     for config, name in [
         (peft.LoraConfig(use_qalora=True), "QA-LoRA"),
         (peft.OFTConfig(), "OFT"),
-        (
-            peft.PrefixTuningConfig(num_virtual_tokens=2, prefix_projection=True),
-            "prefix_projection",
-        ),
-        (peft.AdaLoraConfig(total_step=10), "ADALORA"),
+        (peft.LoHaConfig(), "LOHA"),
     ]:
         with pytest.raises(UnsupportedError, match=name):
             recipe_from(config)
@@ -359,8 +351,8 @@ def test_saved_initialisations() -> None:
 def test_not_configurations(config: object, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         recipe_from(config)
-    with pytest.raises(UnsupportedError, match="'adalora'"):
-        recipe_from("adalora")
+    with pytest.raises(UnsupportedError, match="'loha'"):
+        recipe_from("loha")
 
 
 # ------------------------------------------------------------------------------------ damaged files

@@ -132,6 +132,17 @@ def vera_up_backward(
     return product @ lambda_d.weight, lambda_b.weight @ product
 
 
+def singular_down(a: Any, e: Any) -> Tensor:
+    """E ⊙ A, [r, in]."""
+    scaled: Tensor = a.weight * e.weight
+    return scaled
+
+
+def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Tensor]:
+    """dA [r, in] and dE [r, 1] of singular_down."""
+    return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
+
+
 class MadeWeight(NamedTuple):
     """A weight that the program made of an adapter's parameters, as functions take an adapter's."""
 

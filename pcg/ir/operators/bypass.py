@@ -216,6 +216,43 @@ class VeraUpBackward(Operator):
         return f"K.vera_up_backward({', '.join(inputs)})"
 
 
+class SingularDown(Operator):
+    """AdaLoRA's A with its singular values: `A: [r, in]`, `E: [r, 1]` give E ⊙ A, `[r, in]`."""
+
+    name = "singular_down"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        a, e = types
+        if len(a.dims) != 2 or e.shape != (a.shape[0], 1):
+            raise TypeCheckError(f"singular_down of {a} by {e}; expected [{a.shape[0]}, 1]")
+        return (a,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.singular_down({', '.join(inputs)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        inputs = [context.input(i) for i in range(2)]
+        return [*context.add_many("singular_down_backward", context.incoming, *inputs)]
+
+
+class SingularDownBackward(Operator):
+    """dA = E ⊙ dA', and dE, the rows' sums of A ⊙ dA'."""
+
+    name = "singular_down_backward"
+    inputs = (3, 3)
+    suffixes = ("e",)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        gradient, a, e = types
+        if SingularDown().infer((a, e), {})[0].shape != gradient.shape:
+            raise TypeCheckError(f"gradient {gradient} does not fit {a} and {e}")
+        return a, e
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.singular_down_backward({', '.join(inputs)})"
+
+
 class Activate(Operator):
     """h = σ(s + scale · d) in a bottleneck: `s: [T, size]`, `d: [size]`; `function` names σ."""
 
@@ -263,6 +300,8 @@ OPERATORS: tuple[Operator, ...] = (
     Dropout(),
     Inner(),
     Scale(),
+    SingularDown(),
+    SingularDownBackward(),
     VeraDown(),
     VeraUp(),
     VeraUpBackward(),
