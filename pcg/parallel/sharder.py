@@ -16,6 +16,7 @@ times over.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import sympy
@@ -252,9 +253,7 @@ class _Sharder:
             if parameter.role != "adapter" and layout == REPLICATED:
                 type_ = parameter.type
             value = Value(name, type_)
-            versions[layout] = self.builder.parameter(
-                Parameter(value, parameter.role, parameter.source, parameter.transposed)
-            )
+            versions[layout] = self.builder.parameter(replace(parameter, value=value))
         return versions[layout]
 
     def _refusal(self, node: Node, types: Sequence[TensorType]) -> str:
