@@ -7,13 +7,15 @@ depend on adapters; bypass networks are sharded under it (dependent parallelizat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import REPLICATED, Layout
+from pcg.ir.layouts import Layout
 from pcg.ir.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan
+from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.layer_costs import ByteCosts
+from pcg.parallel.planner import Costs, Fixed, plan
+from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.localize import localize
 from pcg.passes.repeat_heads import repeat_heads
@@ -33,56 +35,41 @@ class Sharded:
     local: ModelGraph
 
 
-def parallelize(model: ModelGraph, base: ModelGraph, degree: int) -> Sharded:
+def parallelize(
+    model: ModelGraph, base: ModelGraph, degree: int, costs: Costs | None = None
+) -> Sharded:
     """A model over so many ranks.
 
     Args:
         model: with bypass networks attached, or without.
         base: the same without.
         degree: number of ranks, at least 2.
+        costs: by which bypass networks are parallelized; bytes between ranks by default.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
     """
-    blocks = tuple(
-        _layer(block, plain, degree) for block, plain in zip(model.blocks, base.blocks, strict=True)
-    )
-    prologue = shard(model.prologue, degree, _vocabulary(model, base, degree, prologue=True))
-    epilogue = shard(model.epilogue, degree, _vocabulary(model, base, degree, prologue=False))
-    typed = dataclasses.replace(model, prologue=prologue, blocks=blocks, epilogue=epilogue)
+    costs = costs or ByteCosts(degree)
+    searches = [
+        search_layer(block, plain, degree, costs)
+        for block, plain in zip(model.blocks, base.blocks, strict=True)
+    ]
+    blocks = tuple(shard(search.graph, degree, search.plan()) for search in searches)
+    ends = []
+    for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
+        layouts = _vocabulary(model, base, degree, prologue=is_first)
+        ends.append(shard(graph, degree, plan(graph, degree, ByteCosts(degree), Fixed(layouts))))
+    typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     return Sharded(typed, typed.map(lambda graph: localize(graph, degree)))
 
 
-def _layer(block: Graph, plain: Graph, degree: int) -> Graph:
-    plan = base_plan(split(plain), degree)
+def search_layer(block: Graph, plain: Graph, degree: int, costs: Costs) -> Search:
+    """The search for a layer's bypass networks, under the plan of the base's own layer."""
+    layouts = base_plan(split(plain), degree)
+    base = repeat_heads(split(plain), degree)
+    choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
     whole = repeat_heads(split(block), degree)
-    return shard(whole, degree, {**plan, **_bypass_plan(whole, plan)})
-
-
-def _bypass_plan(graph: Graph, plan: Mapping[str, Layout]) -> dict[str, Layout]:
-    """LoRA without a word between ranks: partitioned as the base's weight, replicated beside it.
-
-    Under a column-parallel product B has its rows and A is a copy, under a row-parallel one A has
-    its columns and B is a copy; only the copies' gradients are summed, once an optimizer step.
-    """
-    found: dict[str, Layout] = {}
-    for node in graph.nodes:
-        if node.op == "shrink":
-            for reader in graph.consumers[node.name]:
-                weight = _base_weight(graph, reader.inputs[0])
-                layout = plan.get(weight or "")
-                if layout == ROW:
-                    found |= {node.inputs[1]: ROW, reader.inputs[2]: REPLICATED}
-                elif layout is not None:
-                    found |= {node.inputs[1]: REPLICATED, reader.inputs[2]: layout}
-    return found
-
-
-def _base_weight(graph: Graph, name: str) -> str | None:
-    """The weight of the product that a bypass network stands beside."""
-    node = graph.producers.get(name)
-    while node is not None and node.op != "linear":
-        node = graph.producers.get(node.inputs[0])
-    return None if node is None else node.inputs[1]
+    rules = {name: choice.rule for name, choice in choices.items()}
+    return Search(whole, degree, costs, layouts, rules)
 
 
 def _vocabulary(

@@ -153,6 +153,7 @@ def is_right(case: Case, rule: Sharding, degree: int) -> bool:
 
 
 def rules_of(case: Case, degree: int) -> Iterator[Sharding]:
+    """Rules by which all ranks run the operator itself; tests/parallel has the others."""
     graph = forward_graph(case, "f64")
     (node,) = graph.nodes
     types = tuple(graph.types[name] for name in node.inputs)
@@ -161,7 +162,7 @@ def rules_of(case: Case, degree: int) -> Iterator[Sharding]:
             *zip(rule.inputs, types, strict=True),
             *zip(rule.outputs, (value.type for value in node.outputs), strict=True),
         ]
-        if all(layout.fits(type_, degree) for layout, type_ in pairs):
+        if not rule.op and all(layout.fits(type_, degree) for layout, type_ in pairs):
             yield rule
 
 

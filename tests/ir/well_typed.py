@@ -227,8 +227,8 @@ def shrink(make: Maker, op: str) -> Sequence[str]:
 
 def expand_add(make: Maker, op: str) -> Sequence[str]:
     y, (rank,) = make.matrix(), make.sizes(1)
-    s, weight = make.of("f32", TOKENS, rank), make.of("f32", make.type(y).shape[-1], rank)
-    return make.add(op, y, s, weight)
+    s, out = make.of("f32", TOKENS, rank), make.type(y).shape[-1]
+    return make.add(op, y, s, make.of("f32", 1 if op == "expand_add_part" else out, rank))
 
 
 def linear_group(make: Maker, op: str) -> Sequence[str]:
@@ -522,7 +522,7 @@ RECIPES: dict[str, Recipe] = {
     "embedding": embedding,
     "embedding_part": embedding,
     "expand": expand,
-    "expand_add": expand_add,
+    **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "experts": experts,
     "inner": inner,
     "linear": linear,

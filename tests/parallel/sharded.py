@@ -10,6 +10,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.layouts import Layout, State
 from pcg.ir.verifier import verify
+from pcg.parallel.planner import Plan
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.localize import localize
@@ -51,8 +52,9 @@ def run(
         batch.ranks = ranks  # type: ignore[attr-defined]
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     found = prune(differentiate(graph, carried), carried)
-    outputs = evaluate(graph, values, batch)
-    kept = evaluate(graph.replace(outputs=found.needed), values, batch)
+    count = len(graph.outputs)
+    results = evaluate(graph.replace(outputs=(*graph.outputs, *found.needed)), values, batch)
+    outputs, kept = results[:count], results[count:]
     upstream = {
         f"d_{name}": torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
         for name, out in zip(graph.outputs, outputs, strict=True)
@@ -63,18 +65,25 @@ def run(
     return list(outputs), dict(zip(names, gradients, strict=True))
 
 
-def errors(graph: Graph, degree: int, layouts: Mapping[str, Layout]) -> dict[str, float]:
-    """Relative errors of outputs and gradients on ranks, by name."""
+def errors(
+    graph: Graph, degree: int, plan: Plan, sent: dict[str, int] | None = None
+) -> dict[str, float]:
+    """Relative errors of outputs and gradients on ranks, by name.
+
+    Into `sent` goes what rank 0 sends, by kind of collective.
+    """
     values = random_values(graph, sum(LENGTHS))
     outputs, gradients = run(graph, values)
-    typed = shard(graph, degree, layouts)
-    local = localize(typed, degree)
+    local = localize(shard(graph, degree, plan), degree)
     verify(local)
 
     def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
         own = {value.name: values[value.name] for value in local.inputs}
         own |= {p.name: held(values[_of(p, graph)], p.part, ranks) for p in local.parameters}
-        return run(local, own, ranks)
+        result = run(local, own, ranks)
+        if sent is not None and ranks.rank == 0:
+            sent.update(ranks.moved_bytes)
+        return result
 
     found = run_ranks(degree, on_rank)
     result = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pcg.codegen.kernels.bypass_ops import MadeWeight
 
 
 class Ranks(Protocol):
@@ -38,8 +40,10 @@ def all_reduce(x: Tensor, batch: Spread) -> Tensor:
     return batch.ranks.all_reduce(x)
 
 
-def all_gather(x: Tensor, dim: int, batch: Spread) -> Tensor:
-    """The ranks' parts joined along a dim."""
+def all_gather(x: Any, dim: int, batch: Spread) -> Any:
+    """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
+    if not isinstance(x, Tensor):
+        return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
     return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
 
 
@@ -52,8 +56,10 @@ def placed_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
     return whole
 
 
-def own_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
-    """The rank's part of a dim."""
+def own_part(x: Any, dim: int, batch: Spread) -> Any:
+    """The rank's part of a dim of a tensor, or of one adapter's weight."""
+    if not isinstance(x, Tensor):
+        return MadeWeight(own_part(x.weight, dim, batch), x.scale)
     size = x.shape[dim] // batch.ranks.size
     return x.narrow(dim, batch.ranks.rank * size, size)
 

@@ -353,6 +353,16 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     return y
 
 
+def expand_add_part(y: Tensor, s: Any, b: Any, batch: Any) -> Tensor:
+    """y + scale · s Bᵀ in the rank's own columns, those of its rows of B: [T, out]."""
+    if s is None or b is None:
+        return y
+    own = expand_add(own_part(y, -1, batch).contiguous(), s, b)
+    z = y.clone()
+    own_part(z, -1, batch).copy_(own)
+    return z
+
+
 def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
     """Each segment's rows times its own matrix: [T, k] by [n, k, m] to [T, m]."""
     count = len(segments.sizes)

@@ -11,9 +11,9 @@ from pcg.ir.operators import (
     elementwise,
     linear,
     model,
+    parts,
     shape,
     virtual,
-    vocabulary,
 )
 from pcg.ir.operators.operator import Gradient, Operator
 
@@ -26,9 +26,9 @@ OPERATORS: dict[str, Operator] = {
             *elementwise.OPERATORS,
             *linear.OPERATORS,
             *model.OPERATORS,
+            *parts.OPERATORS,
             *shape.OPERATORS,
             *virtual.OPERATORS,
-            *vocabulary.OPERATORS,
         ),
         key=lambda entry: entry.name,
     )

@@ -27,8 +27,12 @@ from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 
 
 class Transition(Operator):
-    """The same tensor, held otherwise; it has no shardings of its own."""
+    """The same tensor, held otherwise; it has no shardings of its own.
 
+    A graph with layouts does not run; the ranks' own, where it is a collective, do.
+    """
+
+    executable = False
     before: ClassVar[Layout | None] = WHOLE
     after: ClassVar[Layout | None] = WHOLE
     """Layouts; None for parts of the dim that the attribute `dim` names."""
@@ -43,6 +47,7 @@ class Replicate(Transition):
     """x, of which each rank has a part of the gradient from here on."""
 
     name = "replicate"
+    executable = True
     is_view = True
     after = REPLICATED
 

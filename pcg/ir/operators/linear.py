@@ -247,6 +247,9 @@ class ExpandAdd(Operator):
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
         yield sharding(PRE_REDUCE, *_CONTRACTED, PRE_REDUCE)
+        # Its own columns of a summand: what S-LoRA adds into the base's sum (§6).
+        rows = (PRE_REDUCE, REPLICATED, partitioned(-2))
+        yield Sharding(rows, (PRE_REDUCE,), "expand_add_part")
 
     def gradient(self, context: Gradient) -> list[str | None]:
         ds = dweight = None
