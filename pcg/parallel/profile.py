@@ -168,7 +168,7 @@ def fitted_link(exchanges: Sequence[Exchange], backend: str) -> Link:
     a, b = (sum(r[i] for r in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
     latency, per_byte = 0.0, 0.0
-    if determinant > 0:
+    if determinant > 1e-9 * aa * bb:  # of at least two sizes
         latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency <= 0 or per_byte <= 0:
         # The better of the two with one of them alone; their errors are the squares not explained.
