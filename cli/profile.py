@@ -17,14 +17,14 @@ from .console import count_text, err, out, print_json, table
 if TYPE_CHECKING:
     import torch
 
-    from pcg.parallel.profile import Profile
+    from pcg.parallel.profile import Exchange, Profile
 
 Output = Annotated[
     Path | None,
     typer.Option(
         "--output",
         "-o",
-        help="Profile to write; beside it, it is kept in the user's cache.",
+        help="Profile to write; it is kept in the user's cache, too.",
         show_default=False,
         metavar="FILE",
     ),
@@ -61,7 +61,6 @@ def profile_command(
     """
     import torch
 
-    from pcg.parallel.profile import Profile
     from pcg.parallel.profiler import device_name
 
     where = _device(device)
@@ -69,17 +68,18 @@ def profile_command(
     name = device_name(where)
     parts = (name, base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
     kept = _cache() / f"{_slug(*parts, torch.__version__)}.json"
-    is_cached = kept.is_file() and not fresh
-    profile = Profile.load(kept) if is_cached else _measure(where, base_dtype, tp, quick)
-    for path in (kept, output):
-        if path is not None and not (is_cached and path == kept):
-            profile.save(path)
+    found = None if fresh else _cached(kept)
+    profile = _measure(where, base_dtype, tp, quick) if found is None else found
+    if found is None:
+        profile.save(kept)
+    if output is not None:
+        profile.save(output)
     written = kept if output is None else output
     if json:
-        print_json({**_summary(profile), "path": str(written), "cached": is_cached})
+        print_json({**_summary(profile), "path": str(written), "cached": found is not None})
     else:
         _print(profile)
-        source = " (measured before; --fresh measures again)" if is_cached else ""
+        source = " (measured before; --fresh measures again)" if found else ""
         out().print(f"\n{written}{source}", soft_wrap=True)
 
 
@@ -120,6 +120,17 @@ def _cache() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "pcg" / "profiles"
 
 
+def _cached(path: Path) -> Profile | None:
+    """The profile in the cache; None where there is none that can be read."""
+    from pcg.errors import CostModelError
+    from pcg.parallel.profile import Profile
+
+    try:
+        return Profile.load(path) if path.is_file() else None
+    except CostModelError:
+        return None
+
+
 def _slug(*parts: str) -> str:
     return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
 
@@ -132,7 +143,8 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> Profile:
     from pcg.parallel.profiler import device_name, measured
 
     versions = {"pcg": __version__, "torch": torch.__version__}
-    exchanges, backend = (), ""
+    exchanges: tuple[Exchange, ...] = ()
+    backend = ""
     console = err()
     with console.status("measuring …") as status:
         if tp > 1:
@@ -181,7 +193,7 @@ def _summary(profile: Profile) -> dict[str, Any]:
 def _print(profile: Profile) -> None:
     found = _summary(profile)
     console = out()
-    heads = ("operator", "dtype", "points", "shortest µs", "best GFLOP/s", "best GB/s")
+    heads = ("operator", "dtype", "points", "µs", "GFLOP/s", "GB/s")
     rows = table(*heads, right=heads[2:])
     for row in found["operators"]:
         rows.add_row(
@@ -194,13 +206,15 @@ def _print(profile: Profile) -> None:
         )
     console.print(rows)
     if found["links"]:
-        heads = ("collective", "α µs", "β GB/s")
-        rows = table(*heads, right=heads[1:])
+        rows = table("collective", "α µs", "β GB/s", right=("α µs", "β GB/s"))
         for kind, link in found["links"].items():
-            rows.add_row(kind, f"{link['latency_s'] * 1e6:,.1f}", f"{link['bytes_per_s'] / 1e9:,.2f}")
+            rows.add_row(
+                kind, f"{link['latency_s'] * 1e6:,.1f}", f"{link['bytes_per_s'] / 1e9:,.2f}"
+            )
         console.print()
         console.print(rows)
     ranks = f", {found['backend']} over {found['tp']} ranks" if found["links"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     points = count_text(len(profile.points), "point")
-    console.print(f"\n{points} of {found['device']}{ranks}; {versions}", soft_wrap=True)
+    console.print("\nµs of the shortest call, and the best rates", style="dim")
+    console.print(f"{points} of {found['device']}{ranks}; {versions}", soft_wrap=True)

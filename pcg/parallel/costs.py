@@ -20,7 +20,7 @@ from pcg.errors import CostModelError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators.operator import Attributes, Types
 from pcg.parallel.devices import ASSUMED, CPU, DEVICES, Achieved, DeviceSheet, Link
-from pcg.parallel.work import Work, is_free, work_of
+from pcg.parallel.work import Work, is_free, parts_of, work_of
 
 SHEETS: Mapping[str, DeviceSheet] = {
     **{name: device.sheet for name, device in DEVICES.items() if device.sheet is not None},
@@ -36,13 +36,12 @@ class CostModel(ABC):
     """Seconds of operators and collectives on one kind of device.
 
     Attributes:
-        name: of the device or the profile.
+        name: of the device.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._known: dict[_Key, float] = {}
+    name: str
 
+    @abstractmethod
     def operator_seconds(
         self,
         op: str,
@@ -64,30 +63,10 @@ class CostModel(ABC):
         Raises:
             CostModelError: no cost is known.
         """
-        key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
-        seconds = self._known.get(key)
-        if seconds is None:
-            seconds = 0.0 if is_free(op) else self._operator(*key[:3], attributes, tokens, context)
-            self._known[key] = seconds
-        return seconds
-
-    def _operator(
-        self,
-        op: str,
-        inputs: Types,
-        outputs: Types,
-        attributes: Attributes,
-        tokens: int,
-        context: int,
-    ) -> float:
-        return self._work_seconds(work_of(op, inputs, outputs, attributes, tokens, context))
 
     @abstractmethod
-    def _work_seconds(self, work: Work) -> float:
-        """Seconds of a call that moves bytes."""
-
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Seconds of a collective over a ring; 0 of one rank.
+        """Seconds of a collective; 0 of one rank.
 
         Args:
             kind: all_reduce or all_gather.
@@ -96,6 +75,35 @@ class CostModel(ABC):
         Raises:
             CostModelError: no link is known, or no such collective.
         """
+
+
+class WorkModel(CostModel):
+    """Operators cost what their work does, looked up if asked for before; collectives are rings."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._known: dict[_Key, float] = {}
+
+    def operator_seconds(
+        self,
+        op: str,
+        inputs: Types,
+        outputs: Types,
+        attributes: Attributes,
+        tokens: int,
+        context: int,
+    ) -> float:
+        key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = 0.0
+            if not is_free(op):
+                for part in parts_of(op, inputs, outputs, attributes):
+                    seconds += self._part_seconds(work_of(*part, tokens, context))
+            self._known[key] = seconds
+        return seconds
+
+    def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
         if kind not in _ROUNDS:
             raise CostModelError(f"no cost is known of {kind!r}; of {', '.join(_ROUNDS)} there is")
         if degree < 1 or size_bytes < 0:
@@ -103,6 +111,10 @@ class CostModel(ABC):
         if degree == 1:
             return 0.0
         return ring_seconds(kind, size_bytes, degree, self._link(kind, degree))
+
+    @abstractmethod
+    def _part_seconds(self, work: Work) -> float:
+        """Seconds of a call that moves bytes."""
 
     @abstractmethod
     def _link(self, kind: str, degree: int) -> Link:
@@ -137,7 +149,7 @@ def roofline_seconds(work: Work, sheet: DeviceSheet, achieved: Achieved, name: s
     return max(by_flops, by_bytes) + sheet.launch_s
 
 
-class SheetModel(CostModel):
+class SheetModel(WorkModel):
     """The roofline of a device's sheet.
 
     Args:
@@ -164,7 +176,7 @@ class SheetModel(CostModel):
             known = ", ".join(sheet.links)
             raise CostModelError(f"{name} has no link {link!r}; it has {known}")
 
-    def _work_seconds(self, work: Work) -> float:
+    def _part_seconds(self, work: Work) -> float:
         return roofline_seconds(work, self.sheet, self.achieved, self.name)
 
     def _link(self, kind: str, degree: int) -> Link:

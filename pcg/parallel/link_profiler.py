@@ -1,4 +1,4 @@
-"""Measure collectives between ranks of this machine: NCCL between GPUs, else gloo on the loopback."""
+"""Measure collectives between ranks of one machine: NCCL on GPUs, else gloo on the loopback."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from pcg.errors import CostModelError
 from pcg.parallel.profile import Exchange
@@ -43,7 +45,7 @@ def measured_exchanges(
     backend = "nccl" if on_gpus else "gloo"
     with tempfile.TemporaryDirectory() as directory:
         arguments = (degree, backend, directory, QUICK_SIZES if quick else SIZES)
-        torch.multiprocessing.spawn(_rank, arguments, nprocs=degree)  # type: ignore[no-untyped-call]
+        spawn(_rank, arguments, nprocs=degree)
         rows: list[dict[str, Any]] = json.loads((Path(directory) / "found").read_text())
     return tuple(Exchange(**row) for row in rows), backend
 
@@ -63,17 +65,20 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
             part = torch.ones(-(-size // (4 * degree)), device=device)
             whole = part.repeat(degree)
             size_bytes = 4 * whole.numel()
-            parts = list(whole.chunk(degree))
-            calls: dict[str, Callable[[], Any]] = {
-                "all_gather": lambda parts=parts, part=part: dist.all_gather(parts, part),
-                "all_reduce": lambda whole=whole: dist.all_reduce(whole, dist.ReduceOp.MAX),
-            }
-            for kind, call in calls.items():
+            for kind, call in _calls(part, whole, degree).items():
                 found.append(Exchange(kind, size_bytes, degree, _seconds(call, device)))
         if rank == 0:
             (Path(directory) / "found").write_text(json.dumps([asdict(one) for one in found]))
     finally:
         dist.destroy_process_group()
+
+
+def _calls(part: Tensor, whole: Tensor, degree: int) -> dict[str, Callable[[], Any]]:
+    parts = list(whole.chunk(degree))
+    return {
+        "all_gather": lambda: dist.all_gather(parts, part),
+        "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+    }
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

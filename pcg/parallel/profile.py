@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import CostModelError
-from pcg.ir.operators.operator import Attributes, Types
-from pcg.parallel.costs import CostModel, ring_seconds, roofline_seconds
+from pcg.parallel.costs import WorkModel, ring_seconds, roofline_seconds
 from pcg.parallel.devices import Achieved, DeviceSheet, Link
-from pcg.parallel.work import Work, parts_of
+from pcg.parallel.work import Work
 
 FORMAT = 1
 """Of the file; another one is refused."""
@@ -148,7 +147,7 @@ class Profile:
             rows = [dict(row) for row in found["points"]]
             points = tuple(Point(seconds=row.pop("seconds"), work=Work(**row)) for row in rows)
             exchanges = tuple(Exchange(**row) for row in found["exchanges"])
-            if not points or min(e.seconds for e in (*points, *exchanges)) <= 0:
+            if not points or min([p.seconds for p in points] + [e.seconds for e in exchanges]) <= 0:
                 raise ValueError("no points, or one of no time")
             return cls(found["device"], found["versions"], points, exchanges, found["backend"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -178,7 +177,7 @@ def fitted_link(exchanges: Sequence[Exchange], backend: str) -> Link:
     return Link(latency, speed, f"measured over {backend}", is_measured=True)
 
 
-class ProfileModel(CostModel):
+class ProfileModel(WorkModel):
     """Costs from a profile."""
 
     def __init__(self, profile: Profile) -> None:
@@ -191,21 +190,7 @@ class ProfileModel(CostModel):
             where = (point.work.kernel, point.work.dtype)
             self._near.setdefault(where, []).append((_place(point.work), slowness))
 
-    def _operator(
-        self,
-        op: str,
-        inputs: Types,
-        outputs: Types,
-        attributes: Attributes,
-        tokens: int,
-        context: int,
-    ) -> float:
-        parts = parts_of(op, inputs, outputs, attributes)
-        if parts:
-            return sum(self.operator_seconds(*part, {}, tokens, context) for part in parts)
-        return super()._operator(op, inputs, outputs, attributes, tokens, context)
-
-    def _work_seconds(self, work: Work) -> float:
+    def _part_seconds(self, work: Work) -> float:
         exact = self._exact.get(_exactly(work))
         if exact is not None:
             return exact

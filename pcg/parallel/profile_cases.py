@@ -78,7 +78,7 @@ def _flat(dtype: str, width: int) -> TensorType:
 
 def _elementwise(width: int, dtype: str) -> Iterator[Case]:
     x = _flat(dtype, width)
-    for op in "cos exp neg relu rsqrt sigmoid silu sin sqrt tanh".split():
+    for op in ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh"):
         yield Case(op, (x,), {})
     for op in ("add", "sub", "mul", "div"):
         yield Case(op, (x, x), {})
@@ -138,9 +138,13 @@ def _heads(width: int, dtype: str) -> Iterator[Case]:
         for op in ("rope", "rope_backward"):
             yield Case(op, (q, angles, angles), {"rotary_dim": HEAD_SIZE, "style": style})
     kinds: list[dict[str, Attribute]] = [
-        *({"softcap": cap, "window": window} for cap in (0.0, 30.0) for window in (0, 64)),
+        {"softcap": 0.0, "window": 0},
+        {"softcap": 0.0, "window": 64},
+        {"softcap": 30.0, "window": 0},
+        {"softcap": 30.0, "window": 64},
         {"alibi": True, "softcap": 0.0, "window": 0},
-        *({"sinks": True, "softcap": 0.0, "window": window} for window in (0, 64)),
+        {"sinks": True, "softcap": 0.0, "window": 0},
+        {"sinks": True, "softcap": 0.0, "window": 64},
     ]
     for kind in kinds:
         attributes = {"scale": 0.125, **kind}

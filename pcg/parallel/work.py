@@ -1,4 +1,4 @@
-"""What an operator does on one rank, in numbers: operations, bytes, and the shapes that they are of.
+"""What an operator does on one rank, in numbers: operations, bytes, and its shapes.
 
 The operator table has the formulas (`flops`, `moved_bytes`). They are turned into functions of the
 tokens and the context once for an operator's types, so that a search can ask at any sizes.
@@ -6,7 +6,7 @@ tokens and the context once for an operator's types, so that a search can ask at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -125,23 +125,19 @@ def is_free(op: str) -> bool:
 
 def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
-) -> list[tuple[str, Types, Types]]:
-    """The operators that a fused one stands for, with their types; none of any other."""
+) -> Iterator[tuple[str, Types, Types, Attributes]]:
+    """The operator itself; of a fused `lora_linear` the products that it stands for."""
     if op != LoraLinear.name:
-        return []
-    count, bias = int(str(attributes["count"])), bool(attributes["bias"])
-    bases = 2 * count if bias else count
-    x, parts = inputs[0], []
-    for i in range(count):
-        base = (x, *inputs[1 + i : 1 + bases : count])
-        a, b = inputs[1 + bases + i], inputs[1 + bases + count + i]
+        yield op, inputs, outputs, attributes
+        return
+    count, x = len(outputs), inputs[0]
+    bases = 1 + (2 * count if attributes["bias"] else count)
+    for i, out in enumerate(outputs):
+        a, b = inputs[bases + i], inputs[bases + count + i]
         (s,) = Shrink().infer((x, a), {})
-        parts += [
-            (Linear.name, base, outputs[i : i + 1]),
-            (Shrink.name, (x, a), (s,)),
-            (ExpandAdd.name, (outputs[i], s, b), outputs[i : i + 1]),
-        ]
-    return parts
+        yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
+        yield Shrink.name, (x, a), (s,), {}
+        yield ExpandAdd.name, (out, s, b), (out,), {}
 
 
 def _entry(op: str) -> Operator:
