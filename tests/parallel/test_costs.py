@@ -266,7 +266,7 @@ def costs_of(model: CostModel, tokens: int, context: int) -> Iterator[float]:
 
 def test_all_that_a_rank_runs_has_a_cost_on_a_sheet() -> None:
     found = list(costs_of(cost_model("A100-80"), 64, 32))
-    assert len(found) > 500
+    assert len(found) > 400
     assert all(math.isfinite(cost) and cost >= 0 for cost in found)
 
 
