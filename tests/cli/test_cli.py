@@ -108,7 +108,9 @@ def test_version() -> None:
     assert output_of("--version") == f"pcg {pcg.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["compile", "doctor", "explain", "finetune", "models", "run"])
+@pytest.mark.parametrize(
+    "command", ["compile", "doctor", "explain", "finetune", "models", "profile", "run"]
+)
 def test_every_help_has_an_example(command: str) -> None:
     help_text = output_of(command, "--help")
     assert f"pcg {command}" in help_text[help_text.index("Example:") :]

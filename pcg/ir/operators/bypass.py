@@ -194,6 +194,10 @@ class VeraUp(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.vera_up({', '.join(inputs)})"
 
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in inputs[1:]))
+        return vectors + 2 * outputs[0].size_bytes  # of the shared matrix the site's rows
+
     def gradient(self, context: Gradient) -> list[str | None]:
         inputs = [context.input(i) for i in range(3)]
         return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
@@ -214,6 +218,10 @@ class VeraUpBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.vera_up_backward({', '.join(inputs)})"
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
+        return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
 
 
 class SingularDown(Operator):

@@ -138,6 +138,9 @@ class OwnPart(Operator):
         sizes[dim] = size // degree
         return (types[0].with_shape(tuple(sizes)),)
 
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return sympy.Integer(0)  # PyTorch gives a view
+
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.own_part({inputs[0]}, {attributes['dim']}, batch)"
 
@@ -178,6 +181,9 @@ class PlacedPart(AllGather):
     name = "placed_part"
     is_product = False
     rounds = 0
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].size_bytes + outputs[0].size_bytes  # zeros, then the part over them
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.placed_part({inputs[0]}, {attributes['dim']}, batch)"

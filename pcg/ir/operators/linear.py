@@ -146,6 +146,9 @@ class LoraLinear(Operator):
         arguments = ", ".join(f"({', '.join(g)}{',' if len(g) == 1 else ''})" for g in groups)
         return f"K.lora_linear({inputs[0]}, {arguments})"
 
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype  # the base's product; LoRA's are small beside it
+
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
 

@@ -278,6 +278,12 @@ class Attention(Operator):
         keys = _mean_keys(attributes)
         return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
 
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(inputs[1:3])
+
 
 class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
@@ -304,6 +310,13 @@ class AttentionBackward(Operator):
         keys = _mean_keys(attributes)
         return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
 
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The gradients of cached keys and values are added to: read and written.
+        return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
+
 
 class Experts(Operator):
     """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
@@ -320,6 +333,15 @@ class Experts(Operator):
         gate_up, down = inputs[3], inputs[4]
         rows = inputs[1].elements
         return 2 * rows * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # At most as many experts as tokens choose are read.
+        share = sympy.Min(1, inputs[1].elements / inputs[3].shape[0])
+        tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:3], *outputs)))
+        return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[3:]))
 
 
 class TopK(Operator):
@@ -393,6 +415,15 @@ def _mean_keys(attributes: Attributes) -> sympy.Expr:
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
+
+
+def _cached_bytes(kv: Types) -> sympy.Expr:
+    """Bytes of keys and values that are read beside the tokens' own: the rest of one context.
+
+    As many tokens as a context has, or more, are whole sequences, and bring theirs along.
+    """
+    a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
+    return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 
 
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:

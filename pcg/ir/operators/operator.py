@@ -5,7 +5,7 @@ expression (`source`: what the torch emitter writes, and what the interpreter ev
 gradient as nodes of the backward graph (`gradient`: the values that it asks for are what backward
 needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), how the
 ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
-(`flops`).
+(`flops`, `moved_bytes`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sympy
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Node
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
-from pcg.ir.types import TOKENS, TensorType
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType
 
 Types = tuple[TensorType, ...]
 Attributes = Mapping[str, Attribute]
@@ -110,6 +110,20 @@ class Operator:
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         """Floating-point operations, a formula in `T`; elementwise unless overridden."""
         return sympy.Integer(0) if self.is_view else outputs[0].elements
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Bytes that a kernel reads and writes at least, a formula in `T`.
+
+        Each input and each output once, but for operators that touch a part; a view moves none.
+        """
+        if self.is_view:
+            return sympy.Integer(0)
+        return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
+
+    def compute_dtype(self, inputs: Types) -> str:
+        """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
+        floats = [type_.dtype for type_ in inputs if type_.is_float]
+        return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.

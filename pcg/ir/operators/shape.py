@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import cast
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned
 from pcg.ir.operators.operator import (
@@ -344,6 +346,9 @@ class Embedding(Operator):
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
         yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows asked for
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (1,)
