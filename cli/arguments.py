@@ -183,3 +183,14 @@ def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
     return dataclasses.replace(
         recipe, rank=rank, alpha=2 * rank if alpha is None else alpha, target_modules=modules
     )
+
+
+Costs = Annotated[
+    str | None,
+    typer.Option(
+        help="Device that adapters are parallelized for: a name, as H100, or a file of "
+        "pcg profile.",
+        show_default=False,
+        metavar="NAME|FILE",
+    ),
+]

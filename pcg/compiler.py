@@ -41,12 +41,13 @@ from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
+from pcg.parallel.layer_costs import DeviceCosts
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
-from pcg.passes.parallelize import parallelize
+from pcg.passes.parallelize import Sharded, parallelize, search_layer
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
@@ -60,7 +61,9 @@ from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
+    from pcg.parallel.costs import CostModel
     from pcg.parallel.devices import Device
+    from pcg.parallel.search import Search
     from pcg.passes.step_memory import Account, Asked
     from pcg.report import Report
     from pcg.runtime.executor import Executor
@@ -79,6 +82,7 @@ class Compilation:
         budget: what that may keep for backward.
         whole: trace every layer, not one of each kind.
         tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
+        costs: of the device and links that bypass networks are parallelized for.
     """
 
     name: str
@@ -89,11 +93,13 @@ class Compilation:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     whole: bool = False
     tp: int = 1
+    costs: CostModel | None = None
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
     training_model: ModelGraph | None = None
     local_base: ModelGraph | None = None
+    sharded: Sharded | None = None
     kinds: tuple[LayerKind, ...] = ()
     frontiers: Frontiers | None = None
     plan: MemoryPlan | None = None
@@ -101,6 +107,13 @@ class Compilation:
     training_epilogue: tuple[Graph, Graph, tuple[str, ...]] | None = None
     serving: Serving | None = None
     training: Training | None = None
+
+    def device_costs(self, trains: bool) -> DeviceCosts | None:
+        """What a step costs on the device; None where that is not known."""
+        if self.costs is None:
+            return None
+        tokens = self.budget.batch * self.budget.seq
+        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq, trains=trains)
 
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
@@ -146,12 +159,22 @@ def _parallelize(state: Compilation) -> Compilation:
     base = _made(state.base)
     if state.tp == 1:
         return dataclasses.replace(state, local_base=base)
-    local = [
-        None if model is None else parallelize(model, base, state.tp).local
-        for model in (base, state.serving_model, state.training_model)
-    ]
+
+    def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
+        if model is None:
+            return None
+        return parallelize(model, base, state.tp, state.device_costs(trains), trains)
+
+    serving, training = (
+        over_ranks(state.serving_model, False),
+        over_ranks(state.training_model, True),
+    )
     return dataclasses.replace(
-        state, local_base=local[0], serving_model=local[1], training_model=local[2]
+        state,
+        local_base=parallelize(base, base, state.tp).local,
+        serving_model=serving.local if serving else None,
+        training_model=training.local if training else None,
+        sharded=training or serving,
     )
 
 
@@ -518,6 +541,7 @@ def explain(
     peft: object = "lora",
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -533,19 +557,23 @@ def explain(
         peft: None, "lora" or another word of `pcg.ir.recipes.SHORTHANDS`, a configuration of
             peft's, or {name: one of these, or an adapter directory}.
         tp: tensor-parallel degree.
+        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; takes seconds.
+            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
+            change with tokens, rank, degree and link. Takes seconds.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
     options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
     options["find_region"] = find_region
-    return compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
+    found = compare(model, {"": peft}, tp=tp, costs=costs, gpus=gpus, **options)  # type: ignore[arg-type]
+    return found[""]
 
 
 def compare(
@@ -553,6 +581,7 @@ def compare(
     pefts: Mapping[str, object],
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -566,6 +595,7 @@ def compare(
         model: as for `explain`.
         pefts: by name, what `explain` takes as `peft`.
         tp: and all others: as for `explain`.
+        costs: the device that bypass networks are parallelized for.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype.
@@ -590,11 +620,20 @@ def compare(
         _dtype_name(dtype),
         budget=budget,
         tp=tp,
+        costs=_costs_of(costs, gpus) if tp > 1 else None,
     )
     folded = run_passes(state, last="fold")
     return {
         name: _explained(folded, found, devices, find_region) for name, found in recipes.items()
     }
+
+
+def _costs_of(costs: str | os.PathLike[str] | None, gpus: Sequence[str]) -> CostModel:
+    """The cost model asked for; else of the first GPU that has a sheet, else of an H100."""
+    from pcg.parallel.costs import SHEETS, cost_model
+
+    names = [name for name in gpus if name.upper() in map(str.upper, SHEETS)]
+    return cost_model(os.fspath(costs) if costs is not None else next(iter(names), "H100"))
 
 
 def _explained(
@@ -606,6 +645,7 @@ def _explained(
     """The report of a folded model and recipes."""
     from pcg.passes.account import account
     from pcg.passes.fit import fit
+    from pcg.passes.parallel_report import parallel_rows
     from pcg.passes.step_memory import Asked
 
     what = _account_of(folded, recipes)
@@ -613,6 +653,11 @@ def _explained(
     report = account(what, asked)
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)
+    if what.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(what.sharded, _made(folded.device_costs(trains=True)))
+        if find_region:
+            rows["regions"] = _parallel_regions(folded, recipes)
+        report = dataclasses.replace(report, parallel=rows)
     return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
 
 
@@ -649,6 +694,48 @@ def _with_regions(report: Report, folded: Compilation, what: Account, asked: Ask
     return dataclasses.replace(report, formulas=formulas, rank_region=ranks)
 
 
+def _parallel_regions(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> dict[str, list[dict[str, Any]]]:
+    """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
+    from pcg.parallel.costs import SheetModel
+    from pcg.passes.parallel_report import token_regions
+    from pcg.passes.rank_formulas import rank_of, with_rank
+
+    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        bypasses = _bypasses_of(state, then)
+        attached = run_passes(
+            dataclasses.replace(state, bypasses=bypasses), first="raise", last="attach"
+        )
+        pairs = zip(_made(attached.training_model).blocks, _made(attached.base).blocks, strict=True)
+        layers = list(pairs)
+
+        def searches_at(tokens: int) -> list[Search]:
+            costs = DeviceCosts(_made(state.costs), state.tp, tokens, state.budget.seq)
+            return [search_layer(block, plain, state.tp, costs) for block, plain in layers]
+
+        return token_regions(searches_at)
+
+    found = {"as asked": at(folded, recipes)}
+    rank = rank_of(recipes)
+    for other in (8, 64, 256):
+        if rank is not None and other != rank:
+            found[f"rank {other}"] = at(folded, with_rank(recipes, other))
+    for degree in (2, 4, 8):
+        if degree != folded.tp:
+            try:
+                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+            except ParallelError:
+                continue  # it does not divide the model
+    model = folded.costs
+    if isinstance(model, SheetModel):
+        for link in model.sheet.links:
+            if link != model.link_name:
+                costs = SheetModel(model.name, model.sheet, link, model.achieved)
+                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+    return found
+
+
 def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     """What a report of a folded model and recipes accounts for."""
     from pcg.passes.adapter_use import AdapterUse, adapter_use
@@ -682,7 +769,17 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
         _adapter_dtype(unraised.dtype),
         _made(folded.traced).attention,
         refusal,
+        attached.sharded,
     )
+
+
+def _bypasses_of(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> Callable[[ModelGraph], Bypasses]:
+    from pcg.passes.adapter_use import adapter_use
+
+    model_type = str(folded.config["model_type"])
+    return lambda base: adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype)).bypasses
 
 
 def make_executor(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
 
+from pcg.parallel.report_lines import parallel_lines, region_lines
+
 KINDS = (
     "weights",
     "adapters",
@@ -225,12 +227,15 @@ class Report:
         """
         if formulas:
             lines = [*self._heading(), "", *self._formulas(self.formulas), *self._region()]
+            lines += region_lines(self.parallel)
             return "\n".join(lines)
         parts = [self._heading(), self._memory()]
         if self.activations:
             parts.append(self._stages())
         if len(self.pareto) > 1:
             parts.append(self._budgets())
+        if self.parallel["bypass"]:
+            parts.append(parallel_lines(self.parallel, candidates=tensors))
         if tensors and self.saved:
             parts.append(self._tensors())
         parts += [self._fit(fit) for fit in self.fits]

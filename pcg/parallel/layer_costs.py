@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import sympy
 
@@ -15,30 +14,13 @@ from pcg.ir.operators.collective import FLOPS_PER_BYTE
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.operators.operator import Attributes, Gradient, Types
 from pcg.ir.types import TOKENS, TensorType
+from pcg.parallel.costs import CostModel
 
 CONTEXT_TOKENS = 1024
 """That a token attends to, where operations of attention are counted and no device is known."""
 
 OPEN_RANK = 16
 """That adapters have where programs serve any."""
-
-
-class CostModel(Protocol):
-    """Seconds on a device; see `pcg.parallel.costs`."""
-
-    def operator_seconds(
-        self,
-        op: str,
-        inputs: Types,
-        outputs: Types,
-        attributes: Attributes,
-        tokens: int,
-        context: int,
-    ) -> float:
-        """Of an operator on one rank's tensors."""
-
-    def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Of an `all_reduce` of so many bytes, or an `all_gather` to so many."""
 
 
 class ByteCosts:

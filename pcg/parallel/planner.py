@@ -344,7 +344,7 @@ class Planner:
         if wanted == PRE_REDUCE:
             return []  # a part among zeros is the part
         choices = [wanted]
-        if wanted in (WHOLE, REPLICATED):
+        if wanted in (WHOLE, REPLICATED) and name not in fixed.direct:
             choices += parts
         if only is not None:
             if only == wanted:

@@ -149,6 +149,8 @@ class Search:
         costs: what ranks pay.
         layouts: of the base's weights.
         base: ways of the base's nodes, by name.
+        gathers: whether weights may be gathered where they are read; those of a batch's many
+            adapters may not.
     """
 
     def __init__(
@@ -158,26 +160,33 @@ class Search:
         costs: Costs,
         layouts: Mapping[str, Layout],
         base: Mapping[str, Sharding],
+        gathers: bool = True,
     ) -> None:
         self.graph = graph
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
         self.planner = Planner(graph, degree, costs)
         self.sites = sites(graph, self.base)
+        weights = {name for site in self.sites for name in site.weights}
+        self._direct = frozenset() if gathers else frozenset(weights)
 
-    def plan(self, forced: Mapping[str, Layout] | None = None) -> Plan:
-        """The cheapest plan, with some adapters' weights in given layouts."""
-        return self.planner.plan(Fixed({**self.layouts, **(forced or {})}, self.base))
+    def plan(self) -> Plan:
+        """The cheapest plan."""
+        return self.planner.plan(Fixed(self.layouts, self.base, direct=self._direct))
 
     def find(self) -> Found:
         """The cheapest plan, and each site's candidates beside it."""
         best = self.plan()
         return Found(best, tuple(self._choices(best, site) for site in self.sites))
 
+    def candidate(self, plan: Plan, site: Site) -> Candidate:
+        """What a plan does at a site, with what that adds to the layer."""
+        moved = {name for node in site.nodes for name, _ in plan.choices[node].steps}
+        gathered = frozenset(name for name in site.weights if name in moved and plan.held[name].dim)
+        return self._candidate(plan, plan, site, gathered)
+
     def _choices(self, best: Plan, site: Site) -> SiteChoice:
-        moved = {name for node in site.nodes for name, _ in best.choices[node].steps}
-        gathered = frozenset(name for name in site.weights if name in moved and best.held[name].dim)
-        chosen = self._candidate(best, best, site, gathered)
+        chosen = self.candidate(best, site)
         found = {chosen.key: chosen}
         for held, gathers in self._ways(site, chosen):
             try:

@@ -14,7 +14,7 @@ from pcg.ir.layouts import Layout
 from pcg.ir.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN, base_plan
 from pcg.parallel.layer_costs import ByteCosts
-from pcg.parallel.planner import Costs, Fixed, plan
+from pcg.parallel.planner import Costs, Fixed, Plan, plan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.localize import localize
@@ -29,14 +29,22 @@ class Sharded:
     Attributes:
         typed: its graphs with layouts in their types and parallelization operators between.
         local: the graphs of one rank.
+        searches: of its blocks.
+        plans: of its blocks.
     """
 
     typed: ModelGraph
     local: ModelGraph
+    searches: tuple[Search, ...]
+    plans: tuple[Plan, ...]
 
 
 def parallelize(
-    model: ModelGraph, base: ModelGraph, degree: int, costs: Costs | None = None
+    model: ModelGraph,
+    base: ModelGraph,
+    degree: int,
+    costs: Costs | None = None,
+    trains: bool = True,
 ) -> Sharded:
     """A model over so many ranks.
 
@@ -45,31 +53,39 @@ def parallelize(
         base: the same without.
         degree: number of ranks, at least 2.
         costs: by which bypass networks are parallelized; bytes between ranks by default.
+        trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
     """
     costs = costs or ByteCosts(degree)
-    searches = [
-        search_layer(block, plain, degree, costs)
+    searches = tuple(
+        search_layer(block, plain, degree, costs, trains)
         for block, plain in zip(model.blocks, base.blocks, strict=True)
-    ]
-    blocks = tuple(shard(search.graph, degree, search.plan()) for search in searches)
+    )
+    plans = tuple(search.plan() for search in searches)
+    blocks = tuple(
+        shard(search.graph, degree, found) for search, found in zip(searches, plans, strict=True)
+    )
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
         layouts = _vocabulary(model, base, degree, prologue=is_first)
-        ends.append(shard(graph, degree, plan(graph, degree, ByteCosts(degree), Fixed(layouts))))
+        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts))
+        ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
-    return Sharded(typed, typed.map(lambda graph: localize(graph, degree)))
+    local = typed.map(lambda graph: localize(graph, degree))
+    return Sharded(typed, local, searches, plans)
 
 
-def search_layer(block: Graph, plain: Graph, degree: int, costs: Costs) -> Search:
+def search_layer(
+    block: Graph, plain: Graph, degree: int, costs: Costs, trains: bool = True
+) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
     layouts = base_plan(split(plain), degree)
     base = repeat_heads(split(plain), degree)
     choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
     whole = repeat_heads(split(block), degree)
     rules = {name: choice.rule for name, choice in choices.items()}
-    return Search(whole, degree, costs, layouts, rules)
+    return Search(whole, degree, costs, layouts, rules, trains)
 
 
 def _vocabulary(

@@ -23,6 +23,7 @@ from pcg.ir.recipes import Recipe
 from pcg.ir.types import DTYPE_BYTES
 from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.kept_memory import KeptMemory, kept_memory, transient
+from pcg.passes.parallelize import Sharded
 from pcg.passes.plan import Frontiers, MemoryPlan
 from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.passes.timeline import MomentSizes, timeline
@@ -86,6 +87,7 @@ class Account:
         adapter_dtype: of the adapters' parameters.
         attention: as `pcg.trace.Trace.attention`.
         refusal: why pcg cannot train the model; empty where it can.
+        sharded: the model over ranks; None for one rank.
     """
 
     unraised: ModelGraph
@@ -100,6 +102,7 @@ class Account:
     adapter_dtype: str
     attention: str
     refusal: str = ""
+    sharded: Sharded | None = None
 
 
 def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
