@@ -61,6 +61,8 @@ from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
+    import sympy
+
     from pcg.parallel.costs import CostModel
     from pcg.parallel.devices import Device
     from pcg.parallel.search import Search
@@ -662,36 +664,54 @@ def _explained(
 
 
 def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
-    """The report with formulas in the rank, and where its plan stays the optimum."""
+    """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
     from pcg.passes.account import formula_text
+    from pcg.passes.degree_formulas import in_degree
     from pcg.passes.plan import replanned
     from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
     from pcg.passes.region import MOST_RANK, MOST_TOKENS, region
     from pcg.passes.step_memory import step_formulas
 
     budget, plan, kinds = folded.budget, _made(what.plan), _made(what.frontiers).kinds
+    rank = rank_of(asked.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
         found = frontiers(_made(what.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
-    lengths = region(at_length, budget.seq, MOST_TOKENS)
-    report = dataclasses.replace(report, region=lengths)
-    rank = rank_of(asked.recipes)
-    if rank is None:
-        return report
-
-    def at_rank(other: int) -> Account:
-        return _account_of(folded, with_rank(asked.recipes, other))
-
-    def formulas_at(other: int) -> dict[str, Any]:
-        then = at_rank(other)
+    def formulas_of(state: Compilation, recipes: Mapping[str, Recipe]) -> dict[str, sympy.Expr]:
+        then = _account_of(state, recipes)
         then = dataclasses.replace(then, plan=replanned(plan, _made(then.frontiers)))
-        return step_formulas(then, asked)
+        return step_formulas(then, dataclasses.replace(asked, tp=state.tp))
 
-    formulas = {name: formula_text(f) for name, f in in_rank(formulas_at, rank).items()}
-    ranks = region(lambda other: _made(at_rank(other).plan), rank, MOST_RANK)
-    return dataclasses.replace(report, formulas=formulas, rank_region=ranks)
+    def at_degree(degree: int) -> dict[str, sympy.Expr] | None:
+        state = dataclasses.replace(folded, tp=degree)
+        try:
+            if rank is None:
+                return formulas_of(state, asked.recipes)
+            return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
+        except KeyError:
+            return None  # its graphs are others
+
+    degrees: dict[str, tuple[int, ...]] = {}
+    if folded.tp > 1:
+        formulas, degrees = in_degree(at_degree, folded.tp)
+    else:
+        formulas = _made(at_degree(1))
+    ranks = None
+    if rank is not None:
+
+        def at_rank(other: int) -> MemoryPlan:
+            return _made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+
+        ranks = region(at_rank, rank, MOST_RANK)
+    return dataclasses.replace(
+        report,
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
+        region=region(at_length, budget.seq, MOST_TOKENS),
+        rank_region=ranks,
+        formula_degrees=degrees,
+    )
 
 
 def _parallel_regions(

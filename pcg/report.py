@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
@@ -186,12 +186,11 @@ class Report:
     formulas: Mapping[str, str]
     saved: tuple[SavedTensor, ...] = ()
     pareto: tuple[ParetoPoint, ...] = ()
-    parallel: Mapping[str, Sequence[Any]] = field(
-        default_factory=lambda: {"base": [], "bypass": []}
-    )
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"base": [], "bypass": []})
     notes: tuple[str, ...] = ()
     region: tuple[int, int] | None = None
     rank_region: tuple[int, int] | None = None
+    formula_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
@@ -214,7 +213,8 @@ class Report:
             dataclasses.asdict(row) | {"shape": list(row.shape), "needed_by": list(row.needed_by)}
             for row in self.saved
         ]
-        fields["parallel"] = {key: list(rows) for key, rows in self.parallel.items()}
+        fields["parallel"] = dict(self.parallel)
+        fields["formula_degrees"] = {n: list(d) for n, d in self.formula_degrees.items()}
         fields["notes"] = list(self.notes)
         return fields
 
@@ -322,7 +322,8 @@ class Report:
 
     def _formulas(self, names: Iterable[str]) -> list[str]:
         rank = " and adapters of rank r" if self.rank_region else ""
-        lines = [f"bytes, for B sequences of S tokens{rank}"]
+        over = " over tp ranks" if self.formula_degrees else ""
+        lines = [f"bytes, for B sequences of S tokens{rank}{over}"]
         return lines + [
             f"  {name.replace('kv_', 'KV '):<12}= {self.formulas[name]}" for name in names
         ]
@@ -336,9 +337,20 @@ class Report:
             where += ", and for r from {:,} to {:,}".format(*self.rank_region)
         return [
             "",
+            *self._degrees(),
             f"The plan is the budget's optimum {where}:",
             "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
             "where a tensor is kept whole or made again from what is, and weights are resident.",
+        ]
+
+    def _degrees(self) -> list[str]:
+        """At which degrees which formulas are exact, a line for each set of degrees."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, degrees in self.formula_degrees.items():
+            groups.setdefault(degrees, []).append(name.replace("kv_", "KV "))
+        return [
+            f"Exact at tp = {', '.join(map(str, degrees))}: {', '.join(names)}."
+            for degrees, names in groups.items()
         ]
 
 

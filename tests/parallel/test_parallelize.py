@@ -7,10 +7,11 @@ from collections import Counter
 from functools import cache
 
 import pytest
+import sympy
 
 import pcg
 import pcg.compiler as compiler
-from pcg.errors import ParallelError
+from pcg.errors import CostModelError, ParallelError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
@@ -22,6 +23,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.repeat_heads import repeat_heads
 from pcg.passes.split import split
+from pcg.source import resolve
 from tests.families.families import BY_NAME, FAMILIES
 from tests.parallel.sharded import errors, layer_errors
 
@@ -164,3 +166,44 @@ def test_explain_of_ranks() -> None:
 
 def test_partitioned_dims_are_counted_from_the_end() -> None:
     assert str(partitioned(-2)) == "|-2"
+
+
+def test_formulas_in_the_degree_give_the_bytes_of_each() -> None:
+    config = {**resolve("meta-llama/Llama-3.1-8B").config, "num_hidden_layers": 2}
+    report = pcg.explain(config, tp=4, seq=256, find_region=True)
+    names = {
+        name: sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S", "tp", "r")
+    }
+    assert report.formula_degrees["activations"] == (2, 4, 8)
+    assert report.formula_degrees["weights"] == (2, 4, 8)
+    for degree in (2, 8):
+        found = pcg.explain(config, tp=degree, seq=256).memory_bytes
+        at = {names["B"]: 1, names["S"]: 256, names["tp"]: degree, names["r"]: 16}
+        for name, degrees in report.formula_degrees.items():
+            if degree in degrees:
+                formula = sympy.sympify(report.formulas[name], locals=names)
+                assert formula.subs(at) == found[name], name
+
+
+def test_the_report_of_ranks_has_every_site() -> None:
+    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, gpus=["A100-80"])
+    parallel = report.to_json()["parallel"]
+    assert parallel["costs"] == "A100-80"
+    assert {row["layout"] for row in parallel["base"]} == {"-", "|-2", "|-1"}
+    assert len(parallel["bypass"]) == 7
+    for site in parallel["bypass"]:
+        strategies = {row["strategy"]: row for row in site["candidates"]}
+        assert len(strategies) == 25
+        least = min(row["cost_us"] for row in site["candidates"])
+        assert strategies[site["chosen"]]["cost_us"] == least
+    (sent,) = parallel["communication"]
+    # An all-reduce of the hidden states after attention and after the MLP, each way.
+    assert sent["forward_bytes"] == sent["backward_bytes"] == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    text = report.to_text()
+    assert "row-parallel     o_proj, down_proj" in text
+    assert "down_proj        FlexLLM 1, Punica: partition A, replicate B" in text
+
+
+def test_a_device_without_costs_is_refused_by_name() -> None:
+    with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")
