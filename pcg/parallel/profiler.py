@@ -1,8 +1,8 @@
 """Measure operators on the device at hand, each as the operator table writes it for PyTorch.
 
 An operator is called in a row for the grid's time, thrice, and the fastest row counts; of one that
-takes longer alone the fastest of three calls. Its inputs are the same each time, so that small ones are found
-in caches. Attention sees one sequence.
+takes longer alone the fastest of three calls. Its inputs are the same each time, so that small ones
+are found in caches. Attention sees one sequence.
 """
 
 from __future__ import annotations
