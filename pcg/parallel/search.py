@@ -22,7 +22,8 @@ import networkx
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
-from pcg.parallel.planner import Bill, Costs, Fixed, Plan, Planner
+from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
+from pcg.parallel.planner import Planner
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.parallel.planner import Choice, Plan, Step
+from pcg.parallel.parallel_plan import Choice, Plan, Step
 
 _SUFFIX = {
     "combine": "joined",

@@ -11,7 +11,7 @@ from typing import Any
 
 from pcg.ir.layouts import layout_of
 from pcg.parallel.layer_costs import DeviceCosts
-from pcg.parallel.planner import Plan
+from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.search import Candidate, Search, SiteChoice
 from pcg.passes.parallelize import Sharded
 

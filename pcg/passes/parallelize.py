@@ -14,7 +14,8 @@ from pcg.ir.layouts import Layout
 from pcg.ir.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN, base_plan
 from pcg.parallel.layer_costs import ByteCosts
-from pcg.parallel.planner import Costs, Fixed, Plan, plan
+from pcg.parallel.parallel_plan import Costs, Fixed, Plan
+from pcg.parallel.planner import plan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.localize import localize

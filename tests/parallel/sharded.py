@@ -10,7 +10,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.layouts import Layout, State
 from pcg.ir.verifier import verify
-from pcg.parallel.planner import Plan
+from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.localize import localize

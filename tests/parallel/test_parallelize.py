@@ -18,7 +18,8 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan
 from pcg.parallel.layer_costs import ByteCosts
-from pcg.parallel.planner import Fixed, plan
+from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.planner import plan
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.repeat_heads import repeat_heads

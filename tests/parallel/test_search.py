@@ -13,7 +13,8 @@ from pcg.ir.layouts import Sharding
 from pcg.ir.operators import operator
 from pcg.ir.types import TOKENS
 from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
-from pcg.parallel.planner import Fixed, Plan, Planner
+from pcg.parallel.parallel_plan import Fixed, Plan
+from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Found, Search, Site
 from pcg.passes.parallelize import search_layer
 from tests.parallel.sharded import LENGTHS, errors
