@@ -200,6 +200,8 @@ def test_the_report_of_ranks_has_every_site() -> None:
     (sent,) = parallel["communication"]
     # An all-reduce of the hidden states after attention and after the MLP, each way.
     assert sent["forward_bytes"] == sent["backward_bytes"] == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    page = report.to_html()
+    assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
     text = report.to_text()
     assert "row-parallel     o_proj, down_proj" in text
     assert "down_proj        FlexLLM 1, Punica: partition A, replicate B" in text
