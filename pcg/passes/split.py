@@ -109,7 +109,7 @@ class _Splitter:
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
     """Rows of a weight, or entries of a vector, as a parameter of its own."""
-    sizes = (stop - start, *parameter.type.features[1:])
+    sizes = (stop - start, *parameter.type.shape[1:])
     first = parameter.rows[0] if parameter.rows else 0
     return Parameter(
         Value(f"{parameter.name}_{start}_{stop}", parameter.type.with_shape(sizes)),

@@ -8,23 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Ranks(Protocol):
-    """A tensor-parallel group, as one of its ranks sees it.
-
-    Attributes:
-        rank: which it is.
-        size: how many there are.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in one of the same shape."""
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors, in their order."""
+from pcg.parallel.ranks import Ranks
 
 
 class Spread(Protocol):
@@ -33,27 +17,32 @@ class Spread(Protocol):
     ranks: Ranks
 
 
-def all_reduce(x: Tensor, batch: Spread) -> Tensor:
-    """The sum over the ranks."""
-    return batch.ranks.all_reduce(x)
+def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
+    """The sum over the ranks; None of a site without adapters, here and below."""
+    return None if x is None else batch.ranks.all_reduce(x)
 
 
-def all_gather(x: Tensor, dim: int, batch: Spread) -> Tensor:
+def all_gather(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
     """The ranks' parts joined along a dim."""
-    return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
+    return None if x is None else torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
 
 
-def placed_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
+def placed_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
     """The rank's part of a dim, with zeros for the others'."""
+    if x is None:
+        return None
     shape = list(x.shape)
     shape[dim] *= batch.ranks.size
     whole = x.new_zeros(shape)
-    own_part(whole, dim, batch).copy_(x)
+    own = batch.ranks.rank * x.shape[dim]
+    whole.narrow(dim, own, x.shape[dim]).copy_(x)
     return whole
 
 
-def own_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
+def own_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
     """The rank's part of a dim."""
+    if x is None:
+        return None
     size = x.shape[dim] // batch.ranks.size
     return x.narrow(dim, batch.ranks.rank * size, size)
 
