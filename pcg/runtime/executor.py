@@ -483,5 +483,5 @@ def _model_dropouts(model: ModelGraph) -> frozenset[str]:
     return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
 
 
-def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
-    return adapter is not None, id(adapter)
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, str]:
+    return adapter is not None, "" if adapter is None else adapter.name

@@ -268,6 +268,6 @@ class Generator:
         return of_first(self._runner.ranks, tokens).tolist()
 
 
-def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, str]:
     """Sequences without an adapter first, those of one adapter together."""
-    return adapter is not None, id(adapter)
+    return adapter is not None, "" if adapter is None else adapter.name
