@@ -82,8 +82,7 @@ class WeightStore:
     @property
     def size_bytes(self) -> int:
         """Of what is kept."""
-        storages = {t.untyped_storage().data_ptr(): t.nbytes for t in self._kept.values()}
-        return sum(storages.values())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._kept.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:
         """The weights of a model's graphs; what is not there yet is read, layer by layer.
