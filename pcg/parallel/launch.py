@@ -41,7 +41,8 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
     """
     # One rank after the other would take all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // degree)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -91,12 +92,16 @@ def _reason(failures: Mapping[int, ProcessFailure], degree: int) -> str:
     for rank, failure in order:
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            return (
-                f"rank {rank} of {degree} was ended by {name}, and the others with it"
-                + (": out of memory, if nobody did" if name == "SIGKILL" else "")
+            return f"rank {rank} of {degree} was ended by {name}, and the others with it" + (
+                ": out of memory, if nobody did" if name == "SIGKILL" else ""
             )
-    rank, failure = next((e for e in order if not e[1].message.startswith(lost)), order[0])
-    kind, _, message = failure.message.partition(": ")
-    if not kind.endswith("Error"):
-        message = failure.message
-    return f"{message} (on rank {rank} of {degree})"
+    messages = [(rank, _message(failure)) for rank, failure in order]
+    rank, message = next((e for e in messages if not e[1].startswith(lost)), messages[0])
+    kind, _, text = message.partition(": ")
+    return f"{text if kind.endswith('Error') else message} (on rank {rank} of {degree})"
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What a rank wrote down when it failed, as `WeightsError: …`."""
+    message: Any = failure.message
+    return str(message["message"] if isinstance(message, dict) else message)

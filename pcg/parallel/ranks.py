@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from pcg.errors import ParallelError, PcgError, RankLostError
 
@@ -79,9 +80,7 @@ class ProcessRanks:
         store: where the ranks leave word that they are there; None where there is none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, store: dist.Store | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -146,10 +145,10 @@ def join(degree: int, device: torch.device) -> Ranks:
     """
     if degree == 1:
         return ALONE
-    store = None
+    store: Any = None
     if not dist.is_initialized():
         check_started(degree)
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,

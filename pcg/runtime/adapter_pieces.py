@@ -98,7 +98,8 @@ class AdapterPieces:
 
     def norm(self) -> Tensor:
         """Of the whole adapter's gradients, which are summed already."""
-        whole, parted = [], []
+        whole: list[Tensor] = []
+        parted: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
             (parted if self._is_parted(name) else whole).append(tensor.grad)
@@ -145,7 +146,7 @@ class AdapterPieces:
         }
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's pieces by name, of whole tensors by path; those that are missing are left."""
+        """This rank's pieces by name, of whole tensors by path; some may be missing."""
         return {
             name: piece_of(wholes[path], parameter, self._ranks).clone()
             for name, (path, parameter) in self._parameters.items()
@@ -164,9 +165,7 @@ class AdapterPieces:
         if not values:
             return {}
         flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
-        by_rank = [
-            part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)
-        ]
+        by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
         return {
             name: [parts[index].view(value.shape) for parts in by_rank]
             for index, (name, value) in enumerate(values.items())

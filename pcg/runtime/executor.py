@@ -444,9 +444,7 @@ class Executor:
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
         training = self._training[key]
-        return TrainingRunner(
-            training, self.weight_store.bind(training.model), adapter, self.ranks
-        )
+        return TrainingRunner(training, self.weight_store.bind(training.model), adapter, self.ranks)
 
 
 _LISTS = ("stop", "stop_token_ids")

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.ir.adalora_recipe import AdaLoraRecipe

@@ -8,7 +8,7 @@ all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class TrainingRunner:
         self._restored = frozenset(training.restored)
         self._first = bind(model.prologue.parameters, pieces, 0, weights.prologue)
         self._outer = bind(model.epilogue.parameters, pieces, 0, weights.epilogue)
-        self.parameters = pieces.tensors
+        self.parameters: Mapping[str, Tensor] = pieces.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
         if adapter.recipe.encoder is not None:

@@ -13,6 +13,7 @@ import pcg.compiler as compiler
 from pcg.ir.program import Program
 from pcg.ir.recipe import LoraRecipe
 from pcg.parallel.ranks import Ranks
+from pcg.runtime.adapters import Adapter
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.weights import StateDictCheckpoint
@@ -35,9 +36,7 @@ def recipes(family: Family) -> dict[str, Any]:
     """`a` on every linear module, `b` of a rank that no degree divides on the usual ones."""
     excluded = tuple(family.excluded) or None
     return {
-        "a": LoraRecipe(
-            rank=4, alpha=8, target_modules="all-linear", exclude_modules=excluded
-        ),
+        "a": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", exclude_modules=excluded),
         "b": LoraRecipe(rank=3, alpha=6, target_modules=family.usual_targets),
     }
 
@@ -53,9 +52,7 @@ def make_executor(program: Program, name: str, ranks: Ranks | None = None) -> Ex
     """An executor of random weights, whose adapters do something."""
     state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
-    executor = compiler.make_executor(
-        program, weights, recipes(BY_NAME[name]), None, "cpu", ranks
-    )
+    executor = compiler.make_executor(program, weights, recipes(BY_NAME[name]), None, "cpu", ranks)
     for adapter in executor.adapters.values():
         fill(adapter.tensors)
         executor.refresh_adapter(adapter.name)
@@ -130,3 +127,11 @@ def worst_error(found: Outcome, expected: Outcome) -> float:
         ),
     ]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def check_same(found: Adapter, expected: Adapter) -> None:
+    """The same weights at the same modules; files have them in any order."""
+    assert found.weights.keys() == expected.weights.keys()
+    for path, weights in expected.weights.items():
+        for a, b in zip(found.weights[path].tensors, weights.tensors, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
