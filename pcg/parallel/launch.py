@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pcg.errors import ParallelError, PcgError, RankLostError
 
 LOOPBACK = "127.0.0.1"
-SHUTDOWN_S = 10
+SHUTDOWN_S = 30
 """That ranks have to end by themselves once the launcher asks them to."""
 
 

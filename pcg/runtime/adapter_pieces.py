@@ -146,7 +146,7 @@ class AdapterPieces:
         }
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's pieces by name, of whole tensors by path; some may be missing."""
+        """Cut this rank's pieces, by name, out of whole tensors by path; some may be missing."""
         return {
             name: piece_of(wholes[path], parameter, self._ranks).clone()
             for name, (path, parameter) in self._parameters.items()

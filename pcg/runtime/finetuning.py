@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,7 +25,7 @@ from pcg.runtime.checkpoints import Checkpoint, CheckpointStore, TrainerState, d
 from pcg.runtime.data import Dataset
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import FinetuneResult, OnStep, StepRecord
-from pcg.runtime.interrupts import deferred_interrupts
+from pcg.runtime.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.progress import progress_bar
 from pcg.runtime.trained_adapter import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training_data import check_with_prompt, training_data, vocabulary_size
@@ -126,7 +127,15 @@ class _Job:
             FinetuneInterrupted: Ctrl-C.
             FinetuneError: a loss is no number, or a checkpoint cannot be saved.
         """
+        if self._ranks.size == 1:
+            return self._run(on_step, [])
+        with noted_interrupts() as came:
+            return self._run(on_step, came)
+
+    def _run(self, on_step: OnStep | None, came: Sequence[int]) -> FinetuneResult:
+        """The steps, until an interrupt; over ranks one that came to any of them in a step."""
         bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
+        device = self._ranks.device
         try:
             self._settle()
             while not self._is_done:
@@ -135,6 +144,8 @@ class _Job:
                 bar.update(record)
                 if on_step is not None:
                     on_step(record)
+                if float(self._ranks.all_reduce(torch.tensor(float(len(came)), device=device))):
+                    raise KeyboardInterrupt
             with deferred_interrupts():
                 return self._finish()
         except KeyboardInterrupt as interrupt:

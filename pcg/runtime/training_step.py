@@ -70,6 +70,11 @@ class TrainingStep:
         self.parameters = dict(runner.parameters)
         self.optimizer = make_optimizer(self.parameters, options)
         self.allocator = RankAllocator.of(runner.adapter, self.parameters, total_steps)
+        if self.allocator is not None and runner.ranks.size > 1:
+            raise UnsupportedError(
+                f"adapter {runner.adapter.name!r}: AdaLoRA allocates ranks on one rank of a group "
+                f"alone, and this program has {runner.ranks.size}; compile with tp=1, or use LoRA"
+            )
         self._runner = runner
         self._data = data
         self._batches = batches
