@@ -79,7 +79,10 @@ class _Splitter:
             return False
         if node.op == "linear":
             return all(other in self.graph.parameters_by_name for other in node.inputs[1:])
-        return self._is_split(node.inputs[0])
+        taken = [name for name, part in zip(node.inputs, _ROWS[node.op], strict=False) if part]
+        return self._is_split(taken[0]) and all(
+            name in self.graph.parameters_by_name or self._is_split(name) for name in taken[1:]
+        )
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
         """Entries of a value's last dim, or rows of a parameter."""

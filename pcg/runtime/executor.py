@@ -75,7 +75,7 @@ class Executor:
         self._stale: dict[str, Callable[[], None]] = {}
         self.weight_store = WeightStore(program, weights, device, ranks)
         self._linear = self.weight_store.linear()
-        self._served = ServedWeights(self._linear)
+        self._served = ServedWeights(self._linear, program.base.module_shapes())
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
             model = program.training.model
