@@ -90,6 +90,16 @@ Budget = Annotated[
 Batch = Annotated[int, typer.Option(help="Sequences of a finetuning step.", metavar="B")]
 Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="S")]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.", metavar="N")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        help="Tensor-parallel degree: so many processes are started here. A program has its own.",
+        show_default=False,
+        metavar="N",
+        min=1,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

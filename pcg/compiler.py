@@ -42,6 +42,7 @@ from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
 from pcg.parallel.layer_costs import DeviceCosts
+from pcg.parallel.ranks import Ranks, check_started, join, own_device
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
@@ -369,8 +370,7 @@ def compile_program(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    if tp != 1:
-        raise UnsupportedError(f"tp={tp}: programs run on one rank for now; use tp=1")
+    _check_degree(tp)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -379,7 +379,9 @@ def compile_program(
         return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
 
     budget = MemoryBudget.parse(memory_budget, batch, seq)
-    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
+    state = Compilation(
+        source.name, source.config, bypasses, _dtype_name(dtype), budget=budget, tp=tp
+    )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, _made(state.base))
     state = run_passes(state, observe, first="attach")
@@ -395,6 +397,7 @@ def compile_program(
         traced.constants,
         traced.base_prefix,
         traced.dtype,
+        tp,
     )
 
 
@@ -416,7 +419,8 @@ def compile(
         model: a directory with weights, a hub id, or a transformers model in memory.
         peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory};
             named adapters are added to the executor.
-        tp: tensor-parallel degree.
+        tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
+            them, and all of them make the same calls.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
@@ -429,6 +433,9 @@ def compile(
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
+    _check_degree(tp)
+    if tp > 1:
+        check_started(tp)
     options: dict[str, Any] = {
         "tp": tp,
         "memory_budget": memory_budget,
@@ -607,8 +614,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    if type(tp) is not int or tp < 1:
-        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
+    _check_degree(tp)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -636,6 +642,11 @@ def _costs_of(costs: str | os.PathLike[str] | None, gpus: Sequence[str]) -> Cost
 
     names = [name for name in gpus if name.upper() in map(str.upper, SHEETS)]
     return cost_model(os.fspath(costs) if costs is not None else next(iter(names), "H100"))
+
+
+def _check_degree(tp: object) -> None:
+    if type(tp) is not int or tp < 1:
+        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
 
 
 def _explained(
@@ -808,16 +819,29 @@ def make_executor(
     peft: object,
     directory: Path | None,
     device: str | torch.device | None = None,
+    ranks: Ranks | None = None,
 ) -> Executor:
-    """An executor of a program with weights, and the adapters that `peft` names."""
+    """An executor of a program with weights, and the adapters that `peft` names.
+
+    Args:
+        program: to run.
+        weights: of its base.
+        peft: adapters by name, or recipes without.
+        directory: of the tokenizer; None for none.
+        device: of the weights.
+        ranks: that run it; those that torchrun has started by default.
+    """
     from pcg.runtime.executor import Executor
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if ranks is None:
+        device = own_device(device)
+        ranks = join(program.tp, device)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory)
     executor = Executor(
-        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device
+        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device, ranks
     )
     if isinstance(peft, Mapping) and not _is_recipe(peft):
         for name, value in peft.items():
@@ -874,6 +898,7 @@ class _Specialiser:
             bypasses,
             trains=trains,
             budget=program.memory_budget,
+            tp=program.tp,
             base=program.base,
         )
         return run_passes(state, first="attach")

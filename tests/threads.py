@@ -12,15 +12,17 @@ from torch import Tensor
 
 
 class ThreadRanks:
-    """One rank of a group of threads, `pcg.codegen.kernels.collectives.Ranks`.
+    """One rank of a group of threads, `pcg.parallel.ranks.Ranks`.
 
     Attributes:
+        device: of the tensors that they exchange.
         moved_bytes: what this rank has sent by ring algorithms, per kind of collective.
     """
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank = rank
         self.size = size
+        self.device = torch.device("cpu")
         self._barrier = barrier
         self._slots = slots
         self.moved_bytes = {"all_reduce": 0, "all_gather": 0}

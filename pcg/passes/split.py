@@ -79,7 +79,10 @@ class _Splitter:
             return False
         if node.op == "linear":
             return all(other in self.graph.parameters_by_name for other in node.inputs[1:])
-        return self._is_split(node.inputs[0])
+        taken = [name for name, part in zip(node.inputs, _ROWS[node.op], strict=False) if part]
+        return self._is_split(taken[0]) and all(
+            name in self.graph.parameters_by_name or self._is_split(name) for name in taken[1:]
+        )
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
         """Entries of a value's last dim, or rows of a parameter."""
@@ -109,7 +112,7 @@ class _Splitter:
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
     """Rows of a weight, or entries of a vector, as a parameter of its own."""
-    sizes = (stop - start, *parameter.type.features[1:])
+    sizes = (stop - start, *parameter.type.shape[1:])
     first = parameter.rows[0] if parameter.rows else 0
     return Parameter(
         Value(f"{parameter.name}_{start}_{stop}", parameter.type.with_shape(sizes)),

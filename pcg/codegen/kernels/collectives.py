@@ -9,24 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.bypass_ops import MadeWeight
-
-
-class Ranks(Protocol):
-    """A tensor-parallel group, as one of its ranks sees it.
-
-    Attributes:
-        rank: which it is.
-        size: how many there are.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in one of the same shape."""
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors, in their order."""
+from pcg.parallel.ranks import Ranks
 
 
 class Spread(Protocol):
@@ -35,29 +18,36 @@ class Spread(Protocol):
     ranks: Ranks
 
 
-def all_reduce(x: Tensor, batch: Spread) -> Tensor:
-    """The sum over the ranks."""
-    return batch.ranks.all_reduce(x)
+def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
+    """The sum over the ranks; None of a site without adapters, here and below."""
+    return None if x is None else batch.ranks.all_reduce(x)
 
 
 def all_gather(x: Any, dim: int, batch: Spread) -> Any:
     """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
+    if x is None:
+        return None
     if not isinstance(x, Tensor):
         return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
     return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
 
 
-def placed_part(x: Tensor, dim: int, batch: Spread) -> Tensor:
+def placed_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
     """The rank's part of a dim, with zeros for the others'."""
+    if x is None:
+        return None
     shape = list(x.shape)
     shape[dim] *= batch.ranks.size
     whole = x.new_zeros(shape)
-    own_part(whole, dim, batch).copy_(x)
+    own = batch.ranks.rank * x.shape[dim]
+    whole.narrow(dim, own, x.shape[dim]).copy_(x)
     return whole
 
 
 def own_part(x: Any, dim: int, batch: Spread) -> Any:
     """The rank's part of a dim of a tensor, or of one adapter's weight."""
+    if x is None:
+        return None
     if not isinstance(x, Tensor):
         return MadeWeight(own_part(x.weight, dim, batch), x.scale)
     size = x.shape[dim] // batch.ranks.size
