@@ -41,6 +41,7 @@ from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
+from pcg.parallel.costs import SHEETS, CostModel, cost_model, own_sheet
 from pcg.parallel.layer_costs import DeviceCosts
 from pcg.parallel.ranks import Ranks, check_started, join, own_device
 from pcg.passes.attach import attach
@@ -64,7 +65,6 @@ from pcg.trace import trace as trace_config
 if TYPE_CHECKING:
     import sympy
 
-    from pcg.parallel.costs import CostModel
     from pcg.parallel.devices import Device
     from pcg.parallel.search import Search
     from pcg.passes.step_memory import Account, Asked
@@ -348,6 +348,7 @@ def compile_program(
     peft: object = "lora",
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -361,6 +362,8 @@ def compile_program(
         peft: None, "lora", a peft LoraConfig, a dict of its fields, or {name: one of these or the
             path of an adapter}.
         tp: tensor-parallel degree.
+        costs: the device that adapters are parallelized for: a name, as H100 (the default), or a
+            file of `pcg profile`.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -379,8 +382,15 @@ def compile_program(
         return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
 
     budget = MemoryBudget.parse(memory_budget, batch, seq)
+    name = _costs_name(costs) if tp > 1 else ""
     state = Compilation(
-        source.name, source.config, bypasses, _dtype_name(dtype), budget=budget, tp=tp
+        source.name,
+        source.config,
+        bypasses,
+        _dtype_name(dtype),
+        budget=budget,
+        tp=tp,
+        costs=cost_model(name) if name else None,
     )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, _made(state.base))
@@ -398,6 +408,7 @@ def compile_program(
         traced.base_prefix,
         traced.dtype,
         tp,
+        name,
     )
 
 
@@ -406,6 +417,7 @@ def compile(
     peft: object = None,
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
@@ -421,6 +433,8 @@ def compile(
             named adapters are added to the executor.
         tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
             them, and all of them make the same calls.
+        costs: the device that adapters are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the sheet of the device that there is by default.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
@@ -436,8 +450,11 @@ def compile(
     _check_degree(tp)
     if tp > 1:
         check_started(tp)
+        if costs is None:
+            costs = own_sheet(_device(device))
     options: dict[str, Any] = {
         "tp": tp,
+        "costs": costs,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -628,7 +645,7 @@ def compare(
         _dtype_name(dtype),
         budget=budget,
         tp=tp,
-        costs=_costs_of(costs, gpus) if tp > 1 else None,
+        costs=cost_model(_costs_name(costs, gpus)) if tp > 1 else None,
     )
     folded = run_passes(state, last="fold")
     return {
@@ -636,12 +653,12 @@ def compare(
     }
 
 
-def _costs_of(costs: str | os.PathLike[str] | None, gpus: Sequence[str]) -> CostModel:
-    """The cost model asked for; else of the first GPU that has a sheet, else of an H100."""
-    from pcg.parallel.costs import SHEETS, cost_model
-
-    names = [name for name in gpus if name.upper() in map(str.upper, SHEETS)]
-    return cost_model(os.fspath(costs) if costs is not None else next(iter(names), "H100"))
+def _costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
+    """The sheet or the profile asked for; else the first GPU that has a sheet, else an H100."""
+    if costs is None:
+        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
+    path = Path(costs).expanduser()
+    return str(path.resolve()) if path.is_file() else os.fspath(costs)
 
 
 def _check_degree(tp: object) -> None:
@@ -833,7 +850,7 @@ def make_executor(
     """
     from pcg.runtime.executor import Executor
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     if ranks is None:
         device = own_device(device)
         ranks = join(program.tp, device)
@@ -847,6 +864,11 @@ def make_executor(
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
     return executor
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for; else the GPU where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -899,6 +921,7 @@ class _Specialiser:
             trains=trains,
             budget=program.memory_budget,
             tp=program.tp,
+            costs=cost_model(program.costs) if program.costs else None,
             base=program.base,
         )
         return run_passes(state, first="attach")

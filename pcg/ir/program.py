@@ -218,6 +218,7 @@ class Program:
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
         dtype: of weights and activations.
         tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
+        costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
     """
 
     name: str
@@ -231,6 +232,7 @@ class Program:
     base_prefix: str
     dtype: str
     tp: int = 1
+    costs: str = ""
 
 
 def python_name(name: str) -> str:

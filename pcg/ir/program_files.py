@@ -105,6 +105,7 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             facts.base_prefix,
             facts.dtype,
             int(plan.get("tp", 1)),  # older folders are of one rank
+            str(plan.get("costs", "")),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -241,6 +242,7 @@ def _plan(program: Program) -> dict[str, Any]:
     return {
         "symbols": {"T": "tokens of the step"},
         "tp": program.tp,
+        "costs": program.costs,
         "layers": list(program.base.layers),
         "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),

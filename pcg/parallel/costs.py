@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
+
 from pcg.errors import CostModelError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators.operator import Attributes, Types
@@ -220,6 +222,25 @@ def cost_model(name_or_path: str | Path, link: str | None = None) -> CostModel:
     raise CostModelError(
         f"no device sheet or profile is called {wanted!r}{hint} Sheets are {known}; a profile is a "
         "file of pcg profile -o FILE"
+    )
+
+
+def own_sheet(device: torch.device) -> str:
+    """The name of the sheet of a device that there is.
+
+    Raises:
+        CostModelError: it has none.
+    """
+    if device.type == "cpu":
+        return "CPU"
+    called = torch.cuda.get_device_name(device)
+    words = set(called.upper().replace("-", " ").replace("GB", "").split())
+    for name in SHEETS:
+        if set(name.upper().split("-")) <= words:
+            return name
+    raise CostModelError(
+        f"{called} has no data sheet here, so no cost; measure it with pcg profile -o FILE --tp N, "
+        "and say costs=FILE"
     )
 
 
