@@ -175,6 +175,19 @@ class Search:
         """The cheapest plan."""
         return self.planner.plan(Fixed(self.layouts, self.base, direct=self._direct))
 
+    def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
+        """The cheapest plan that holds adapters' weights in given layouts.
+
+        Args:
+            layouts: of weights by name; those that are not named are free.
+            gathered: of them, those that are gathered where they are read.
+        Raises:
+            TypeCheckError: there is no way to run it so.
+        """
+        direct = frozenset(name for name, layout in layouts.items() if layout.dim) - gathered
+        held = {**self.layouts, **layouts}
+        return self.planner.plan(Fixed(held, self.base, gathered=gathered, direct=direct))
+
     def find(self) -> Found:
         """The cheapest plan, and each site's candidates beside it."""
         best = self.plan()
