@@ -94,12 +94,12 @@ def sharding(*layouts: Layout) -> Sharding:
 
 
 def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
-    """The type of what one rank holds."""
+    """The type of what one rank holds; an open size is taken for a multiple of the degree."""
     if not layout.dim:
         return type_
     sizes = list(type_.shape)
     size = sizes[layout.dim]
-    sizes[layout.dim] = size // degree if isinstance(size, int) else size
+    sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
     return type_.with_shape(tuple(sizes))
 
 

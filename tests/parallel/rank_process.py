@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 
+from pcg.errors import FinetuneInterrupted
 from pcg.parallel.ranks import join
+from pcg.runtime.finetune_result import StepRecord
 
 DEGREE = 2
 
 
 def job(output: str) -> None:
-    """The job of `ranked.py`, and what the rank exchanged on the way."""
-    from tests.parallel.ranked import make_executor, make_program, work
+    """The job of `ranked.py`, what the rank exchanged on the way, and a Ctrl-C on rank 1 alone."""
+    from tests.parallel.ranked import EXAMPLES, JOB, make_executor, make_program, work
 
     name = "qwen2"
     executor = make_executor(make_program(name, DEGREE), name)
@@ -26,8 +28,20 @@ def job(output: str) -> None:
     of_logits = {kind: now[kind] - sent[kind] for kind in now}
     outcome = work(executor)
     executor.save_adapter("b", Path(output) / "adapter")
+    options = dict(JOB, checkpoint_dir=Path(output) / "checkpoints", eval_data=None)
+
+    def interrupt(record: StepRecord) -> None:
+        if executor.ranks.rank == 1 and record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped_at = 0
+    try:
+        executor.finetune(EXAMPLES, "a", on_step=interrupt, **options)
+    except FinetuneInterrupted as error:
+        stopped_at = error.step
+    resumed = executor.finetune(EXAMPLES, "a", resume=True, **options)
     path = Path(output) / f"rank-{executor.ranks.rank}.pt"
-    torch.save((outcome, of_logits), path)
+    torch.save((outcome, of_logits, (stopped_at, resumed.resumed_from, resumed.steps)), path)
 
 
 def lose_one() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.ir.program import Program
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import recipe_of_fields
 from pcg.parallel.ranks import Ranks
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.data import Example
@@ -43,16 +44,17 @@ def recipes(family: Family) -> dict[str, Any]:
 
 def make_program(name: str, degree: int, **options: Any) -> Program:
     family = BY_NAME[name]
-    options = {"dtype": "float32", "batch": 2, "seq": 16, **options}
+    options = {"dtype": "float32", "peft": recipes(family), "batch": 2, "seq": 16, **options}
     config = oracle.random_model(family.config(LAYERS)).config.to_dict()
-    return compiler.compile_program(config, recipes(family), tp=degree, **options)
+    return compiler.compile_program(config, tp=degree, **options)
 
 
 def make_executor(program: Program, name: str, ranks: Ranks | None = None) -> Executor:
     """An executor of random weights, whose adapters do something."""
     state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
-    executor = compiler.make_executor(program, weights, recipes(BY_NAME[name]), None, "cpu", ranks)
+    peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
+    executor = compiler.make_executor(program, weights, peft, None, "cpu", ranks)
     for adapter in executor.adapters.values():
         fill(adapter.tensors)
         executor.refresh_adapter(adapter.name)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.errors import ParallelError
+from pcg.errors import ParallelError, UnsupportedError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program_folder import load_program, save_program
+from pcg.ir.recipe import LoraRecipe
+from pcg.parallel.base_plan import COLUMN, ROW
+from pcg.parallel.sharder import shard
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.executor import Executor
 from pcg.runtime.weights import Checkpoint
 from pcg.source import resolve
 from tests.families import oracle
@@ -21,8 +32,11 @@ from tests.parallel.ranked import (
     EXAMPLES,
     JOB,
     LAYERS,
+    SEQUENCES,
+    USED,
     Outcome,
     check_same,
+    fill,
     make_executor,
     make_program,
     recipes,
@@ -158,3 +172,107 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
         compiler.compile(oracle.random_model(BY_NAME["llama3"].config(LAYERS)), tp=2)
     with pytest.raises(ParallelError, match="tp=0; use an int of at least 1"):
         compiler.compile(BY_NAME["llama3"].config(LAYERS), tp=0)
+
+
+METHODS: Mapping[str, Any] = {
+    "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
+    "bitfit": "bitfit",
+    "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "ia3": "ia3",
+    "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "prefix": "prefix",
+    "prompt": "prompt",
+    "vera": "vera",
+}
+
+
+def method_work(executor: Executor, recipe: Any) -> list[Tensor]:
+    executor.add_adapter("m", recipe, seed=3)
+    # Around what they start as: scales are near one.
+    noise = torch.Generator().manual_seed(1)
+    for tensor in executor.adapters["m"].tensors:
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=noise))
+    executor.refresh_adapter("m")
+    logits = executor.logits(SEQUENCES, ["m", None, "m", "m"])
+    result = executor.finetune(EXAMPLES, "m", **JOB)
+    return [*logits, torch.tensor(result.losses), *executor.adapters["m"].tensors]
+
+
+def check_method(name: str, method: str) -> None:
+    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
+    program = make_program(name, 2, peft=None)
+    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
+    for found in run_ranks(2, run):
+        for a, b in zip(found, one, strict=True):
+            assert (a - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("gpt2", "bias"), ("llama3", "ia3"), ("llama3", "prefix")]
+)
+def test_a_method_over_ranks(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_every_method_over_ranks(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+def test_adalora_is_refused_by_name() -> None:
+    program = make_program("llama3", 2, peft=None)
+
+    def train(ranks: ThreadRanks) -> None:
+        with pytest.raises(UnsupportedError, match=r"AdaLoRA .* has 2; compile with tp=1"):
+            make_executor(program, "llama3", ranks).finetune(EXAMPLES, "m", peft="adalora", **JOB)
+
+    run_ranks(2, train)
+
+
+LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
+PAIRS = [pair for pair in itertools.product(LAYOUTS, repeat=2) if pair != (REPLICATED, WHOLE)]
+
+
+def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving adapters of two ranks in one batch, and training one of them."""
+
+    def forced(graph: Graph, degree: int, layouts: Mapping[str, Layout], *rest: Any) -> Graph:
+        kinds = {".lora_A": a, ".lora_B": b}
+        wanted = {
+            parameter.name: layout
+            for parameter in graph.parameters
+            for kind, layout in kinds.items()
+            if parameter.source.endswith(kind) and "{layer}" in parameter.source
+        }
+        return shard(graph, degree, {**layouts, **wanted}, *rest)
+
+    def act(executor: Executor) -> list[Tensor]:
+        recipe = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
+        executor.add_adapter("a", recipe)
+        executor.add_adapter("b", dataclasses.replace(recipe, rank=3))
+        for adapter in executor.adapters.values():
+            fill(adapter.tensors)
+            executor.refresh_adapter(adapter.name)
+        logits = executor.logits(SEQUENCES, USED)
+        executor.finetune(EXAMPLES, "a", **JOB)
+        return [*logits, *executor.adapters["a"].tensors]
+
+    one = act(make_executor(make_program("llama3", 1, peft=None), "llama3"))
+    program = make_program("llama3", 2, peft=None)
+    monkeypatch.setattr("pcg.passes.parallelize.shard", forced)
+    for found in run_ranks(2, lambda ranks: act(make_executor(program, "llama3", ranks))):
+        for x, y in zip(found, one, strict=True):
+            assert (x - y).norm() < 1e-5 * y.norm()
+
+
+@pytest.mark.parametrize(("a", "b"), [(COLUMN, ROW), (COLUMN, COLUMN)], ids=str)
+def test_lora_held_otherwise(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_layouts(a, b, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+def test_lora_held_in_every_way(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_layouts(a, b, monkeypatch)

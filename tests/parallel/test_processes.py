@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from pcg.runtime.adapters import read_adapter
+from tests import tiny_llama
 from tests.parallel.ranked import check_same, make_executor, make_program, work, worst_error
 
 pytestmark = pytest.mark.dist
@@ -50,11 +52,13 @@ def test_a_job_under_torchrun(tmp_path: Path) -> None:
     config = executor.program.config
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     for rank in range(2):
-        outcome, sent = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        outcome, sent, steps = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
         assert worst_error(outcome, expected) < 1e-5
         # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
         assert sent["all_reduce"] == (2 * layers + 1) * 8 * hidden * 4
         assert sent["all_gather"] == 8 * config["vocab_size"] // 2 * 4
+        # All ranks stopped after the step in which one was interrupted, and went on from there.
+        assert steps == (2, 2, 4)
     check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])
 
 
@@ -88,3 +92,24 @@ def test_a_launched_rank_that_fails_says_why(act: str, message: str) -> None:
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert message in errors
+
+
+@pytest.mark.slow
+def test_pcg_starts_the_ranks_itself(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "model")
+    compiled = start("-m", "pcg_cli", "compile", str(tmp_path / "model"), "--tp", "2",
+                     "-o", str(tmp_path / "program"))  # fmt: skip
+    compiled.communicate(timeout=60)
+    assert compiled.returncode == 0
+    prompt = ("--prompt", "hello", "-n", "8", "--ignore-eos", "--json")
+    found = []
+    for where in ("program", "model"):
+        run = start("-m", "pcg_cli", "run", str(tmp_path / where), *prompt)
+        output, errors = run.communicate(timeout=60)
+        assert run.returncode == 0, errors
+        found.append(json.loads(output)["completions"])
+    assert found[0] == found[1]
+    refused = start("-m", "pcg_cli", "run", str(tmp_path / "program"), "--tp", "4", *prompt)
+    _, errors = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert "Invalid value for --tp" in errors

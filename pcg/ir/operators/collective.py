@@ -133,9 +133,9 @@ class OwnPart(Operator):
         dim, degree = _dim_and_degree(types, attributes)
         sizes = list(types[0].shape)
         size = sizes[dim]
-        if not isinstance(size, int) or size % degree:
+        if isinstance(size, int) and size % degree:
             raise TypeCheckError(f"own_part of {types[0]}: {degree} does not divide dim {dim}")
-        sizes[dim] = size // degree
+        sizes[dim] = size // degree if isinstance(size, int) else size / degree
         return (types[0].with_shape(tuple(sizes)),)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -165,7 +165,7 @@ class AllGather(Collective):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim, degree = _dim_and_degree(types, attributes)
         sizes = list(types[0].shape)
-        sizes[dim] = cast("int", sizes[dim]) * degree
+        sizes[dim] *= degree
         return (types[0].with_shape(tuple(sizes)),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
