@@ -208,30 +208,6 @@ def partitioned(case: Case, report: Any) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def attention_as_on_cuda() -> Iterator[None]:
-    """Have the partitioner know the CPU's attention as it knows CUDA's.
-
-    Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
-    recomputes attention as if that were free.
-    """
-    ours = partitioners.get_default_op_list
-
-    def with_attention() -> Any:
-        operators = ours()
-        operators.compute_intensive_ops.add(CPU_ATTENTION)
-        return operators
-
-    def flops(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
-
-    with (
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-        mock.patch.dict(flop_counter.flop_registry, {CPU_ATTENTION: flops}),
-    ):
-        yield
-
-
 def check() -> dict[str, int]:
     """Measure tiny models with real tensors and with fake ones; the number of equal pairs.
 

@@ -1,0 +1,207 @@
+"""What torch's min-cut partitioner keeps for backward: the peer of our memory plan.
+
+AOTAutograd traces a function and its gradients to one joint graph, with inductor's decompositions,
+and the partitioner divides it under an activation memory budget b:
+
+    kept  = storages passed to backward, each once, without parameters and what is made of shared
+            inputs alone (rotary tables, masks)
+    again = FLOPs of forward and backward − FLOPs of the joint graph
+
+so that what attention's backward costs, the same in both, need not be known. FLOPs are those of
+matrix products and attention; a causal query sees (S + 1) / 2 keys on average, also where the
+scores are a product of their own. Parameters count as resident, as torch.compile marks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import aot_function
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""Operators and their factors."""
+BATCHED_PRODUCTS = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+"""The same of attention's scores; [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph divided.
+
+    Attributes:
+        kept: bytes passed to backward, by storage.
+        forward_flops: of the forward, without what is computed again.
+        again_flops: computed again in backward.
+        forward: inputs to outputs and what is kept.
+        backward: what is kept and the outputs' gradients to the inputs' gradients.
+        resident: storages that are there anyway.
+    """
+
+    kept: dict[int, int]
+    forward_flops: int
+    again_flops: int
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    resident: frozenset[int]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.kept.values())
+
+
+class _Captured(Exception):
+    """Ends a capture once the joint graph is known."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A function and its gradients as one graph.
+
+    Attributes:
+        graph: inputs and the output's gradient to the output and the inputs' gradients.
+        carried: number of the first inputs, which are kept if backward reads them.
+        parameters: number of those that follow, which are resident.
+        shared: number of the last ones, resident as well, with all that is made of them alone.
+    """
+
+    graph: fx.GraphModule
+    carried: int
+    parameters: int
+    shared: int = 0
+
+    @classmethod
+    def trace(
+        cls,
+        function: Callable[..., Tensor],
+        carried: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        shared: Sequence[Tensor] = (),
+    ) -> JointGraph:
+        """Trace a function of three sequences of fake tensors."""
+        found: list[fx.GraphModule] = []
+        compiled = aot_function(
+            function, unchanged, unchanged, capture(found), select_decomp_table()
+        )
+        with contextlib.suppress(_Captured):
+            compiled(list(carried), list(parameters), list(shared))
+        return cls(found[0], len(carried), len(parameters), len(shared))
+
+    def partition(self, budget: float) -> Partition:
+        """Divide a copy of the graph under an activation memory budget, from 0 to 1."""
+        joint = copy.deepcopy(self.graph)
+        last = self.carried + self.parameters + self.shared
+        with (
+            attention_as_on_cuda(),
+            functorch_config.patch(activation_memory_budget=budget),
+        ):
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                joint,
+                None,
+                num_fwd_outputs=1,
+                static_lifetime_input_indices=list(range(self.carried, last)),
+            )
+        inputs = forward.graph.find_nodes(op="placeholder")[self.carried :]
+        resident = frozenset(key for node in inputs for key in storages(node))
+        shared = self._shared(forward.graph)
+        kept: dict[int, int] = {}
+        for node in forward.graph.output_node().args[0][1:]:  # type: ignore[index,union-attr]
+            if node not in shared:
+                kept |= {k: size for k, size in storages(node).items() if k not in resident}
+        flops = graph_flops(forward.graph)
+        again = flops + graph_flops(backward.graph) - graph_flops(self.graph.graph)
+        return Partition(kept, flops, again, forward, backward, resident)
+
+    def _shared(self, graph: fx.Graph) -> set[fx.Node]:
+        """What is made of shared inputs alone."""
+        inputs = graph.find_nodes(op="placeholder")
+        found = set(inputs[self.carried + self.parameters :])
+        for node in graph.nodes:
+            if node.all_input_nodes and found.issuperset(node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+    """A compiler that leaves a graph as it is."""
+    return graph
+
+
+def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A partitioner that keeps the joint graph and ends the tracing."""
+
+    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
+        found.append(copy.deepcopy(joint))
+        raise _Captured
+
+    return partition
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """Size by identity of what a node's value lies in; views share it."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def operator_flops(operator: Any, args: Sequence[Any]) -> int:
+    """FLOPs of a forward product or attention; 0 for what is neither."""
+    if operator in PRODUCTS:
+        left, right = (args[index] for index in PRODUCTS[operator])
+        return int(2 * left.numel() * right.shape[-1])
+    if operator in BATCHED_PRODUCTS:
+        left, right = (args[index] for index in BATCHED_PRODUCTS[operator])
+        keys = max(left.shape[-1], right.shape[-1])
+        return int(left.numel() * right.shape[-1] * (keys + 1) // keys)
+    if operator is CPU_ATTENTION.default:
+        query, key = args[:2]
+        return int(2 * query.numel() * (key.shape[-2] + 1))  # two products
+    return 0
+
+
+def node_flops(node: fx.Node) -> int:
+    """FLOPs of a node."""
+    args = [arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in node.args]
+    return operator_flops(node.target, args)
+
+
+def graph_flops(graph: fx.Graph) -> int:
+    """FLOPs of all nodes."""
+    return sum(map(node_flops, graph.nodes))
+
+
+@contextlib.contextmanager
+def attention_as_on_cuda() -> Iterator[None]:
+    """Have the partitioner know the CPU's attention as it knows CUDA's.
+
+    Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
+    recomputes attention as if that were free.
+    """
+    known = partitioners.get_default_op_list
+
+    def with_attention() -> Any:
+        operators = known()
+        operators.compute_intensive_ops.add(CPU_ATTENTION)
+        return operators
+
+    def flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
+
+    partitioners.get_default_op_list = with_attention
+    flop_counter.flop_registry[CPU_ATTENTION] = flops
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = known
+        del flop_counter.flop_registry[CPU_ATTENTION]
