@@ -46,7 +46,7 @@ def ratio(values: Mapping[str, list[float]], name: str, to: str) -> float:
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
     """Each contender's median over the rounds."""
-    return {name: round(statistics.median(series), 3) for name, series in values.items()}
+    return {name: round(statistics.median(series), 4) for name, series in values.items()}
 
 
 def environment() -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -209,7 +208,7 @@ def test_every_method_is_accounted_for() -> None:
     assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
     for name, report in reports.items():
         stages = [stage.stage for stage in report.activations]
-        assert ("eager" in stages) == (name == "lora")
+        assert ("eager" in stages) == (name not in ("adalora", "houlsby", "parallel"))
         assert {"pruned", "rematerialized", "compressed"} <= set(stages)
         assert report.memory_bytes["activations"] > 0
     text = comparison(reports)
@@ -332,16 +331,17 @@ def _process(code: str) -> tuple[float, int]:
     return seconds, int(ended.stdout) * 1024
 
 
-def test_depth_costs_little() -> None:
+def test_depth_costs_no_nodes() -> None:
+    """Every pass sees as many nodes in 80 layers as in 4; benchmarks/bench_startup.py has times."""
     deep = dict(resolve("meta-llama/Llama-3.1-70B").config)
-    shallow = {**deep, "num_hidden_layers": 4}
-    seconds = {}
-    for name, config in (("warm", shallow), ("shallow", shallow), ("deep", deep)):
-        started = time.process_time()
-        pcg.explain(config)
-        seconds[name] = time.process_time() - started
-    # Beside the imports, which cost more than both.
-    assert seconds["deep"] <= seconds["shallow"] + 1.0
+    nodes: list[dict[str, int]] = []
+    for config in (deep, {**deep, "num_hidden_layers": 4}):
+        found: dict[str, int] = {}
+        compiler.compile_program(
+            config, observe=lambda r, found=found: found.update({r.name: r.nodes})
+        )
+        nodes.append(found)
+    assert nodes[0] == nodes[1]
 
 
 def _short(model: str) -> Mapping[str, Any]:

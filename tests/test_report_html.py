@@ -212,6 +212,14 @@ def test_a_model_that_pcg_does_not_train() -> None:
     assert "no gradient" in page.text
 
 
+def test_a_method_that_peft_does_not_have() -> None:
+    houlsby = pcg.explain(short(LLAMA), "houlsby")
+    assert "eager" not in {stage.stage for stage in houlsby.activations}
+    page = Page(houlsby.to_html())
+    assert "eager keeps" not in page.text
+    assert "kept for backward" in page.text
+
+
 def test_the_same_report_gives_the_same_page(report: Report, page: Page) -> None:
     assert report.to_html() == page.html
 

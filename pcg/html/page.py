@@ -85,11 +85,11 @@ def _key_numbers(report: Report) -> list[Markup]:
     found = [_key(f"{gib(size['total'])} GiB", "in total", "of one rank")]
     kept = {stage.stage: stage for stage in report.activations}
     if kept:
-        ours, eager = kept[chosen_stage(report)], kept["eager"]
-        aside = f"eager keeps {gib(eager.bytes)} GiB"
+        ours, eager = kept[chosen_stage(report)], kept.get("eager")
+        aside = "" if eager is None else f"eager keeps {gib(eager.bytes)} GiB"
         if ours is eager:
             aside = "as eager PyTorch keeps"
-        elif ours.bytes:
+        elif eager is not None and ours.bytes:
             aside += f", {eager.bytes / ours.bytes:.1f} times as much"
         found.append(_key(f"{gib(ours.bytes)} GiB", "kept for backward", aside))
         ratio = f"{ours.recompute_flops_ratio:.0%}"

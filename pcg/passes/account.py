@@ -23,8 +23,9 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.ir.vera_recipe import VeraRecipe
 from pcg.passes.decided_graph import decided_graph
 from pcg.passes.decisions import Decision, decisions
+from pcg.passes.eager_attention import FOLLOWED
+from pcg.passes.eager_kept import Eager
 from pcg.passes.eager_memory import eager_memory
-from pcg.passes.eager_walk import Eager
 from pcg.passes.kept_memory import KeptMemory, kept_memory
 from pcg.passes.plan import MemoryPlan, frontiers, keep_all
 from pcg.passes.step_memory import (
@@ -50,15 +51,16 @@ def account(what: Account, asked: Asked) -> Report:
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     checkpointing: tuple[Stage, ...] = ()
-    if use.beside_lora:
+    if use.not_followed:
         notes.append(
-            f"eager: followed for plain LoRA alone; what eager keeps with "
-            f"{', '.join(use.beside_lora)} is not listed"
+            f"eager: what eager code keeps with {', '.join(use.not_followed)} is not followed"
         )
     elif use.trainable:
         eager = Eager(
-            use.ranks,
+            use.sites,
             what.attention,
+            str(asked.config["model_type"]),
+            asked.batch,
             asked.seq,
             use.bypasses.biases,
             what.adapter_dtype,
@@ -67,11 +69,12 @@ def account(what: Account, asked: Asked) -> Report:
         found = eager_memory(what.unraised, eager)
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
-        inputs = carried_bytes(what.unraised) * TOKENS_OF_BATCH
-        layers = [inputs] * len(found.layers)
-        total = sympy.Add(found.outside, *layers)
-        checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
-        notes += _eager_notes(what.unraised, eager)
+        if not eager.prefix:  # peft refuses the two together
+            inputs = carried_bytes(what.unraised) * TOKENS_OF_BATCH
+            layers = [inputs] * len(found.layers)
+            total = sympy.Add(found.outside, *layers)
+            checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
+        notes += _eager_notes(what.unraised, eager, asked.recipes.values())
     if what.training is not None and what.plan is not None:
         kept = kept_memory(what.training, what.plan)
         activations = kept.total
@@ -176,7 +179,7 @@ def _stage(
     return Stage(name, bytes_at(total, at), round(mean), recompute_flops_ratio)
 
 
-def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
+def _eager_notes(model: ModelGraph, eager: Eager, recipes: Iterable[Recipe]) -> Iterable[str]:
     ops = {node.op for graph in model.graphs for node in graph.nodes}
     if "experts" in ops:
         yield (
@@ -185,10 +188,12 @@ def _eager_notes(model: ModelGraph, eager: Eager) -> Iterable[str]:
         )
     if eager.attention.endswith("eager"):
         yield "eager: transformers has no SDPA for this architecture; scores [S, S] are kept"
-    if eager.attention == "own-eager":
+    if any(recipe.encoder is not None for recipe in recipes):
+        yield "eager: what the encoder of a prompt keeps is not counted"
+    if eager.attention == "own-eager" and eager.model_type not in FOLLOWED:
         yield (
-            "eager: read off the graph of the architecture's own modules; what they save by hand "
-            "(a fused activation, queries widened to fp32, a shared mask) is not followed"
+            "eager: read off the graph of the architecture's own modules; what their attention "
+            "widens, and its masks, are not followed"
         )
 
 

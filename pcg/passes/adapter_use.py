@@ -1,7 +1,7 @@
-"""What a set of recipes trains: the ranks at each module, the biases, and how many numbers.
+"""What a set of recipes trains: what is at each module, the biases, and how many numbers.
 
-Where several adapters meet at a module, its rank is the largest: a step's tokens may all be of the
-adapter that needs most.
+Where several adapters of a method meet at a module, that with the most parameters counts: a step's
+tokens may all be of the adapter that needs most.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+from pcg.ir.adalora_recipe import AdaLoraRecipe
+from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.program import ModelGraph
-from pcg.ir.recipe import LoraRecipe, Site
 from pcg.ir.recipes import Recipe
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
@@ -23,15 +25,16 @@ class AdapterUse:
 
     Attributes:
         bypasses: the bypass networks to attach.
-        ranks: largest LoRA rank by module path.
+        sites: what is at each module path, of each kind of site the largest; paths are those of
+            `pcg.ir.program.ModelGraph.module_shapes`.
         trainable: number of trained parameters, of all adapters.
-        beside_lora: the methods beside plain LoRA.
+        not_followed: the methods whose eager code is not followed.
     """
 
     bypasses: Bypasses
-    ranks: Mapping[str, int]
+    sites: Mapping[str, tuple[Any, ...]]
     trainable: int
-    beside_lora: tuple[str, ...]
+    not_followed: tuple[str, ...]
 
 
 def adapter_use(
@@ -49,7 +52,7 @@ def adapter_use(
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     shapes, modules = model.module_shapes(), tuple(model.linear_modules())
-    ranks: dict[str, int] = {}
+    sites: dict[str, dict[type, Any]] = {}
     beside: dict[str, None] = {}
     trainable = 0
     for recipe in recipes.values():
@@ -58,20 +61,16 @@ def adapter_use(
         found = recipe.sites(modules, model.output_module, model_type)
         trainable += recipe.trained_elements(found, shapes)
         for path, site in found.items():
-            if isinstance(site, Site):
-                ranks[path] = max(site.rank, ranks.get(path, 0))
-        method = _beside_lora(recipe)
-        if method:
-            beside[method] = None
+            of_path = sites.setdefault(path, {})
+            largest = of_path.get(type(site))
+            elements = site.trained_elements(*shapes[path])
+            if largest is None or elements > largest.trained_elements(*shapes[path]):
+                of_path[type(site)] = site
+        if isinstance(recipe, AdaLoraRecipe | BottleneckRecipe):
+            beside[recipe.method] = None
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
-    return AdapterUse(bypasses, ranks, trainable, tuple(beside))
-
-
-def _beside_lora(recipe: Recipe) -> str:
-    """The method's name where it is not plain LoRA, else nothing."""
-    if not isinstance(recipe, LoraRecipe):
-        return recipe.method
-    return "DoRA" if recipe.use_dora else "lora_bias" if recipe.lora_bias else ""
+    of_paths = {path: tuple(of_path.values()) for path, of_path in sites.items()}
+    return AdapterUse(bypasses, of_paths, trainable, tuple(beside))
 
 
 def _bias_elements(model: ModelGraph, sources: frozenset[str]) -> int:

@@ -70,7 +70,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = [shape for site, shape in model.linear_sites().items() if site in bypasses.vera]
     largest = tuple(map(max, zip(*shapes, strict=True))) if shapes else ()
-    prompted = _embeds(model.prologue) if bypasses.prompt != 0 else ""
+    prompted = embeds(model.prologue) if bypasses.prompt != 0 else ""
     attached = model.map(
         lambda graph: _attach_graph(
             graph, bypasses, largest, prompted if graph is model.prologue else ""
@@ -86,7 +86,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     return attached
 
 
-def _embeds(prologue: Graph) -> str:
+def embeds(prologue: Graph) -> str:
     """What the module gives that looks token ids up.
 
     Its last node: peft hands a model embeddings in place of ids, which some scale within that

@@ -1,22 +1,29 @@
 """What eager Hugging Face + PEFT keeps for backward of a whole model, read off the traced graph.
 
-    kept = Σ layers + what layers share + epilogue and loss      each by `pcg.passes.eager_walk`
+    kept = virtual tokens + Σ layers + what layers share + epilogue and loss
 
-In the first layer the carried input needs no gradient. cos and sin of the rotary embedding are kept
-once a model, [1, S, d]: transformers makes them once for all layers and all sequences of a batch.
+each but the first by `pcg.passes.eager_walk`. In the first layer the carried input needs no
+gradient, unless a prompt is trained. cos and sin of the rotary embedding are kept once a model,
+[1, S, d]: transformers makes them once for all layers and all sequences of a batch.
 tests/passes/test_eager_memory.py measures all of it, to the byte, with
 torch.autograd.graph.saved_tensors_hooks.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, site_of
-from pcg.passes.eager_walk import Eager, EagerWalk, Kept
+from pcg.ir.types import DTYPE_BYTES
+from pcg.passes.attach import embeds
+from pcg.passes.eager_kept import Eager, Invariants, Kept
+from pcg.passes.eager_walk import EagerWalk
 
 
 @dataclass(frozen=True)
@@ -47,32 +54,35 @@ def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
         model: one node an ATen operator.
         eager: how it is run.
     """
-    positional = _positional(model.prologue)
-    prologue = EagerWalk(model.prologue, eager, (), positional, None).run()
+    invariants = _invariants(model.prologue)
+    trained = (embeds(model.prologue),) if eager.prompt else ()
+    prologue = EagerWalk(model.prologue, eager, (), invariants, trained=trained).run()
     # What the prologue gives is carried first, then what all layers share.
     carries = prologue.requires[: len(model.blocks[0].outputs)]
     layers: list[sympy.Expr] = []
     cache: dict[object, EagerWalk] = {}
     shared: dict[str, Kept] = {}
-    is_first, kept_before = True, False
     last = prologue
     for layer, index in enumerate(model.layers):
         block = model.blocks[index]
         key = (index, carries, _adapted(block, eager, layer))
+        kept_before = last.keeps_output
         if key not in cache:
-            cache[key] = EagerWalk(block, eager, carries, positional, layer).run()
+            cache[key] = EagerWalk(block, eager, carries, invariants, layer).run()
         last = cache[key]
         shared.update(last.shared)
-        size = last.size
-        if not is_first and kept_before:
-            size -= last.size_of_input
-        layers.append(size)
-        carries, kept_before, is_first = last.requires, last.keeps_output, False
-    epilogue = EagerWalk(model.epilogue, eager, carries, positional, None).run()
+        layers.append(last.size - (last.size_of_input if kept_before else 0))
+        carries = last.requires
+    epilogue = EagerWalk(model.epilogue, eager, carries, invariants).run()
     epilogue.loss()
     shared.update(epilogue.shared)
-    outside = [*prologue.kept.values(), *shared.values(), *epilogue.kept.values()]
-    if kept_before:
+    outside = [
+        *_virtual_tokens(eager),
+        *prologue.kept.values(),
+        *shared.values(),
+        *epilogue.kept.values(),
+    ]
+    if last.keeps_output:
         outside = [row for row in outside if row.tensor != model.epilogue.inputs[0].name]
     return EagerMemory(
         tuple(layers),
@@ -82,17 +92,32 @@ def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
     )
 
 
-def _positional(prologue: Graph) -> frozenset[str]:
-    """Values that depend on positions and constants alone: one row for all sequences of a batch."""
+def _virtual_tokens(eager: Eager) -> list[Kept]:
+    """What looking virtual tokens up keeps: their indices, alike in all sequences of a batch."""
+    tokens = eager.prompt + eager.prefix
+    size = sympy.Integer(tokens * DTYPE_BYTES["i64"])
+    return [Kept("virtual_tokens", "embedding", size)] if tokens else []
+
+
+def _invariants(prologue: Graph) -> Invariants:
+    """Which invariants depend on positions and constants alone, and which layers make themselves.
+
+    What is computed within a layer's module, such as `transformer.h.0.attn`, is made by each.
+    """
     names = {value.name for value in prologue.inputs if value.name == "position_ids"}
     names.update(p.name for p in prologue.parameters if p.role == "constant")
+    remade = set()
     for node in prologue.nodes:
+        outputs = [value.name for value in node.outputs]
         if all(name in names for name in node.inputs):
-            names.update(value.name for value in node.outputs)
-    return frozenset(names)
+            names.update(outputs)
+        if re.search(r"\.\d+(\.|$)", node.scope):
+            remade.update(outputs)
+    return Invariants(frozenset(names), frozenset(remade))
 
 
-def _adapted(block: Graph, eager: Eager, layer: int) -> tuple[tuple[str, int], ...]:
+def _adapted(block: Graph, eager: Eager, layer: int) -> tuple[tuple[str, Collection[Any]], ...]:
+    """What adapters do in a layer, by site."""
     sites = [site for node in block.nodes if (site := site_of(block, node)) is not None]
-    ranks = [(site, eager.ranks.get(site.format(layer=layer))) for site in sites]
-    return tuple((site, rank) for site, rank in ranks if rank is not None)
+    found = [(site, eager.sites.get(site.format(layer=layer), ())) for site in sites]
+    return tuple((site, tuple(of_site)) for site, of_site in found)

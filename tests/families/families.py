@@ -166,6 +166,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("phi3", "phi3", _LLAMA, ("qkv_proj", "gate_up_proj")),
     Family("phi3-partial", "phi3", _of(_LLAMA, partial_rotary_factor=0.5), ("o_proj",), extra=True),
+    Family("phi", "phi", _of(_LLAMA, num_key_value_heads=4), extra=True),
     Family("gemma2", "gemma2", _GEMMA),
     Family("gemma3", "gemma3_text", _GEMMA, per_layer={"layer_types": _full_then_sliding}),
     Family("falcon-7b", "falcon", _FALCON),

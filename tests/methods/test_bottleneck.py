@@ -38,6 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
                           "non_linearity": "gelu_new"},
 }  # fmt: skip
 FIELDS = {"peft_type": "BOTTLENECK", "bottleneck_size": 4}
+FIRST_OF_AN_MLP = ("up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h")
 
 
 class Bottleneck(torch.nn.Module):
@@ -68,7 +69,7 @@ def hooked(base: Any, paths: list[str], recipe: dict[str, Any]) -> tuple[Any, di
         seen: list[Tensor] = []
         parent = path.rpartition(".")[0]
         names = dict(model.get_submodule(parent).named_children())
-        first = next(n for n in ("up_proj", "gate_up_proj", "c_fc", "fc1") if n in names)
+        first = next(n for n in FIRST_OF_AN_MLP if n in names)
         names[first].register_forward_pre_hook(lambda m, args, s=seen: s.append(args[0]))
         module.register_forward_hook(lambda m, args, out, a=adapter, s=seen: out + a(s.pop()))
     return model, adapters

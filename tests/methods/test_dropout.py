@@ -22,6 +22,7 @@ from pcg.runtime.training_runner import TrainingRunner
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import TOLERANCE, prompts
+from tests.families.wide import widen
 from tests.methods.cases import trained
 from tests.passes.mlp import inner_plan, mlp_model
 
@@ -36,25 +37,32 @@ CASES = {
 
 METHODS: dict[str, dict[str, Any]] = {
     "lora": LORA,
+    "lora_bias": {**LORA, "lora_bias": True, "use_rslora": True},
     "dora": {**LORA, "use_dora": True},
     "vera": {"peft_type": "VERA", "r": 4, "vera_dropout": 0.25},
 }
-PARAMETERS = {"lora": 2, "dora": 3, "vera": 2}
+PARAMETERS = {"lora": 2, "lora_bias": 3, "dora": 3, "vera": 2}
 """Trained tensors of a module."""
 
 
-def pair(name: str, p: float = 0.25, method: str = "lora") -> tuple[Any, Executor]:
+def pair(
+    name: str,
+    p: float = 0.25,
+    method: str = "lora",
+    dtype: torch.dtype = torch.float32,
+    budget: float = 1.0,
+) -> tuple[Any, Executor]:
     """peft's model, and an executor with the same adapter `a`."""
-    base = oracle.random_model(BY_NAME[name].config(2))
+    base = oracle.random_model(BY_NAME[name].config(2), dtype)
     fields = {**METHODS[method], "target_modules": CASES[name]}
     if method != "vera":
         fields["lora_dropout"] = p
-    executor = compiler.compile(base)
+    executor = compiler.compile(base, dtype=dtype, memory_budget=budget)
     kind = peft.VeraConfig if method == "vera" else peft.LoraConfig
     config = kind(**{k: v for k, v in fields.items() if k != "peft_type"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
-        wrapped = peft.get_peft_model(base, config)
+        wrapped = peft.get_peft_model(base, config).to(dtype)
     executor.add_adapter("a", fields)
     ours = executor.training_runner("a").parameters
     theirs = trained(wrapped)
@@ -73,6 +81,7 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
     batch.dropout_seed = seed
     learned = [i for s in batch.spans for i in range(s.start, s.start + s.length - 1)]
     model = runner.training.model
+    dtype = next(iter(runner.parameters.values())).dtype
     found = {}
     graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
     for graph, layer in [*graphs, (model.epilogue, len(model.layers))]:
@@ -87,9 +96,9 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
                 # The head sees the tokens with a target alone.
                 rows = torch.arange(len(batch.input_ids)) if is_layer else torch.tensor(learned)
                 batch.layer = layer
-                ones = torch.ones(len(rows), node.output.type.features[0])
+                ones = torch.ones(len(rows), node.output.type.features[0], dtype=dtype)
                 p, key = node.attribute("p"), node.attribute("key")
-                mask = torch.ones(len(batch.input_ids), ones.shape[1])
+                mask = torch.ones(len(batch.input_ids), ones.shape[1], dtype=dtype)
                 mask[rows] = torch_ops.dropout(batch, ones, p, key)
                 found[source.format(layer=layer).rpartition(".")[0]] = mask
     return found
@@ -111,10 +120,9 @@ def replace_dropouts(wrapped: Any, by_path: Mapping[str, Tensor]) -> None:
         dropout.forward = forward
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_pefts_with_the_same_masks(name: str, method: str) -> None:
-    wrapped, executor = pair(name, method=method)
+def check_gradients(name: str, method: str, dtype: torch.dtype, budget: float) -> None:
+    wrapped, executor = pair(name, method=method, dtype=dtype, budget=budget)
+    tolerance = 1e-10 if dtype == torch.float64 else TOLERANCE
     sequences = prompts((12, 5, 9))
     runner = executor.training_runner("a")
     by_path = masks(runner, sequences, SEED)
@@ -128,10 +136,44 @@ def test_gradients_are_pefts_with_the_same_masks(name: str, method: str) -> None
     loss = runner.forward_backward([Example(s, s) for s in sequences], targets, SEED)
     expected_loss, _ = oracle.loss_and_gradients(wrapped, sequences)
     expected = {path: p.grad for path, p in trained(wrapped).items()}
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
     for path, parameter in runner.parameters.items():
+        assert parameter.dtype == dtype
         error = (parameter.grad - expected[path]).norm() / expected[path].norm()
-        assert error < TOLERANCE, path
+        assert error < tolerance, path
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_pefts_with_the_same_masks(name: str, method: str) -> None:
+    check_gradients(name, method, torch.float32, 1.0)
+
+
+@pytest.mark.parametrize("budget", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3", "opt"))]
+)
+def test_masks_are_the_same_where_they_are_drawn_again(
+    name: str, method: str, budget: float
+) -> None:
+    """Backward draws the masks of what it makes again."""
+    check_gradients(name, method, torch.float32, budget)
+
+
+@pytest.mark.parametrize(
+    "budget", [0.0, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.5, 1.0))]
+)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "opt"))]
+)
+def test_fp64_with_the_same_masks(
+    name: str, method: str, budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 1e-10; in Llama where fp32 is widened, see test_fp64.py."""
+    widen(monkeypatch, BY_NAME[name].model_type)
+    check_gradients(name, method, torch.float64, budget)
 
 
 def test_masks_differ_by_seed_layer_and_module_and_are_drawn_again() -> None:

@@ -397,6 +397,18 @@ def test_an_activation_of_other_values_stays(before: str, old: str, new: str) ->
     assert [n.op for n in raise_graph(changed).nodes] == [n.op for n in changed.nodes]
 
 
+def test_blooms_gelu_is_its_own_in_fp64() -> None:
+    """Its √(2/π) has eight digits, and so has its gelu."""
+    text = BLOOM_GELU.replace("f32", "f64")
+    check(text, text)
+    check(
+        NEW_GELU.replace("f32", "f64"),
+        """
+graph @act(%x: f64[T, 8]) { %gelu: f64[T, 8] = gelu(%x) {approximate="tanh"} return %gelu }
+""",
+    )
+
+
 # --------------------------------------------------------------------------------------- products
 
 
@@ -516,6 +528,7 @@ BLOCKS = {
     "opt": "2 layer_norm, 6 linear, mul, attention, relu, 2 add",
     "opt-post_norm": "2 layer_norm, 6 linear, mul, attention, relu, 2 add",
     "opt-projected": "2 layer_norm, 6 linear, mul, attention, relu, 2 add",
+    "phi": FALCON.replace("4 linear", "6 linear"),
     "phi3": LLAMA.replace("7 linear", "4 linear"),
     "phi3-partial": LLAMA.replace("7 linear", "4 linear"),
     "qwen2": LLAMA,

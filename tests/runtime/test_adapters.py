@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import shutil
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -600,25 +599,3 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         write_adapter(adapter, tmp_path / "x")
     assert (tmp_path / "x").read_text() == "mine"
     shutil.rmtree(tmp_path, ignore_errors=True)
-
-
-def test_reading_costs_hardly_more_than_safetensors(tmp_path: Path) -> None:
-    """32 layers, all linear: 448 tensors. Measured 1.5 times the raw read; the bound is 3."""
-    linears = {
-        f"model.layers.{layer}.{part}.{module}": (64, 64)
-        for layer in range(32)
-        for part, module in [
-            *[("self_attn", f"{x}_proj") for x in "qkvo"],
-            *[("mlp", f"{x}_proj") for x in ("gate", "up", "down")],
-        ]
-    }
-    write_adapter(new_adapter("x", LoraRecipe.default(), linears), tmp_path / "x")
-    ours, raw = [], []
-    for _ in range(5):
-        start = time.perf_counter()
-        read_adapter(tmp_path / "x", "x")
-        middle = time.perf_counter()
-        load_file(tmp_path / "x" / "adapter_model.safetensors")
-        ours.append(middle - start)
-        raw.append(time.perf_counter() - middle)
-    assert min(ours) < 3 * min(raw) + 0.005
