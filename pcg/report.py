@@ -64,6 +64,23 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True)
+class PeerPoint:
+    """What torch's min-cut partitioner keeps under an activation memory budget.
+
+    Attributes:
+        budget: from 1, torch's default, to 0.
+        bytes: of the whole model.
+        bytes_per_block: as in `Stage`.
+        recompute_flops_ratio: as in `Stage`.
+    """
+
+    budget: float
+    bytes: int
+    bytes_per_block: int
+    recompute_flops_ratio: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """What fits a GPU.
 

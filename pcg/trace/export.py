@@ -164,7 +164,7 @@ def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
     path, kinds = layer_kinds(full)
     model, schedule = full, tuple(range(len(kinds)))
     if not whole:
-        shorter, chosen, shortened_config = shorten(config, kinds)
+        shorter, chosen, shortened_config = _shorten(config, kinds)
         candidate = _build(shortened_config, implementation)
         if layer_kinds(candidate)[1] == [kinds[index] for index in chosen]:
             model, schedule = candidate, shorter
@@ -186,6 +186,12 @@ def _has_marker(program: torch.export.ExportedProgram) -> bool:
 
 
 def parse_config(config: Mapping[str, Any]) -> Any:
+    """The transformers configuration of the contents of a config.json.
+
+    Raises:
+        TraceError: transformers does not know or refuses it.
+        UnsupportedError: pcg does not compile such a model; says why.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     fields = dict(config)
@@ -278,11 +284,11 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[object]]:
     count = model.config.num_hidden_layers  # type: ignore[union-attr]
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return path, [_fingerprint(layer) for layer in module]
+            return path, [fingerprint(layer) for layer in module]
     raise TraceError(f"{type(model).__name__} has no list of its {count} layers")
 
 
-def _fingerprint(layer: nn.Module) -> object:
+def fingerprint(layer: nn.Module) -> object:
     """Classes, constants and tensor shapes of all modules of a layer, but not its index."""
     rows = []
     for name, module in layer.named_modules():
@@ -301,7 +307,7 @@ def _fingerprint(layer: nn.Module) -> object:
     return tuple(rows)
 
 
-def shorten(config: Any, kinds: list[object]) -> tuple[tuple[int, ...], list[int], Any]:
+def _shorten(config: Any, kinds: list[object]) -> tuple[tuple[int, ...], list[int], Any]:
     """The schedule over, the indices of, and the configuration with a few layers.
 
     They are one layer of each kind in order of appearance, then one of the first kind again, which

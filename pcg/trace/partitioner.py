@@ -1,29 +1,29 @@
-"""torch's min-cut partitioner: what it passes from forward to backward, under its memory budgets.
+"""What torch's min-cut partitioner keeps for backward: the peer of our memory plan.
 
-Bytes are storages, each once, without the graph's inputs. FLOPs are those of matrix products and
-attention; a causal query sees (S + 1) / 2 keys on average. What is computed again is
+AOTAutograd traces a function and its gradients to one joint graph, with inductor's decompositions,
+and the partitioner divides it under an activation memory budget b:
 
-    FLOPs of forward and backward − the same with nothing computed again
+    kept  = storages passed to backward, each once, without parameters; what is made of shared
+            inputs alone (rotary tables, masks) stands apart, since all layers have it once
+    again = FLOPs of forward and backward − FLOPs of the joint graph
 
-so that what attention's backward costs, the same in both, need not be known.
-
-Importing this costs seconds (functorch, inductor's decompositions): only who asks for it pays.
+so that what attention's backward costs, the same in both, need not be known. FLOPs are those of
+matrix products and attention; a causal query sees (S + 1) / 2 keys on average, also where the
+scores are a product of their own. Parameters count as resident, as torch.compile marks them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from typing import Any, TypeAlias
 
 import torch
-import torch._functorch.config as functorch_config
 from functorch.compile import aot_function
-from torch import fx
-from torch._dynamo.backends.common import aot_autograd
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils import flop_counter
@@ -31,28 +31,167 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
-PRODUCTS = {
-    aten.mm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.bmm.default: (0, 1),
-    aten.baddbmm.default: (1, 2),
-}
+PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""Operators and their factors."""
+BATCHED_PRODUCTS = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+"""The same of attention's scores; [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
 
 
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting each next token; ids: [B, S]."""
-    return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+Shared: TypeAlias = Mapping[tuple[str, torch.Size, frozenset[int]], int]
+"""Bytes, by operator, shape and the shared inputs that it was made of."""
 
 
-def flops_of(func: Any, args: Sequence[Any]) -> int:
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph divided.
+
+    Attributes:
+        kept: bytes passed to backward, by storage.
+        shared: bytes passed to backward of what is made of shared inputs alone.
+        forward_flops: of the forward, without what is computed again.
+        again_flops: computed again in backward.
+        forward: inputs to outputs and what is kept.
+        backward: what is kept and the outputs' gradients to the inputs' gradients.
+        resident: storages of parameters and shared inputs.
+    """
+
+    kept: Mapping[int, int]
+    shared: Shared
+    forward_flops: int
+    again_flops: int
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    resident: frozenset[int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is kept, without what is shared."""
+        return sum(self.kept.values())
+
+
+class _Captured(Exception):
+    """Ends a capture once the joint graph is known."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A function and its gradients as one graph.
+
+    Attributes:
+        graph: inputs and the output's gradient to the output and the inputs' gradients.
+        carried: number of the first inputs, which are kept if backward reads them.
+        parameters: number of those that follow, which are resident.
+        shared: number of the last ones, resident as well.
+    """
+
+    graph: fx.GraphModule
+    carried: int
+    parameters: int
+    shared: int = 0
+
+    @classmethod
+    def trace(
+        cls,
+        function: Callable[..., Tensor],
+        carried: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        shared: Sequence[Tensor] = (),
+    ) -> JointGraph:
+        """Trace a function of three sequences of tensors, which may be fake ones."""
+        found: list[fx.GraphModule] = []
+        compiled = aot_function(
+            function, unchanged, unchanged, capture(found), select_decomp_table()
+        )
+        with contextlib.suppress(_Captured):
+            compiled(list(carried), list(parameters), list(shared))
+        return cls(found[0], len(carried), len(parameters), len(shared))
+
+    def partition(self, budget: float) -> Partition:
+        """Divide a copy of the graph under an activation memory budget, from 0 to 1."""
+        joint = copy.deepcopy(self.graph)
+        last = self.carried + self.parameters + self.shared
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                joint,
+                None,
+                num_fwd_outputs=1,
+                static_lifetime_input_indices=list(range(self.carried, last)),
+            )
+        inputs = forward.graph.find_nodes(op="placeholder")[self.carried :]
+        resident = frozenset(key for node in inputs for key in storages(node))
+        sources = self._sources(forward.graph)
+        kept: dict[int, int] = {}
+        shared: dict[tuple[str, torch.Size, frozenset[int]], int] = {}
+        for node in forward.graph.output_node().args[0][1:]:  # type: ignore[index,union-attr]
+            sizes = storages(node)
+            if node in sources:
+                shared[str(node.target), node.meta["val"].shape, sources[node]] = sum(
+                    sizes.values()
+                )
+            else:
+                kept |= {key: size for key, size in sizes.items() if key not in resident}
+        flops = graph_flops(forward.graph)
+        again = flops + graph_flops(backward.graph) - graph_flops(self.graph.graph)
+        return Partition(kept, shared, flops, again, forward, backward, resident)
+
+    def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
+        """Which shared inputs what is made of them and constants alone is made of, by place."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        if self.shared:
+            inputs = graph.find_nodes(op="placeholder")[self.carried + self.parameters :]
+            found = {node: frozenset([place]) for place, node in enumerate(inputs)}
+            for node in graph.nodes:
+                read = node.all_input_nodes
+                if node.op == "call_function" and all(one in found for one in read):
+                    found[node] = frozenset[int]().union(*(found[one] for one in read))
+        return found
+
+
+def unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+    """A compiler that leaves a graph as it is."""
+    return graph
+
+
+def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A partitioner that keeps the joint graph and ends the tracing."""
+
+    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
+        found.append(copy.deepcopy(joint))
+        raise _Captured
+
+    return partition
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """Size by identity of what a node's value lies in; views share it."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def operator_flops(operator: Any, args: Sequence[Any]) -> int:
     """FLOPs of a forward product or attention; 0 for what is neither."""
-    if func in PRODUCTS:
-        left, right = (args[index] for index in PRODUCTS[func])
+    if operator in PRODUCTS:
+        left, right = (args[index] for index in PRODUCTS[operator])
         return int(2 * left.numel() * right.shape[-1])
-    if func is CPU_ATTENTION.default:
+    if operator in BATCHED_PRODUCTS:
+        left, right = (args[index] for index in BATCHED_PRODUCTS[operator])
+        keys = max(left.shape[-1], right.shape[-1])
+        return int(left.numel() * right.shape[-1] * (keys + 1) // keys)
+    if operator is CPU_ATTENTION.default:
         query, key = args[:2]
-        return int(2 * query.numel() * (key.shape[-2] + 1))  # two products over (S + 1) / 2 keys
+        return int(2 * query.numel() * (key.shape[-2] + 1))  # two products
     return 0
+
+
+def node_flops(node: fx.Node) -> int:
+    """FLOPs of a node."""
+    args = [arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in node.args]
+    return operator_flops(node.target, args)
+
+
+def graph_flops(graph: fx.Graph) -> int:
+    """FLOPs of all nodes."""
+    return sum(map(node_flops, graph.nodes))
 
 
 @contextlib.contextmanager
@@ -62,181 +201,20 @@ def attention_as_on_cuda() -> Iterator[None]:
     Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
     recomputes attention as if that were free.
     """
-    ours = partitioners.get_default_op_list
+    known = partitioners.get_default_op_list
 
     def with_attention() -> Any:
-        operators = ours()
+        operators = known()
         operators.compute_intensive_ops.add(CPU_ATTENTION)
         return operators
 
-    def flops(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
+    def flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
         return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
 
-    with (
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-        mock.patch.dict(flop_counter.flop_registry, {CPU_ATTENTION: flops}),
-    ):
+    partitioners.get_default_op_list = with_attention
+    flop_counter.flop_registry[CPU_ATTENTION] = flops
+    try:
         yield
-
-
-class _Captured(Exception):
-    """Ends a capture once the joint graph is known."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """What torch's partitioner made of a model.
-
-    Attributes:
-        kept: bytes.
-        outside: of them, logits and what is made of them.
-        forward_flops: of the whole forward, without what is computed again.
-        head_flops: of the product that gives the logits.
-        again_flops: computed again in backward.
-        backward_peak: most bytes alive in the backward graph, run as it stands and not fused.
-        forward: the graph from parameters, buffers and ids to the loss and what is kept.
-    """
-
-    kept: int
-    outside: int
-    forward_flops: int
-    head_flops: int
-    again_flops: int
-    backward_peak: int
-    forward: fx.GraphModule
-
-
-class Partitioner:
-    """The joint graph of a model, captured once, and its partitions under budgets.
-
-    AOTAutograd traces loss and gradients with inductor's decompositions. The graph has no mask and
-    repeats no keys and values, which is kinder to torch than what dynamo traces. Parameters and
-    buffers are marked as resident, as torch.compile marks them.
-    """
-
-    def __init__(self, joint: fx.GraphModule, residents: int, vocabulary: int) -> None:
-        self.joint, self.residents, self.vocabulary = joint, residents, vocabulary
-
-    @classmethod
-    def traced(cls, model: Any, ids: torch.Tensor) -> Partitioner:
-        """Trace a model's loss and its gradients."""
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        found: list[fx.GraphModule] = []
-
-        def loss(values: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-            named = dict(zip(tensors, values, strict=True))
-            arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
-            return torch.func.functional_call(model, named, (), arguments).loss
-
-        compiled = aot_function(loss, _unchanged, _unchanged, _keep(found), select_decomp_table())
-        with contextlib.suppress(_Captured):
-            compiled(list(tensors.values()), ids)
-        return cls(found[0], len(tensors), model.config.vocab_size)
-
-    @classmethod
-    def compiled(cls, model: Any, ids: torch.Tensor) -> Partitioner:
-        """Trace as torch.compile does: dynamo's graph, with the mask that transformers makes.
-
-        Dynamo wants real tensors; they may be empty, and are never touched.
-        """
-        found: list[fx.GraphModule] = []
-        torch._dynamo.reset()
-        backend = aot_autograd(
-            fw_compiler=_unchanged,
-            bw_compiler=_unchanged,
-            partition_fn=_keep(found),
-            decompositions=select_decomp_table(),
-        )
-        try:
-            torch.compile(loss_of, backend=backend)(model, ids)
-        except Exception:  # dynamo's own, around the one that ends the capture
-            if not found:
-                raise
-        residents = len(found[0].graph.find_nodes(op="placeholder"))
-        return cls(found[0], residents, model.config.vocab_size)
-
-    def partition(self, budget: float) -> Partition:
-        """Divide a copy of the joint graph under an activation memory budget."""
-        joint = copy.deepcopy(self.joint)
-        plain = _graph_flops(joint.graph)
-        with functorch_config.patch(activation_memory_budget=budget):
-            forward, backward = partitioners.min_cut_rematerialization_partition(
-                joint,
-                None,
-                num_fwd_outputs=1,
-                static_lifetime_input_indices=list(range(self.residents)),
-            )
-        head = next(node for node in forward.graph.nodes if self._is_head(node))
-        inputs = forward.graph.find_nodes(op="placeholder")
-        resident = {key for node in inputs for key in _storages(node)}
-        kept, outside = _passed_on(forward.graph, head, resident)
-        flops = _graph_flops(forward.graph)
-        again = flops + _graph_flops(backward.graph) - plain
-        peak = _peak(backward.graph, resident)
-        return Partition(kept, outside, flops, _node_flops(head), again, peak, forward)
-
-    def _is_head(self, node: fx.Node) -> bool:
-        return node.target in PRODUCTS and node.meta["val"].shape[-1] == self.vocabulary
-
-
-def _unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
-    return graph
-
-
-def _keep(found: list[fx.GraphModule]) -> Any:
-    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
-        found.append(copy.deepcopy(joint))
-        raise _Captured
-
-    return partition
-
-
-def _storages(node: fx.Node) -> dict[int, int]:
-    """Size by identity of what a node's value lies in; views share it."""
-    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-
-
-def _passed_on(graph: fx.Graph, head: fx.Node, resident: set[int]) -> tuple[int, int]:
-    """Bytes of the storages passed to backward, but inputs; of them those from the head on."""
-    after = {head}
-    for node in graph.nodes:
-        if not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-    kept: dict[int, tuple[int, bool]] = {}
-    for node in graph.output_node().args[0][1:]:
-        for key, size in _storages(node).items():
-            if key not in resident:
-                kept.setdefault(key, (size, node in after))
-    sizes = kept.values()
-    return sum(size for size, _ in sizes), sum(size for size, outside in sizes if outside)
-
-
-def _node_flops(node: fx.Node) -> int:
-    return flops_of(node.target, [getattr(arg, "meta", {}).get("val") for arg in node.args])
-
-
-def _graph_flops(graph: fx.Graph) -> int:
-    return sum(map(_node_flops, graph.nodes))
-
-
-def _peak(graph: fx.Graph, resident: set[int]) -> int:
-    """Most bytes alive in a backward graph run as it stands, without what is resident."""
-    nodes = list(graph.nodes)  # the last one is the output, which holds the gradients to the end
-    last: dict[int, int] = {}
-    for index, node in enumerate(nodes):
-        for used in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(_storages(used), index))
-    alive: dict[int, int] = {}
-    now = most = 0
-    for index, node in enumerate(nodes):
-        for key, size in _storages(node).items():
-            if key not in resident and key not in alive:
-                alive[key] = size
-                now += size
-        most = max(most, now)
-        for used in (node, *node.all_input_nodes):
-            for key in _storages(used):
-                if last[key] == index:
-                    now -= alive.pop(key, 0)
-    return most
+    finally:
+        partitioners.get_default_op_list = known
+        del flop_counter.flop_registry[CPU_ATTENTION]
