@@ -43,6 +43,7 @@ from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
 from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
+from pcg.runtime.adapter_config import config_fields
 from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
@@ -497,6 +498,7 @@ def explain(
     memory_budget: float | str | None = None,
     gpus: Sequence[str] = (),
     find_region: bool = False,
+    peers: bool = False,
 ) -> Report:
     """Account for the memory of a finetuning step, and say what is kept for backward and why.
 
@@ -513,12 +515,28 @@ def explain(
         gpus: names of GPUs to fit the step to.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; takes seconds.
+        peers: say what torch's min-cut partitioner keeps, too; takes seconds, most of them to
+            import functorch and inductor.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
     options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
     options["find_region"] = find_region
-    return compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
+    report = compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
+    return _with_peers(report, model, recipes_of(peft)) if peers else report
+
+
+def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+    """The report with what torch's partitioner keeps."""
+    from pcg.passes.peers import with_peers
+
+    is_module = isinstance(model, torch.nn.Module)
+    config = model.config.to_dict() if is_module else resolve(model).config
+    adapters: dict[str, Mapping[str, Any]] = {}
+    for name, recipe in recipes.items():
+        named = recipe.for_family(str(config["model_type"]))
+        adapters[name] = config_fields(named, named.target_modules or (), "", {})
+    return with_peers(report, config, recipes, adapters)
 
 
 def compare(

@@ -25,6 +25,7 @@ _STAGES = {
     "rematerialized": "the rest made again",
     "compressed": "and bits for signs: pcg",
     "checkpointing": "transformers' own",
+    "torch-partitioner": "torch.compile's default",
 }
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -211,6 +212,7 @@ class Report:
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
+    peers: tuple[PeerPoint, ...] = ()
 
     def to_html(self) -> str:
         """The report as one HTML page that needs no other file, `pcg explain --html`."""
@@ -248,6 +250,8 @@ class Report:
             parts.append(self._stages())
         if len(self.pareto) > 1:
             parts.append(self._budgets())
+        if self.peers:
+            parts.append(self._peers())
         if tensors and self.saved:
             parts.append(self._tensors())
         parts += [self._fit(fit) for fit in self.fits]
@@ -305,6 +309,32 @@ class Report:
                 line += f"   {point.restored} layers share the saved input of one before"
             lines.append(line)
         lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
+        return lines
+
+    def kept_at(self, recompute_flops_ratio: float) -> int | None:
+        """Bytes of pcg's front where this share is made again; None where it has no such point.
+
+        Where more is made again than the least needs, that is the least.
+        """
+        front = [(p.recompute_flops_ratio, p.bytes) for p in self.pareto if not p.restored]
+        below = [point for point in front if point[0] <= recompute_flops_ratio]
+        if not below:
+            return None
+        if len(below) == len(front):
+            return below[-1][1]
+        (left, most), (right, least) = below[-1], front[len(below)]
+        return round(most - (most - least) * (recompute_flops_ratio - left) / (right - left))
+
+    def _peers(self) -> list[str]:
+        """torch's partitioner, and pcg where as many operations are made again."""
+        lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
+        for point in self.peers:
+            ours = self.kept_at(point.recompute_flops_ratio)
+            lines.append(
+                f"  budget {point.budget:<7}{gib(point.bytes):>10}"
+                f"{point.bytes_per_block / 2**20:>14,.1f}{point.recompute_flops_ratio:>13.1%}"
+                f"{'-' if ours is None else gib(ours):>17}"
+            )
         return lines
 
     @staticmethod
