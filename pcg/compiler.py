@@ -532,10 +532,11 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
 
     is_module = isinstance(model, torch.nn.Module)
     config = model.config.to_dict() if is_module else resolve(model).config
-    adapters: dict[str, Mapping[str, Any]] = {}
-    for name, recipe in recipes.items():
-        named = recipe.for_family(str(config["model_type"]))
-        adapters[name] = config_fields(named, named.target_modules or (), "", {})
+    adapters = {
+        name: config_fields(recipe, recipe.target_modules or (), "", {})
+        | ({"target_modules": None} if recipe.target_modules is None else {})
+        for name, recipe in recipes.items()
+    }
     return with_peers(report, config, recipes, adapters)
 
 

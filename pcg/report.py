@@ -71,12 +71,14 @@ class PeerPoint:
     Attributes:
         budget: from 1, torch's default, to 0.
         bytes: of the whole model.
+        outside_bytes: of them, of what layers share, and of logits and loss.
         bytes_per_block: as in `Stage`.
         recompute_flops_ratio: as in `Stage`.
     """
 
     budget: float
     bytes: int
+    outside_bytes: int
     bytes_per_block: int
     recompute_flops_ratio: float
 
@@ -287,9 +289,10 @@ class Report:
 
     def _stages(self) -> list[str]:
         most = max(stage.bytes for stage in self.activations)
-        lines = ["kept for backward      GiB   MiB a layer   recomputed"]
+        wide = max(14, *(len(stage.stage) + 1 for stage in self.activations))
+        lines = [f"{'kept for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
         lines += [
-            f"  {stage.stage:<14}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+            f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
             f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
             f"  {_STAGES.get(stage.stage, '')}".rstrip()
             for stage in self.activations

@@ -65,9 +65,10 @@ def _note(default: PeerPoint, maskless: PeerPoint) -> str:
         f"{STAGE}: what torch.compile passes from forward to backward of transformers + peft, "
         "divided a layer at a time; logits and loss as by default"
     )
-    if maskless.bytes_per_block == default.bytes_per_block:
+    more = default.bytes_per_block - maskless.bytes_per_block
+    if not more:
         return text
     return (
         f"{text}; with the attention mask that transformers makes where it is traced, for which it "
-        f"repeats keys and values; without, {maskless.bytes_per_block / 2**20:,.1f} MiB a layer"
+        f"repeats keys and values: {more:,} bytes a layer"
     )

@@ -5,7 +5,7 @@ and the partitioner divides it under an activation memory budget b:
 
     kept  = storages passed to backward, each once, without parameters; what is made of shared
             inputs alone (rotary tables, masks) stands apart, since all layers have it once
-    again = FLOPs of forward and backward − FLOPs of the joint graph
+    again = FLOPs of forward and backward − FLOPs of the joint graph, equal nodes once
 
 so that what attention's backward costs, the same in both, need not be known. FLOPs are those of
 matrix products and attention; a causal query sees (S + 1) / 2 keys on average, also where the
@@ -25,6 +25,7 @@ from functorch.compile import aot_function
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
@@ -131,7 +132,7 @@ class JointGraph:
             else:
                 kept |= {key: size for key, size in sizes.items() if key not in resident}
         flops = graph_flops(forward.graph)
-        again = flops + graph_flops(backward.graph) - graph_flops(self.graph.graph)
+        again = flops + graph_flops(backward.graph) - graph_flops(fx_graph_cse(self.graph.graph))
         return Partition(kept, shared, flops, again, forward, backward, resident)
 
     def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:

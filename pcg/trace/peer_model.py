@@ -7,6 +7,7 @@ FakeTensorMode a fake one, so that the CPU's own operators are chosen and nothin
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ Where transformers is traced it makes a mask of its own, with which it repeats k
 attention of a name without mask function gets none.
 """
 
-_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+_CHANGES = {"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": None}
+"""No dropout; and some models look for padding in the token ids, which have no values here."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,14 @@ def peer_model(
     """A model of empty tensors, and its layers.
 
     Args:
-        config: the contents of a config.json; its dropout is left out.
+        config: the contents of a config.json; its dropout and padding are left out.
         dtype: torch's name of the dtype.
         wrap: makes adapters of the model in place, on meta.
         attention: transformers' name of it, or `MASKLESS`; transformers' choice by default, also
             where the architecture does not take this one.
     """
     with quiet(), unset_fake_temporarily():
-        model = _on_meta(parse_config({**config, **_NO_DROPOUT}), dtype, attention)
+        model = _on_meta(parse_config({**config, **_CHANGES}), dtype, attention)
         layers: Any = model.get_submodule(layer_kinds(model)[0])
         model = wrap(model)
     _empty(model)
@@ -179,14 +181,15 @@ def without_layers(
 @contextlib.contextmanager
 def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[None]:
     """Have every layer return this instead of what it would compute, and make no masks for them."""
-    attention = model.config._attn_implementation
-    model.config._attn_implementation = MASKLESS
+    config = model.config
+    attention = config._attn_implementation_internal  # whose setter refuses what is not registered
+    config._attn_implementation_internal = MASKLESS
     for layer in layers:
         layer.forward = lambda *_, **__: out
     try:
         yield
     finally:
-        model.config._attn_implementation = attention
+        config._attn_implementation_internal = attention
         for layer in layers:
             del layer.forward
 
@@ -208,7 +211,7 @@ def _on_meta(config: Any, dtype: str, attention: str | None) -> Any:
         if attention is not None:
             with contextlib.suppress(ValueError, KeyError):  # it does not take this one
                 return AutoModelForCausalLM.from_config(
-                    config, attn_implementation=attention, **options
+                    copy.deepcopy(config), attn_implementation=attention, **options
                 )
         return AutoModelForCausalLM.from_config(config, **options)
 

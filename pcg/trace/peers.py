@@ -38,7 +38,6 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 __all__ = ["BUDGETS", "MASKLESS", "torch_partitioner"]
 
-
 @dataclass(frozen=True)
 class _Peer:
     """A model traced: each layer's joint graph, by kind, and the loss's."""
@@ -55,10 +54,12 @@ class _Peer:
         shared: dict[Any, int] = {}
         for call in self.calls:
             shared |= self._shared(call, of_kind[call.kind])
+        around = outside.size_bytes + sum(shared.values())
         inner = layers[1:] or layers
         return PeerPoint(
             budget,
-            sum(layer.size_bytes for layer in (*layers, outside)) + sum(shared.values()),
+            sum(layer.size_bytes for layer in layers) + around,
+            around,
             round(sum(layer.size_bytes for layer in inner) / len(inner)),
             sum(layer.again_flops for layer in layers)
             / (sum(layer.forward_flops for layer in layers) or 1),
