@@ -1,4 +1,7 @@
-"""The report of `pcg.explain`: what a model needs under a recipe, in bytes, and why."""
+"""The report of `pcg.explain`: what a model needs under a recipe, in bytes, and why.
+
+The file is long because all that a report holds stands in it beside the text that shows it.
+"""
 
 from __future__ import annotations
 
@@ -329,7 +332,7 @@ class Report:
         return round(most - (most - least) * (recompute_flops_ratio - left) / (right - left))
 
     def _peers(self) -> list[str]:
-        """torch's partitioner, and pcg where as many operations are made again."""
+        """The points of torch's partitioner, and pcg where as many operations are made again."""
         lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
         for point in self.peers:
             ours = self.kept_at(point.recompute_flops_ratio)

@@ -35,7 +35,9 @@ QUICK = (("llama3", "all-linear"), ("opt", "usual"), ("gpt2", "usual"), ("llama2
 WINDOWS = ("mistral-window", "qwen2.5-windows", "qwen2.5-layer_types", "phi3-window")
 """torch's attention has a window in its mask alone: it makes more operations than are counted."""
 CASES = [
-    pytest.param(str(family), method, marks=[] if (str(family), method) in QUICK else pytest.mark.slow)
+    pytest.param(
+        str(family), method, marks=[] if (str(family), method) in QUICK else pytest.mark.slow
+    )
     for family in FAMILIES
     for method in METHODS
     if str(family) not in WINDOWS

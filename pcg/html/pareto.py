@@ -73,7 +73,13 @@ def pareto(report: Report) -> Markup | None:
     ]
     peer_line = [(across.share(p.bytes), up.share(p.recompute_flops_ratio)) for p in peers]
     corners += [
-        mark(_PEER, x, y, f"{_budget(p)}: {_note(p.bytes, p.recompute_flops_ratio)}", class_="peer point")
+        mark(
+            _PEER,
+            x,
+            y,
+            f"{_budget(p)}: {_note(p.bytes, p.recompute_flops_ratio)}",
+            class_="peer point",
+        )
         for (x, y), p in zip(peer_line, peers, strict=True)
     ]
     marks = [

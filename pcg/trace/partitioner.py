@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from functorch.compile import aot_function
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils import flop_counter
@@ -123,14 +123,14 @@ class JointGraph:
         sources = self._sources(forward.graph)
         kept: dict[int, int] = {}
         shared: dict[tuple[str, torch.Size, frozenset[int]], int] = {}
-        for node in forward.graph.output_node().args[0][1:]:  # type: ignore[index,union-attr]
+        passed: Any = forward.graph.output_node().args[0]
+        for node in passed[1:]:
             sizes = storages(node)
             if node in sources:
-                shared[str(node.target), node.meta["val"].shape, sources[node]] = sum(
-                    sizes.values()
-                )
+                key = (str(node.target), node.meta["val"].shape, sources[node])
+                shared[key] = sum(sizes.values())
             else:
-                kept |= {key: size for key, size in sizes.items() if key not in resident}
+                kept |= {of: size for of, size in sizes.items() if of not in resident}
         flops = graph_flops(forward.graph)
         again = flops + graph_flops(backward.graph) - graph_flops(fx_graph_cse(self.graph.graph))
         return Partition(kept, shared, flops, again, forward, backward, resident)
@@ -148,9 +148,9 @@ class JointGraph:
         return found
 
 
-def unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
     """A compiler that leaves a graph as it is."""
-    return graph
+    return gm
 
 
 def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:

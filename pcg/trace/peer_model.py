@@ -167,7 +167,9 @@ def without_layers(
     """
     names = list(tensors_of(model))
 
-    def loss(given: Sequence[Tensor], parameters: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+    def loss(
+        given: Sequence[Tensor], parameters: Sequence[Tensor], ids: Sequence[Tensor]
+    ) -> Tensor:
         named = dict(zip(names, parameters, strict=True))
         arguments = {"input_ids": ids[0], "labels": ids[0], "use_cache": False}
         out = (given[0], *last[1:]) if isinstance(last, tuple) else given[0]

@@ -38,6 +38,7 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 __all__ = ["BUDGETS", "MASKLESS", "torch_partitioner"]
 
+
 @dataclass(frozen=True)
 class _Peer:
     """A model traced: each layer's joint graph, by kind, and the loss's."""
@@ -102,7 +103,9 @@ def torch_partitioner(
     """
     try:
         with quiet(), FakeTensorMode():
-            peer = _trace(config, dtype, adapter, torch.zeros(batch, seq, dtype=torch.long), attention)
+            peer = _trace(
+                config, dtype, adapter, torch.zeros(batch, seq, dtype=torch.long), attention
+            )
             with attention_as_on_cuda():
                 return tuple(peer.point(budget) for budget in budgets)
     except PcgError:
