@@ -1,10 +1,9 @@
 """What the peers keep for backward: transformers + peft as it is, checkpointed, and partitioned.
 
-True shapes and no weights: the model is built on meta, then every tensor is replaced by an empty
-fake one on the CPU, so that the CPU's own operators are chosen and nothing is computed. What is
-measured is storages, each once, without parameters, buffers and the token ids: in `step` those
-that autograd holds after the forward with loss, in `Partitioner` those that torch's min-cut
-partitioner passes from forward to backward.
+True shapes and no weights: models are `pcg.trace.peer_model`'s, of fake tensors, and nothing is
+computed. What is measured is storages, each once, without parameters, buffers and the token ids: in
+`step` those that autograd holds after the forward with loss, in `Partitioner` those that torch's
+min-cut partitioner (`pcg.trace.partitioner`) passes from forward to backward of a whole model.
 
 FLOPs are those of matrix products and attention; a causal query sees (S + 1) / 2 keys on average.
 What is computed again is
@@ -16,46 +15,36 @@ so that what attention's backward costs, the same in both, need not be known.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-import torch._functorch.config as functorch_config
-import transformers
-from functorch.compile import aot_function
-from torch import fx, nn
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import partitioners
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pcg.trace.partitioner import (
+    PRODUCTS,
+    JointGraph,
+    capture,
+    node_flops,
+    operator_flops,
+    storages,
+    unchanged,
+)
+from pcg.trace.peer_model import MASKLESS, loss_of, peer_model, tensors_of
+
 CONFIGS = Path(__file__).parent.parent / "pcg" / "configs"
-
-# Over fake tensors transformers builds a mask that it leaves out over real ones without padding.
-# A name of our own, which has no mask function, gets none: sdpa's `is_causal` as in a real run.
-UNMASKED = "sdpa_unmasked"
-transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
-
-aten = torch.ops.aten
-CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
-PRODUCTS = {
-    aten.mm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.bmm.default: (0, 1),
-    aten.baddbmm.default: (1, 2),
-}
 
 
 @dataclass(frozen=True)
@@ -78,11 +67,11 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The contents of config.json, without dropout, which no contender here has."""
+        """The contents of config.json."""
         fields = self.model
         if isinstance(fields, str):
             fields = json.loads((CONFIGS / f"{fields.replace('/', '--')}.json").read_text())
-        return {**fields, "dropout": 0.0, "attention_dropout": 0.0}
+        return dict(fields)
 
     @property
     def layers(self) -> int:
@@ -97,38 +86,15 @@ class Case:
         return torch.zeros(self.batch, self.seq, dtype=torch.long)
 
 
-def build(case: Case, layers: int, adapters: torch.dtype, attention: str = UNMASKED) -> Any:
+def build(case: Case, layers: int, adapters: torch.dtype, attention: str) -> Any:
     """The bf16 model with its adapters, of empty CPU tensors: fake ones under a FakeTensorMode."""
-    fields = {**case.config, "num_hidden_layers": layers}
-    with warnings.catch_warnings(), torch._subclasses.fake_tensor.unset_fake_temporarily():
-        warnings.simplefilter("ignore")
-        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention
-            )
-            model = peft.get_peft_model(model, case.lora)
-    made: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied weights stay tied
 
-    def empty(old: torch.Tensor) -> torch.Tensor:
-        if id(old) not in made:
-            new = torch.empty(old.shape, dtype=adapters if old.requires_grad else old.dtype)
-            made[id(old)] = (
-                nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            )
-        return made[id(old)]
+    def wrap(model: Any) -> Any:
+        is_default = adapters == torch.float32
+        return peft.get_peft_model(model, case.lora, autocast_adapter_dtype=is_default)
 
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is not None:
-                    tensors[name] = empty(old)
-    return model.eval()
-
-
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting each next token."""
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+    config = {**case.config, "num_hidden_layers": layers}
+    return peer_model(config, "bfloat16", wrap, attention)[0]
 
 
 # --------------------------------------------------------------------------------------- eager
@@ -157,7 +123,7 @@ class _Step(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args)
+        self.flops += operator_flops(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -166,17 +132,6 @@ class _Step(TorchDispatchMode):
         self._alive = {key: row for key, row in self._alive.items() if not row[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
-
-
-def flops_of(func: Any, args: Sequence[Any]) -> int:
-    """FLOPs of a forward product or attention; 0 for what is neither."""
-    if func in PRODUCTS:
-        left, right = (args[index] for index in PRODUCTS[func])
-        return 2 * left.numel() * right.shape[-1]
-    if func is CPU_ATTENTION.default:
-        query, key = args[:2]
-        return 2 * query.numel() * (key.shape[-2] + 1)  # two products over (S + 1) / 2 keys
-    return 0
 
 
 def step(model: Any, ids: torch.Tensor) -> Measured:
@@ -212,7 +167,7 @@ def step(model: Any, ids: torch.Tensor) -> Measured:
 
 def prepared(case: Case, layers: int, adapters: torch.dtype, how: str) -> Any:
     """The model to `step`; how: sdpa, eager (attention), or checkpointing (every block)."""
-    model = build(case, layers, adapters, "eager" if how == "eager" else UNMASKED)
+    model = build(case, layers, adapters, "eager" if how == "eager" else MASKLESS)
     if how == "checkpointing":
         # There is no dropout whose random state could matter, and fake tensors have none.
         options = {"use_reentrant": False, "preserve_rng_state": False}
@@ -223,10 +178,6 @@ def prepared(case: Case, layers: int, adapters: torch.dtype, how: str) -> Any:
 
 
 # --------------------------------------------------------------------------- torch's partitioner
-
-
-class _Captured(Exception):
-    """Ends a capture once the joint graph is known."""
 
 
 @dataclass(frozen=True)
@@ -255,55 +206,43 @@ class Partition:
 class Partitioner:
     """The joint graph of a model, captured once, and its partitions under budgets.
 
-    AOTAutograd traces loss and gradients with inductor's decompositions. The graph has no mask and
-    repeats no keys and values, which is kinder to torch than what dynamo traces. Parameters and
-    buffers are marked as resident, as torch.compile marks them.
+    The graph has no mask and repeats no keys and values, which is kinder to torch than what dynamo
+    traces.
     """
 
-    def __init__(self, joint: fx.GraphModule, residents: int, vocabulary: int) -> None:
-        self.joint, self.residents, self.vocabulary = joint, residents, vocabulary
+    def __init__(self, joint: JointGraph, vocabulary: int) -> None:
+        self.joint, self.vocabulary = joint, vocabulary
 
     @classmethod
     def of(cls, case: Case, layers: int, adapters: torch.dtype) -> Partitioner:
         """Trace a model of fake tensors."""
         with FakeTensorMode():
-            return cls.traced(build(case, layers, adapters), case.ids())
+            return cls.traced(build(case, layers, adapters, MASKLESS), case.ids())
 
     @classmethod
     def traced(cls, model: Any, ids: torch.Tensor) -> Partitioner:
-        """Trace a model's loss and its gradients."""
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        found: list[fx.GraphModule] = []
+        """Trace a model's loss and its gradients; inputs are the ids, parameters and buffers."""
+        tensors = tensors_of(model)
 
-        def loss(values: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        def loss(ids: Sequence[Any], values: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
             named = dict(zip(tensors, values, strict=True))
-            arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
+            arguments = {"input_ids": ids[0], "labels": ids[0], "use_cache": False}
             return torch.func.functional_call(model, named, (), arguments).loss
 
-        compiled = aot_function(loss, _unchanged, _unchanged, _keep(found), select_decomp_table())
-        with contextlib.suppress(_Captured):
-            compiled(list(tensors.values()), ids)
-        return cls(found[0], len(tensors), model.config.vocab_size)
+        joint = JointGraph.trace(loss, [ids], list(tensors.values()))
+        return cls(joint, model.config.vocab_size)
 
     def partition(self, budget: float) -> Partition:
         """Divide a copy of the joint graph under an activation memory budget."""
-        joint = copy.deepcopy(self.joint)
-        plain = _graph_flops(joint.graph)
-        with functorch_config.patch(activation_memory_budget=budget):
-            forward, backward = partitioners.min_cut_rematerialization_partition(
-                joint,
-                None,
-                num_fwd_outputs=1,
-                static_lifetime_input_indices=list(range(self.residents)),
-            )
+        found = self.joint.partition(budget)
+        forward = found.forward
         head = next(node for node in forward.graph.nodes if self._is_head(node))
-        inputs = forward.graph.find_nodes(op="placeholder")
-        resident = {key for node in inputs for key in _storages(node)}
+        ids = forward.graph.find_nodes(op="placeholder")[: self.joint.carried]
+        resident = found.resident.union(*map(storages, ids))
         kept, outside = _passed_on(forward.graph, head, resident)
-        flops = _graph_flops(forward.graph)
-        again = flops + _graph_flops(backward.graph) - plain
-        peak = _peak(backward.graph, resident)
-        return Partition(kept, outside, flops, _node_flops(head), again, peak, forward)
+        peak = _peak(found.backward.graph, resident)
+        flops = found.forward_flops
+        return Partition(kept, outside, flops, node_flops(head), found.again_flops, peak, forward)
 
     def _is_head(self, node: fx.Node) -> bool:
         return node.target in PRODUCTS and node.meta["val"].shape[-1] == self.vocabulary
@@ -319,9 +258,9 @@ def compiled_block(case: Case, adapters: torch.dtype) -> int:
         model, found = build(case, layers, adapters, "sdpa"), []
         torch._dynamo.reset()
         backend = aot_autograd(
-            fw_compiler=_unchanged,
-            bw_compiler=_unchanged,
-            partition_fn=_keep(found),
+            fw_compiler=unchanged,
+            bw_compiler=unchanged,
+            partition_fn=capture(found),
             decompositions=select_decomp_table(),
         )
         try:
@@ -330,29 +269,11 @@ def compiled_block(case: Case, adapters: torch.dtype) -> int:
             if not found:
                 raise
         residents = len(found[0].graph.find_nodes(op="placeholder"))
-        kept.append(Partitioner(found[0], residents, model.config.vocab_size).partition(1.0).kept)
+        kept.append(JointGraph(found[0], 0, residents).partition(1.0).size_bytes)
     return kept[1] - kept[0]
 
 
-def _unchanged(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
-    return graph
-
-
-def _keep(found: list[fx.GraphModule]) -> Any:
-    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
-        found.append(copy.deepcopy(joint))
-        raise _Captured
-
-    return partition
-
-
-def _storages(node: fx.Node) -> dict[int, int]:
-    """Size by identity of what a node's value lies in; views share it."""
-    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-
-
-def _passed_on(graph: fx.Graph, head: fx.Node, resident: set[int]) -> tuple[int, int]:
+def _passed_on(graph: fx.Graph, head: fx.Node, resident: Set[int]) -> tuple[int, int]:
     """Bytes of the storages passed to backward, but inputs; of them those from the head on."""
     after = {head}
     for node in graph.nodes:
@@ -360,38 +281,30 @@ def _passed_on(graph: fx.Graph, head: fx.Node, resident: set[int]) -> tuple[int,
             after.add(node)
     kept: dict[int, tuple[int, bool]] = {}
     for node in graph.output_node().args[0][1:]:
-        for key, size in _storages(node).items():
+        for key, size in storages(node).items():
             if key not in resident:
                 kept.setdefault(key, (size, node in after))
     sizes = kept.values()
     return sum(size for size, _ in sizes), sum(size for size, outside in sizes if outside)
 
 
-def _node_flops(node: fx.Node) -> int:
-    return flops_of(node.target, [getattr(arg, "meta", {}).get("val") for arg in node.args])
-
-
-def _graph_flops(graph: fx.Graph) -> int:
-    return sum(map(_node_flops, graph.nodes))
-
-
-def _peak(graph: fx.Graph, resident: set[int]) -> int:
+def _peak(graph: fx.Graph, resident: Set[int]) -> int:
     """Most bytes alive in a backward graph run as it stands, without what is resident."""
     nodes = list(graph.nodes)  # the last one is the output, which holds the gradients to the end
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(_storages(used), index))
+            last.update(dict.fromkeys(storages(used), index))
     alive: dict[int, int] = {}
     now = most = 0
     for index, node in enumerate(nodes):
-        for key, size in _storages(node).items():
+        for key, size in storages(node).items():
             if key not in resident and key not in alive:
                 alive[key] = size
                 now += size
         most = max(most, now)
         for used in (node, *node.all_input_nodes):
-            for key in _storages(used):
+            for key in storages(used):
                 if last[key] == index:
                     now -= alive.pop(key, 0)
     return most

@@ -27,18 +27,15 @@ Results: results/memory.json and results/memory.svg, MiB a block against what is
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from baselines import (
-    CPU_ATTENTION,
-    UNMASKED,
     Case,
     Measured,
     Partitioner,
@@ -50,11 +47,11 @@ from baselines import (
 from measure import RESULTS, write
 from rich.console import Console
 from rich.table import Table
-from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import flop_counter
 
 import pcg
+from pcg.trace.partitioner import attention_as_on_cuda
+from pcg.trace.peer_model import MASKLESS
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -208,30 +205,6 @@ def partitioned(case: Case, report: Any) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def attention_as_on_cuda() -> Iterator[None]:
-    """Have the partitioner know the CPU's attention as it knows CUDA's.
-
-    Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
-    recomputes attention as if that were free.
-    """
-    ours = partitioners.get_default_op_list
-
-    def with_attention() -> Any:
-        operators = ours()
-        operators.compute_intensive_ops.add(CPU_ATTENTION)
-        return operators
-
-    def flops(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
-
-    with (
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-        mock.patch.dict(flop_counter.flop_registry, {CPU_ATTENTION: flops}),
-    ):
-        yield
-
-
 def check() -> dict[str, int]:
     """Measure tiny models with real tensors and with fake ones; the number of equal pairs.
 
@@ -250,10 +223,10 @@ def check() -> dict[str, int]:
             for way in WAYS:
                 with FakeTensorMode():
                     fake = step(prepared(case, 3, adapters, way), case.ids())
-                with mock.patch("baselines.UNMASKED", "sdpa"):  # with transformers' mask code
+                with mock.patch("baselines.MASKLESS", "sdpa"):  # with transformers' mask code
                     pairs.append((fake, step(prepared(case, 3, adapters, way), ids)))
-            model = build(case, 3, adapters, UNMASKED)
-            inputs = [*model.parameters(), *model.buffers(), ids]
+            model = build(case, 3, adapters, MASKLESS)
+            inputs = [ids, *model.parameters(), *model.buffers()]
             resident = {tensor.untyped_storage()._cdata for tensor in inputs}
             for budget in (1.0, 0.5, 0.0):
                 fake_kept = Partitioner.of(case, 3, adapters).partition(budget).kept

@@ -71,6 +71,10 @@ def explain_command(
             "--formula", help="Print the bytes as formulas, and where the plan stays the optimum."
         ),
     ] = False,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Say what torch's partitioner keeps, too; takes seconds."),
+    ] = False,
     json: Json = False,
     html: Annotated[
         Path | None,
@@ -104,9 +108,9 @@ def explain_command(
         "find_region": formula,
     }
     if compare is not None:
-        if tensors or html is not None:
+        if tensors or peers or html is not None:
             raise typer.BadParameter(
-                "it goes with neither --tensors nor --html", param_hint="--compare"
+                "it goes with none of --tensors, --peers and --html", param_hint="--compare"
             )
         methods = {
             name.strip(): peft_of(name.strip(), option="--compare") for name in compare.split(",")
@@ -123,7 +127,7 @@ def explain_command(
     with busy(f"tracing {source.name}"):
         from pcg import compiler
 
-        report = compiler.explain(model, recipe, **options)
+        report = compiler.explain(model, recipe, peers=peers, **options)
     if json:
         print_json(report.to_json())
     else:

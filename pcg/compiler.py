@@ -55,6 +55,7 @@ from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
 from pcg.passes.sites import bypasses_of
 from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
+from pcg.runtime.adapter_config import config_fields
 from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
@@ -574,6 +575,7 @@ def explain(
     memory_budget: float | str | None = None,
     gpus: Sequence[str] = (),
     find_region: bool = False,
+    peers: bool = False,
 ) -> Report:
     """Account for the memory of a finetuning step, and say what is kept for backward and why.
 
@@ -593,13 +595,34 @@ def explain(
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.
+        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
+            them to import functorch and inductor.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
     options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
     options["find_region"] = find_region
     found = compare(model, {"": peft}, tp=tp, costs=costs, gpus=gpus, **options)  # type: ignore[arg-type]
-    return found[""]
+    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+
+
+def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+    """The report with what torch's partitioner keeps."""
+    from pcg.passes.peers import with_peers
+
+    if report.tp > 1:
+        raise UnsupportedError(
+            f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
+            "use tp=1"
+        )
+    is_module = isinstance(model, torch.nn.Module)
+    config = model.config.to_dict() if is_module else resolve(model).config
+    adapters = {
+        name: config_fields(recipe, recipe.target_modules or (), "", {})
+        | ({"target_modules": None} if recipe.target_modules is None else {})
+        for name, recipe in recipes.items()
+    }
+    return with_peers(report, config, recipes, adapters)
 
 
 def compare(

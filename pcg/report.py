@@ -1,4 +1,7 @@
-"""The report of `pcg.explain`: what a model needs under a recipe, in bytes, and why."""
+"""The report of `pcg.explain`: what a model needs under a recipe, in bytes, and why.
+
+The file is long because all that a report holds stands in it beside the text that shows it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ _STAGES = {
     "rematerialized": "the rest made again",
     "compressed": "and bits for signs: pcg",
     "checkpointing": "transformers' own",
+    "torch-partitioner": "torch.compile's default",
 }
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -63,6 +67,25 @@ class ParetoPoint:
     bytes: int
     recompute_flops_ratio: float
     restored: int = 0
+
+
+@dataclass(frozen=True)
+class PeerPoint:
+    """What torch's min-cut partitioner keeps under an activation memory budget.
+
+    Attributes:
+        budget: from 1, torch's default, to 0.
+        bytes: of the whole model.
+        outside_bytes: of them, of what layers share, and of logits and loss.
+        bytes_per_block: as in `Stage`.
+        recompute_flops_ratio: as in `Stage`.
+    """
+
+    budget: float
+    bytes: int
+    outside_bytes: int
+    bytes_per_block: int
+    recompute_flops_ratio: float
 
 
 @dataclass(frozen=True)
@@ -195,6 +218,7 @@ class Report:
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
+    peers: tuple[PeerPoint, ...] = ()
 
     def to_html(self) -> str:
         """The report as one HTML page that needs no other file, `pcg explain --html`."""
@@ -236,6 +260,8 @@ class Report:
             parts.append(self._budgets())
         if self.parallel["bypass"]:
             parts.append(parallel_lines(self.parallel, candidates=tensors))
+        if self.peers:
+            parts.append(self._peers())
         if tensors and self.saved:
             parts.append(self._tensors())
         parts += [self._fit(fit) for fit in self.fits]
@@ -271,9 +297,10 @@ class Report:
 
     def _stages(self) -> list[str]:
         most = max(stage.bytes for stage in self.activations)
-        lines = ["kept for backward      GiB   MiB a layer   recomputed"]
+        wide = max(14, *(len(stage.stage) + 1 for stage in self.activations))
+        lines = [f"{'kept for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
         lines += [
-            f"  {stage.stage:<14}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+            f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
             f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
             f"  {_STAGES.get(stage.stage, '')}".rstrip()
             for stage in self.activations
@@ -293,6 +320,32 @@ class Report:
                 line += f"   {point.restored} layers share the saved input of one before"
             lines.append(line)
         lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
+        return lines
+
+    def kept_at(self, recompute_flops_ratio: float) -> int | None:
+        """Bytes of pcg's front where this share is made again; None where it has no such point.
+
+        Where more is made again than the least needs, that is the least.
+        """
+        front = [(p.recompute_flops_ratio, p.bytes) for p in self.pareto if not p.restored]
+        below = [point for point in front if point[0] <= recompute_flops_ratio]
+        if not below:
+            return None
+        if len(below) == len(front):
+            return below[-1][1]
+        (left, most), (right, least) = below[-1], front[len(below)]
+        return round(most - (most - least) * (recompute_flops_ratio - left) / (right - left))
+
+    def _peers(self) -> list[str]:
+        """The points of torch's partitioner, and pcg where as many operations are made again."""
+        lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
+        for point in self.peers:
+            ours = self.kept_at(point.recompute_flops_ratio)
+            lines.append(
+                f"  budget {point.budget:<7}{gib(point.bytes):>10}"
+                f"{point.bytes_per_block / 2**20:>14,.1f}{point.recompute_flops_ratio:>13.1%}"
+                f"{'-' if ours is None else gib(ours):>17}"
+            )
         return lines
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pcg.html.bars import chosen_stage
 from pcg.html.element import Child, Markup, element, row, scroll, section, table
 from pcg.html.plot import Scale, columns, line, mark, percent, plot, rows, stretched, text
-from pcg.report import Report, gib
+from pcg.report import PeerPoint, Report, gib
 
 _DOT = "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0z"
 _RING = "M-7 0a7 7 0 1 0 14 0a7 7 0 1 0-14 0z"
@@ -21,6 +21,7 @@ _SHAPES = (
 )
 """Square, diamond, and triangles: one for each way to train that is not on the front."""
 
+_PEER = "M-3-3h6v6h-6z"
 _OWN = ("pruned", "rematerialized", "compressed")
 _WIDE, _HIGH = 260, 280
 """Pixels of the plot on a phone, where labels have the least room."""
@@ -56,6 +57,8 @@ def pareto(report: Report) -> Markup | None:
     named = _named(report)
     most = max([one.size_bytes for one in named] + [point.bytes for point in report.pareto])
     again = max([one.ratio for one in named] + [p.recompute_flops_ratio for p in report.pareto])
+    peers = sorted(report.peers, key=lambda point: point.recompute_flops_ratio)
+    again = max([again] + [point.recompute_flops_ratio for point in peers])
     across, up = Scale.of_bytes(most, 1.06), Scale(max(again * 1.1, 0.05), 0.01, "%")
     placed = [
         _Named(
@@ -67,6 +70,17 @@ def pareto(report: Report) -> Markup | None:
     corners = [
         mark(_DOT, x, y, f"front: {_note(p.bytes, p.recompute_flops_ratio)}", class_="corner point")
         for (x, y), p in zip(front, report.pareto, strict=True)
+    ]
+    peer_line = [(across.share(p.bytes), up.share(p.recompute_flops_ratio)) for p in peers]
+    corners += [
+        mark(
+            _PEER,
+            x,
+            y,
+            f"{_budget(p)}: {_note(p.bytes, p.recompute_flops_ratio)}",
+            class_="peer point",
+        )
+        for (x, y), p in zip(peer_line, peers, strict=True)
     ]
     marks = [
         mark(
@@ -88,11 +102,12 @@ def pareto(report: Report) -> Markup | None:
             1, 0, f"kept for backward, {across.name}", dy=36.0, text_anchor="end", class_="strong"
         ),
         text(0, 1, "recomputed", dx=-8.0, dy=-10.0, text_anchor="start", class_="strong"),
+        *([stretched(line(peer_line, class_="peers"))] if peers else []),
         stretched(line(front, class_="front")),
         *corners,
         *marks,
         *_labels(placed, front),
-        legend=_legend(placed),
+        legend=_legend(placed, bool(peers)),
     )
     return section(
         "pareto",
@@ -108,9 +123,16 @@ def pareto(report: Report) -> Markup | None:
     )
 
 
-def _legend(named: list[_Named]) -> Markup:
+def _budget(point: PeerPoint) -> str:
+    return f"torch's partitioner, budget {point.budget:g}"
+
+
+def _legend(named: list[_Named], has_peers: bool) -> Markup:
     rule = element("span", class_="rule", aria_hidden="true")
     entries = [element("span", rule, "attainable front, its corners as dots", class_="entry")]
+    if has_peers:
+        rule = element("span", class_="rule dashed", aria_hidden="true")
+        entries.append(element("span", rule, "torch's partitioner, by budget", class_="entry"))
     for one in named:
         shape = element("path", d=one.shape, class_=_class(one))
         swatch = element("svg", shape, viewBox="-9 -9 18 18", class_="shape", aria_hidden="true")
@@ -149,6 +171,7 @@ def _table(report: Report, named: list[_Named]) -> Markup:
         for i, p in enumerate(report.pareto, 1)
     ]
     points += [(one.name, one.size_bytes, one.ratio) for one in named]
+    points += [(_budget(p), p.bytes, p.recompute_flops_ratio) for p in report.peers]
     points.sort(key=lambda point: -point[1])
     body = element("tbody", *(row(name, gib(size), f"{r:.1%}") for name, size, r in points))
     heads = ("point", "#kept, GiB", "#recomputed")

@@ -111,6 +111,11 @@ rect, polygon { fill: var(--c); }
 .front {
   fill: none; stroke: var(--activations); stroke-width: 2; vector-effect: non-scaling-stroke;
 }
+.peers {
+  fill: none; stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 5 4;
+  vector-effect: non-scaling-stroke;
+}
+.peer { fill: var(--soft); stroke: var(--paper); stroke-width: 1; }
 .leader { stroke: var(--soft); }
 .shape { display: inline-block; width: 1.05em; height: 1.05em; margin: 0 0.45em -0.15em 0; }
 .corner { fill: var(--activations); stroke: var(--paper); stroke-width: 1; }
@@ -128,6 +133,7 @@ svg text.name {
   display: inline-block; width: 1.6em; border-top: 2px solid var(--activations);
   vertical-align: middle; margin-right: 0.6em;
 }
+.rule.dashed { border-top: 2px dashed var(--soft); }
 .readout { display: none; }
 .js .readout {
   display: block; font-size: 0.88rem; color: var(--ink); background: var(--raised); max-width: none;

@@ -55,7 +55,9 @@ def account(what: Account, asked: Asked) -> Report:
         notes.append(
             f"eager: what eager code keeps with {', '.join(use.not_followed)} is not followed"
         )
-    elif use.trainable and asked.tp == 1:
+    elif use.trainable and asked.tp > 1:
+        notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
+    elif use.trainable:
         eager = Eager(
             use.sites,
             what.attention,

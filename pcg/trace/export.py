@@ -141,8 +141,8 @@ def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fa
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """
-    with _quiet():
-        parsed = _parse(config)
+    with quiet():
+        parsed = parse_config(config)
         dtype = dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")
         parsed.dtype = getattr(torch, dtype)
         with _torch_dtype(dtype):
@@ -161,12 +161,12 @@ class _NotThisWay(Exception):
 
 def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
     full = _build(config, implementation)
-    path, kinds = _layer_kinds(full)
+    path, kinds = layer_kinds(full)
     model, schedule = full, tuple(range(len(kinds)))
     if not whole:
         shorter, chosen, shortened_config = _shorten(config, kinds)
         candidate = _build(shortened_config, implementation)
-        if _layer_kinds(candidate)[1] == [kinds[index] for index in chosen]:
+        if layer_kinds(candidate)[1] == [kinds[index] for index in chosen]:
             model, schedule = candidate, shorter
     constants = _constant_buffers(model)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -185,7 +185,13 @@ def _has_marker(program: torch.export.ExportedProgram) -> bool:
     return any(node.target is torch.ops.pcg.attention.default for node in program.graph.nodes)
 
 
-def _parse(config: Mapping[str, Any]) -> Any:
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """The transformers configuration of the contents of a config.json.
+
+    Raises:
+        TraceError: transformers does not know or refuses it.
+        UnsupportedError: pcg does not compile such a model; says why.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     fields = dict(config)
@@ -273,16 +279,16 @@ def _register_experts() -> None:
         interface.register(_IMPLEMENTATION, _experts_interface)
 
 
-def _layer_kinds(model: nn.Module) -> tuple[str, list[object]]:
+def layer_kinds(model: nn.Module) -> tuple[str, list[object]]:
     """Path of the list of layers, and for each layer a value equal for layers of one kind."""
     count = model.config.num_hidden_layers  # type: ignore[union-attr]
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return path, [_fingerprint(layer) for layer in module]
+            return path, [fingerprint(layer) for layer in module]
     raise TraceError(f"{type(model).__name__} has no list of its {count} layers")
 
 
-def _fingerprint(layer: nn.Module) -> object:
+def fingerprint(layer: nn.Module) -> object:
     """Classes, constants and tensor shapes of all modules of a layer, but not its index."""
     rows = []
     for name, module in layer.named_modules():
@@ -421,7 +427,7 @@ def _torch_dtype(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the third parties' warnings, which are about training and generation settings."""
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,0 +1,221 @@
+"""What torch's min-cut partitioner keeps for backward: the peer of our memory plan.
+
+AOTAutograd traces a function and its gradients to one joint graph, with inductor's decompositions,
+and the partitioner divides it under an activation memory budget b:
+
+    kept  = storages passed to backward, each once, without parameters; what is made of shared
+            inputs alone (rotary tables, masks) stands apart, since all layers have it once
+    again = FLOPs of forward and backward − FLOPs of the joint graph, equal nodes once
+
+so that what attention's backward costs, the same in both, need not be known. FLOPs are those of
+matrix products and attention; a causal query sees (S + 1) / 2 keys on average, also where the
+scores are a product of their own. Parameters count as resident, as torch.compile marks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""Operators and their factors."""
+BATCHED_PRODUCTS = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+"""The same of attention's scores; [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
+
+
+Shared: TypeAlias = Mapping[tuple[str, torch.Size, frozenset[int]], int]
+"""Bytes, by operator, shape and the shared inputs that it was made of."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph divided.
+
+    Attributes:
+        kept: bytes passed to backward, by storage.
+        shared: bytes passed to backward of what is made of shared inputs alone.
+        forward_flops: of the forward, without what is computed again.
+        again_flops: computed again in backward.
+        forward: inputs to outputs and what is kept.
+        backward: what is kept and the outputs' gradients to the inputs' gradients.
+        resident: storages of parameters and shared inputs.
+    """
+
+    kept: Mapping[int, int]
+    shared: Shared
+    forward_flops: int
+    again_flops: int
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    resident: frozenset[int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is kept, without what is shared."""
+        return sum(self.kept.values())
+
+
+class _Captured(Exception):
+    """Ends a capture once the joint graph is known."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A function and its gradients as one graph.
+
+    Attributes:
+        graph: inputs and the output's gradient to the output and the inputs' gradients.
+        carried: number of the first inputs, which are kept if backward reads them.
+        parameters: number of those that follow, which are resident.
+        shared: number of the last ones, resident as well.
+    """
+
+    graph: fx.GraphModule
+    carried: int
+    parameters: int
+    shared: int = 0
+
+    @classmethod
+    def trace(
+        cls,
+        function: Callable[..., Tensor],
+        carried: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        shared: Sequence[Tensor] = (),
+    ) -> JointGraph:
+        """Trace a function of three sequences of tensors, which may be fake ones."""
+        found: list[fx.GraphModule] = []
+        compiled = aot_function(
+            function, unchanged, unchanged, capture(found), select_decomp_table()
+        )
+        with contextlib.suppress(_Captured):
+            compiled(list(carried), list(parameters), list(shared))
+        return cls(found[0], len(carried), len(parameters), len(shared))
+
+    def partition(self, budget: float) -> Partition:
+        """Divide a copy of the graph under an activation memory budget, from 0 to 1."""
+        joint = copy.deepcopy(self.graph)
+        last = self.carried + self.parameters + self.shared
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                joint,
+                None,
+                num_fwd_outputs=1,
+                static_lifetime_input_indices=list(range(self.carried, last)),
+            )
+        inputs = forward.graph.find_nodes(op="placeholder")[self.carried :]
+        resident = frozenset(key for node in inputs for key in storages(node))
+        sources = self._sources(forward.graph)
+        kept: dict[int, int] = {}
+        shared: dict[tuple[str, torch.Size, frozenset[int]], int] = {}
+        passed: Any = forward.graph.output_node().args[0]
+        for node in passed[1:]:
+            sizes = storages(node)
+            if node in sources:
+                key = (str(node.target), node.meta["val"].shape, sources[node])
+                shared[key] = sum(sizes.values())
+            else:
+                kept |= {of: size for of, size in sizes.items() if of not in resident}
+        flops = graph_flops(forward.graph)
+        again = flops + graph_flops(backward.graph) - graph_flops(fx_graph_cse(self.graph.graph))
+        return Partition(kept, shared, flops, again, forward, backward, resident)
+
+    def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
+        """Which shared inputs what is made of them and constants alone is made of, by place."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        if self.shared:
+            inputs = graph.find_nodes(op="placeholder")[self.carried + self.parameters :]
+            found = {node: frozenset([place]) for place, node in enumerate(inputs)}
+            for node in graph.nodes:
+                read = node.all_input_nodes
+                if node.op == "call_function" and all(one in found for one in read):
+                    found[node] = frozenset[int]().union(*(found[one] for one in read))
+        return found
+
+
+def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+    """A compiler that leaves a graph as it is."""
+    return gm
+
+
+def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A partitioner that keeps the joint graph and ends the tracing."""
+
+    def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
+        found.append(copy.deepcopy(joint))
+        raise _Captured
+
+    return partition
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """Size by identity of what a node's value lies in; views share it."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def operator_flops(operator: Any, args: Sequence[Any]) -> int:
+    """FLOPs of a forward product or attention; 0 for what is neither."""
+    if operator in PRODUCTS:
+        left, right = (args[index] for index in PRODUCTS[operator])
+        return int(2 * left.numel() * right.shape[-1])
+    if operator in BATCHED_PRODUCTS:
+        left, right = (args[index] for index in BATCHED_PRODUCTS[operator])
+        keys = max(left.shape[-1], right.shape[-1])
+        return int(left.numel() * right.shape[-1] * (keys + 1) // keys)
+    if operator is CPU_ATTENTION.default:
+        query, key = args[:2]
+        return int(2 * query.numel() * (key.shape[-2] + 1))  # two products
+    return 0
+
+
+def node_flops(node: fx.Node) -> int:
+    """FLOPs of a node."""
+    args = [arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in node.args]
+    return operator_flops(node.target, args)
+
+
+def graph_flops(graph: fx.Graph) -> int:
+    """FLOPs of all nodes."""
+    return sum(map(node_flops, graph.nodes))
+
+
+@contextlib.contextmanager
+def attention_as_on_cuda() -> Iterator[None]:
+    """Have the partitioner know the CPU's attention as it knows CUDA's.
+
+    Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
+    recomputes attention as if that were free.
+    """
+    known = partitioners.get_default_op_list
+
+    def with_attention() -> Any:
+        operators = known()
+        operators.compute_intensive_ops.add(CPU_ATTENTION)
+        return operators
+
+    def flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
+
+    partitioners.get_default_op_list = with_attention
+    flop_counter.flop_registry[CPU_ATTENTION] = flops
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = known
+        del flop_counter.flop_registry[CPU_ATTENTION]

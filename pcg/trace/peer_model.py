@@ -1,0 +1,237 @@
+"""A transformers + peft model of true shapes without weights, whole and layer by layer.
+
+The model is built on meta, then every tensor is replaced by an empty one on the CPU: under a
+FakeTensorMode a fake one, so that the CPU's own operators are chosen and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pcg.errors import TraceError, UnsupportedError
+from pcg.trace.export import fingerprint, layer_kinds, parse_config, quiet
+
+MASKLESS = "sdpa_maskless"
+"""SDPA without a mask: `is_causal`, as transformers runs it eagerly over sequences of one length.
+
+Where transformers is traced it makes a mask of its own, with which it repeats keys and values. An
+attention of a name without mask function gets none.
+"""
+
+_CHANGES = {"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": None}
+"""No dropout; and some models look for padding in the token ids, which have no values here."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How a model calls one of its layers.
+
+    Attributes:
+        layer: the module.
+        arguments: leaves of its arguments; tensors without their gradients' graph.
+        structure: that they are the leaves of.
+        place: of the hidden states among the leaves.
+        carries: whether the hidden states need a gradient.
+        kind: equal for layers that are alike.
+    """
+
+    layer: nn.Module
+    arguments: tuple[Any, ...]
+    structure: Any
+    place: int
+    carries: bool
+    kind: Hashable
+
+    @property
+    def hidden(self) -> Tensor:
+        """What the layer before hands on."""
+        return self.arguments[self.place].clone().requires_grad_(self.carries)  # type: ignore[no-any-return]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The layer's parameters and buffers."""
+        return tensors_of(self.layer)
+
+    @property
+    def shared(self) -> list[int]:
+        """Places of the other tensors: positions, rotary tables, masks."""
+        tensors = [i for i, a in enumerate(self.arguments) if isinstance(a, Tensor)]
+        return [place for place in tensors if place != self.place]
+
+    def run(
+        self, hidden: Sequence[Tensor], parameters: Sequence[Tensor], shared: Sequence[Tensor]
+    ) -> Tensor:
+        """The layer's hidden states, of those before it."""
+        leaves = list(self.arguments)
+        (leaves[self.place],) = hidden
+        for place, tensor in zip(self.shared, shared, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        named = dict(zip(self.parameters, parameters, strict=True))
+        out = torch.func.functional_call(self.layer, named, args, kwargs)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+
+def peer_model(
+    config: Mapping[str, Any],
+    dtype: str,
+    wrap: Callable[[Any], Any],
+    attention: str | None = None,
+) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """A model of empty tensors, and its layers.
+
+    Args:
+        config: the contents of a config.json; its dropout and padding are left out.
+        dtype: torch's name of the dtype.
+        wrap: makes adapters of the model in place, on meta.
+        attention: transformers' name of it, or `MASKLESS`; transformers' choice by default, also
+            where the architecture does not take this one.
+    """
+    with quiet(), unset_fake_temporarily():
+        model = _on_meta(parse_config({**config, **_CHANGES}), dtype, attention)
+        layers: Any = model.get_submodule(layer_kinds(model)[0])
+        model = wrap(model)
+    _empty(model)
+    return model.eval(), tuple(layers)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """The loss of predicting each next token; ids: [B, S]."""
+    return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+def layer_calls(
+    model: nn.Module, layers: Sequence[nn.Module], ids: Tensor
+) -> tuple[list[LayerCall], Any]:
+    """How a model of fake tensors calls each of its layers; and what the last one returns.
+
+    Raises:
+        TraceError: a layer takes no hidden states that are known as such.
+        UnsupportedError: a layer takes a cache, or what comes before the layers is trained.
+    """
+    calls: list[LayerCall] = []
+    last: list[Any] = []
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if leaf is hidden]
+        if not isinstance(hidden, Tensor) or not places:
+            raise TraceError(f"{type(layer).__name__} takes no hidden states by place or name")
+        if any(type(leaf).__name__.endswith("Cache") for leaf in leaves):
+            raise UnsupportedError(f"{type(layer).__name__} reads keys and values from a cache")
+        others = [_identity(leaf) for i, leaf in enumerate(leaves) if i != places[0]]
+        trained = [parameter.requires_grad for parameter in layer.parameters()]
+        kind = (fingerprint(layer), hidden.requires_grad, *trained, *others)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        carries = hidden.requires_grad
+        calls.append(LayerCall(layer, tuple(leaves), structure, places[0], carries, kind))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(lambda _, __, out: last.append(out)))
+    try:
+        loss_of(model, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if calls[0].carries:
+        raise UnsupportedError("what comes before the layers is trained, too")
+    return calls, last[0]
+
+
+def without_layers(
+    model: nn.Module, layers: Sequence[nn.Module], last: Any
+) -> tuple[Callable[..., Tensor], Tensor]:
+    """A model without its layers, and the hidden states that it is given instead.
+
+    Args:
+        model: of fake tensors.
+        layers: of it.
+        last: what the last one returns.
+    Returns:
+        The loss, of [hidden states], the tensors of the model and [token ids]; and the former.
+    """
+    names = list(tensors_of(model))
+
+    def loss(
+        given: Sequence[Tensor], parameters: Sequence[Tensor], ids: Sequence[Tensor]
+    ) -> Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        arguments = {"input_ids": ids[0], "labels": ids[0], "use_cache": False}
+        out = (given[0], *last[1:]) if isinstance(last, tuple) else given[0]
+        with _standing_in(model, layers, out):
+            return torch.func.functional_call(model, named, (), arguments).loss  # type: ignore[no-any-return]
+
+    hidden = last[0] if isinstance(last, tuple) else last
+    return loss, hidden.detach().requires_grad_(hidden.requires_grad)
+
+
+@contextlib.contextmanager
+def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[None]:
+    """Have every layer return this instead of what it would compute, and make no masks for them."""
+    config = model.config
+    attention = config._attn_implementation_internal  # whose setter refuses what is not registered
+    config._attn_implementation_internal = MASKLESS
+    for layer in layers:
+        layer.forward = lambda *_, **__: out
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = attention
+        for layer in layers:
+            del layer.forward
+
+
+def _identity(leaf: Any) -> Hashable:
+    """Equal for arguments that are the same."""
+    if isinstance(leaf, Tensor):
+        return leaf.untyped_storage()._cdata, leaf.shape
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+
+
+def _on_meta(config: Any, dtype: str, attention: str | None) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    with torch.device("meta"):
+        if attention is not None:
+            with contextlib.suppress(ValueError, KeyError):  # it does not take this one
+                return AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), attn_implementation=attention, **options
+                )
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _empty(model: nn.Module) -> None:
+    """Replace every tensor of a model by an empty one on the CPU; tied weights stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def empty(old: Tensor) -> Tensor:
+        if id(old) not in made:
+            new = torch.empty(old.shape, dtype=old.dtype)
+            is_parameter = isinstance(old, nn.Parameter)
+            made[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+        return made[id(old)]
+
+    for module in model.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None:
+                    tensors[name] = empty(old)

@@ -1,0 +1,148 @@
+"""What `torch.compile` keeps of transformers + peft, by torch's min-cut partitioner.
+
+    kept  = Σ layers kept(layer) + what layers share, once + what the loss keeps
+    again = Σ layers again(layer) / Σ layers forward FLOPs
+
+The partitioner is given one layer at a time, layers that are alike once, so that its activation
+memory budget counts: within a whole shallow model it is silently ignored. What follows the layers,
+logits and loss, is divided as by default. peft's adapters are as peft makes them, fp32 over half
+precision, and nothing has dropout.
+
+Importing this costs seconds (functorch, inductor's decompositions): only who asks for it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.report import PeerPoint
+from pcg.trace.export import quiet
+from pcg.trace.partitioner import JointGraph, Partition, attention_as_on_cuda
+from pcg.trace.peer_model import (
+    MASKLESS,
+    LayerCall,
+    layer_calls,
+    peer_model,
+    tensors_of,
+    without_layers,
+)
+
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""torch's activation memory budgets; 1 is its default."""
+
+__all__ = ["BUDGETS", "MASKLESS", "torch_partitioner"]
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A model traced: each layer's joint graph, by kind, and the loss's."""
+
+    calls: Sequence[LayerCall]
+    graphs: Mapping[Any, JointGraph]
+    loss: JointGraph
+
+    def point(self, budget: float) -> PeerPoint:
+        """The whole model, its layers divided under a budget."""
+        outside = self.loss.partition(1.0)
+        of_kind = {kind: graph.partition(budget) for kind, graph in self.graphs.items()}
+        layers = [of_kind[call.kind] for call in self.calls]
+        shared: dict[Any, int] = {}
+        for call in self.calls:
+            shared |= self._shared(call, of_kind[call.kind])
+        around = outside.size_bytes + sum(shared.values())
+        inner = layers[1:] or layers
+        return PeerPoint(
+            budget,
+            sum(layer.size_bytes for layer in layers) + around,
+            around,
+            round(sum(layer.size_bytes for layer in inner) / len(inner)),
+            sum(layer.again_flops for layer in layers)
+            / (sum(layer.forward_flops for layer in layers) or 1),
+        )
+
+    @staticmethod
+    def _shared(call: LayerCall, layer: Partition) -> dict[Any, int]:
+        """Bytes of what a layer keeps that was made of shared inputs alone, by what they are."""
+        inputs = [call.arguments[place].untyped_storage()._cdata for place in call.shared]
+        return {
+            (operator, shape, frozenset(inputs[place] for place in sources)): size
+            for (operator, shape, sources), size in layer.shared.items()
+        }
+
+
+def torch_partitioner(
+    config: Mapping[str, Any],
+    dtype: str,
+    adapter: Mapping[str, Any],
+    batch: int,
+    seq: int,
+    *,
+    budgets: Sequence[float] = BUDGETS,
+    attention: str | None = None,
+) -> tuple[PeerPoint, ...]:
+    """What torch's partitioner keeps and computes again under each budget.
+
+    Args:
+        config: the contents of a config.json.
+        dtype: torch's name of the base's dtype.
+        adapter: the contents of an adapter_config.json.
+        batch: sequences of a step.
+        seq: tokens of each.
+        budgets: activation memory budgets, from 0 to 1.
+        attention: `MASKLESS`, or what transformers chooses, with the mask that it makes where it is
+            traced.
+    Raises:
+        UnsupportedError: the model or the method cannot be followed; says why.
+        TraceError: torch cannot trace it; says why.
+    """
+    try:
+        with quiet(), FakeTensorMode():
+            peer = _trace(
+                config, dtype, adapter, torch.zeros(batch, seq, dtype=torch.long), attention
+            )
+            with attention_as_on_cuda():
+                return tuple(peer.point(budget) for budget in budgets)
+    except PcgError:
+        raise
+    except Exception as error:  # of transformers, peft and torch, in whose code all of this runs
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise TraceError(f"{type(error).__name__}: {first}") from error
+
+
+def _trace(
+    config: Mapping[str, Any],
+    dtype: str,
+    adapter: Mapping[str, Any],
+    ids: torch.Tensor,
+    attention: str | None,
+) -> _Peer:
+    import peft
+
+    kinds = peft.PeftType.__members__
+    if adapter["peft_type"] not in kinds:
+        raise UnsupportedError("peft has no such method")
+    fields = {**adapter, "inference_mode": False, "task_type": "CAUSAL_LM"}
+    recipe = peft.PeftConfig.from_peft_type(**fields)
+
+    def wrap(model: Any) -> Any:
+        return peft.get_peft_model(model, recipe)
+
+    model, layers = peer_model(config, dtype, wrap, attention)
+    calls, last = layer_calls(model, layers, ids)
+    if [call.layer for call in calls] != list(layers):
+        raise UnsupportedError("layers do not run once each, one after the other")
+    graphs: dict[Any, JointGraph] = {}
+    for call in calls:
+        if call.kind not in graphs:
+            shared = [call.arguments[place] for place in call.shared]
+            parameters = list(call.parameters.values())
+            graphs[call.kind] = JointGraph.trace(call.run, [call.hidden], parameters, shared)
+    loss, hidden = without_layers(model, layers, last)
+    after = JointGraph.trace(loss, [hidden], list(tensors_of(model).values()), [ids])
+    return _Peer(calls, graphs, after)
