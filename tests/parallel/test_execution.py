@@ -39,11 +39,11 @@ from tests.parallel.ranked import (
     fill,
     make_executor,
     make_program,
-    recipes,
+    predicted_memory,
+    rank_memory,
     work,
     worst_error,
 )
-from tests.passes.test_kept_memory import BATCH, SEQ, measured
 from tests.threads import ThreadRanks, run_ranks
 
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
@@ -76,26 +76,9 @@ def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_memory_of_a_rank_is_what_is_predicted(name: str) -> None:
-    recipe = recipes(BY_NAME[name])["a"]
-    options: dict[str, Any] = {"batch": BATCH, "seq": SEQ, "dtype": "float32"}
-    program = make_program(name, 2, **options)
-    report = compiler.explain(program.config, recipe, tp=2, **options)
-    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
-
-    def bytes_of(ranks: ThreadRanks) -> dict[str, int]:
-        executor = make_executor(program, name, ranks)
-        runner = executor.training_runner("a")
-        constants = sum(tensor.nbytes for tensor in program.constants.values())
-        return {
-            "weights": executor.weights_bytes - constants,
-            "activations": measured(executor),
-            "adapters": sum(t.nbytes for t in runner.parameters.values()),
-        }
-
-    for found in run_ranks(2, bytes_of):
-        assert found["activations"] == stage.bytes
-        for kind in ("weights", "adapters"):
-            assert found[kind] == report.memory_bytes[kind], kind
+    program = make_program(name, 2)
+    found = run_ranks(2, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    assert found == [predicted_memory(program, name, "a")] * 2
 
 
 def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
