@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from pcg.ir.types import Dim, State, TensorType
+from pcg.ir.types import TOKENS, Dim, State, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,13 @@ def sharding(*layouts: Layout) -> Sharding:
 
 
 def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
-    """The type of what one rank holds; an open size is taken for a multiple of the degree."""
+    """The type of what one rank holds; T is a rank's own, an open rank a multiple of the degree."""
     if not layout.dim:
         return type_
     sizes = list(type_.shape)
     size = sizes[layout.dim]
-    sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
+    if size != TOKENS:
+        sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
     return type_.with_shape(tuple(sizes))
 
 

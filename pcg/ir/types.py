@@ -24,6 +24,8 @@ import sympy
 from pcg.errors import TypeCheckError
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
+RANK = sympy.Symbol("r", integer=True, positive=True)
+"""Of an adapter, where it is left open: adapters of any meet there."""
 
 Size: TypeAlias = int | sympy.Expr
 

@@ -30,7 +30,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
 from pcg.ir.operators import operator
-from pcg.ir.types import TensorType
+from pcg.ir.types import RANK, TensorType
 from pcg.parallel.parallel_plan import Bill, Choice, Costs, Fixed, Plan, Step, transitions
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
@@ -120,11 +120,13 @@ class Planner:
         return tuple(found.items())
 
     def fits(self, type_: TensorType, layout: Layout) -> bool:
-        """Whether ranks can hold it so; no parts of tokens, or of a rank that is left open."""
+        """Whether ranks can hold it so: equal parts of a number, or of an open rank, no tokens."""
         if not layout.dim:
             return True
-        is_number = -layout.dim <= len(type_.dims) and isinstance(type_.shape[layout.dim], int)
-        return is_number and layout.fits(type_, self.degree)
+        if -layout.dim > len(type_.dims):
+            return False
+        size = type_.shape[layout.dim]
+        return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
     def _after(self, state: _State, place: int, node: Node, fixed: Fixed) -> Iterator[_State]:
         only = fixed.rules.get(node.name)

@@ -15,10 +15,12 @@ import sympy
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import Collective, Transition
+from pcg.ir.operators.bypass import ColumnNorm
+from pcg.ir.operators.collective import Collective, PlacedPart, Transition
 from pcg.ir.operators.linear import ExpandAdd, Linear, LoraLinear, Shrink
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.operators.operator import Attributes, Operator, Types
+from pcg.ir.operators.parts import ColumnNormPart, ExpandAddPart
 from pcg.ir.types import TOKENS, Size, TensorType
 
 Pairs = tuple[tuple[str, Attribute], ...]
@@ -126,7 +128,17 @@ def is_free(op: str) -> bool:
 def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The operator itself; of a fused `lora_linear` the products that it stands for."""
+    """The operator itself; of a fused or parted one, what it stands for."""
+    if op == ColumnNormPart.name:
+        yield ColumnNorm.name, inputs, outputs, {}
+        return
+    if op == ExpandAddPart.name:
+        whole, s, b = inputs
+        part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
+        degree = int(whole.shape[-1]) // int(b.shape[0])
+        yield ExpandAdd.name, (part, s, b), (part,), {}
+        yield PlacedPart.name, (part,), (whole,), {"dim": -1, "degree": degree}
+        return
     if op != LoraLinear.name:
         yield op, inputs, outputs, attributes
         return

@@ -53,11 +53,9 @@ from pcg.errors import UnsupportedError
 from pcg.ir.bottleneck_recipe import MLP_INPUTS
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
 from pcg.ir.program import ModelGraph, site_of, token_embedding
-from pcg.ir.types import Size, tensor
+from pcg.ir.types import RANK, Size, tensor
 from pcg.passes.bypasses import Bottleneck, Bypasses
 
-RANK = sympy.Symbol("r", integer=True, positive=True)
-"""The rank at a site whose rank is open: adapters of any meet there."""
 VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
 """Virtual tokens of prompts of any length."""
 

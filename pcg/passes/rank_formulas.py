@@ -17,9 +17,8 @@ import sympy
 from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
+from pcg.ir.types import RANK
 from pcg.ir.vera_recipe import VeraRecipe
-
-RANK = sympy.Symbol("r", integer=True, positive=True)
 
 
 def rank_of(recipes: Mapping[str, Recipe]) -> int | None:

@@ -25,6 +25,13 @@ _ROWS: dict[str, tuple[bool, ...]] = {
 }
 """Operators that a slice of the last dim moves through, and of which inputs it then takes part."""
 
+_MADE_ROWS: dict[str, tuple[bool, ...]] = {
+    "column_factor": (True, True),
+    "column_norm": (True, False, True),
+    "vera_up": (True, True, False),
+}
+"""The same of what is made of weights alone: rows of a matrix, entries of a vector."""
+
 
 def split(graph: Graph) -> Graph:
     """The graph whose slices of fused products are products of slices of their weights."""
@@ -81,11 +88,19 @@ class _Splitter:
             return all(other in self.graph.parameters_by_name for other in node.inputs[1:])
         taken = [name for name, part in zip(node.inputs, _ROWS[node.op], strict=False) if part]
         return self._is_split(taken[0]) and all(
-            name in self.graph.parameters_by_name or self._is_split(name) for name in taken[1:]
+            self._is_made(name) or self._is_split(name) for name in taken[1:]
         )
 
+    def _is_made(self, name: str) -> bool:
+        """Whether a value is a weight, or made of weights whose rows are its own."""
+        node = self.graph.producers.get(name)
+        if node is None:
+            return name in self.graph.parameters_by_name
+        parts = zip(node.inputs, _MADE_ROWS.get(node.op, ()), strict=False)
+        return node.op in _MADE_ROWS and all(self._is_made(n) for n, part in parts if part)
+
     def _sliced(self, name: str, start: int, stop: int) -> str:
-        """Entries of a value's last dim, or rows of a parameter."""
+        """Entries of a value's last dim, or rows of a weight."""
         parameter = self.graph.parameters_by_name.get(name)
         if parameter is not None:
             return self.builder.parameter(rows_of(parameter, start, stop))
@@ -93,12 +108,14 @@ class _Splitter:
         if made in self.builder.types:
             return made
         node = self.graph.producers[name]
-        takes = _ROWS[node.op]
+        takes = _ROWS.get(node.op) or _MADE_ROWS[node.op]
         inputs = [
             self._sliced(other, start, stop) if part else other
             for other, part in zip(node.inputs, takes, strict=False)
         ]
-        type_ = node.output.type.with_features(stop - start)
+        type_ = node.output.type
+        features = (stop - start, *type_.shape[1:]) if node.op in _MADE_ROWS else ()
+        type_ = type_.with_shape(features) if features else type_.with_features(stop - start)
         self.builder.append(
             Node(node.op, tuple(inputs), (Value(made, type_),), node.attributes, node.scope)
         )

@@ -152,7 +152,7 @@ class LoraWeights(ModuleWeights):
 
     def _norm(self, around: Around) -> Tensor:
         """||W + scale · B A|| of each output, [out], in the adapter's dtype."""
-        weight = around.base().to(self.a.dtype)
+        weight = around.base().to(self.a)
         whole = torch.addmm(weight, self.b, self.a, alpha=self.scale)
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
         return norm

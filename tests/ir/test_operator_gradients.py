@@ -44,7 +44,7 @@ NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
 ELSEWHERE = {
     "attention",
     *("all_gather", "all_reduce", "cross_entropy_part", "own_part"),
-    *("expand_add_part", "placed_part", "replicate", "taken_part"),
+    *("column_norm_part", "expand_add_part", "placed_part", "replicate", "taken_part"),
 }
 """Operators whose rule is checked in a test of their own."""
 

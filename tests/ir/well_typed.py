@@ -516,7 +516,7 @@ RECIPES: dict[str, Recipe] = {
     "bias_add": bias_add,
     "cast": cast,
     "column_factor": column_factor,
-    "column_norm": column_norm,
+    **dict.fromkeys(("column_norm", "column_norm_part"), column_norm),
     "concat": concat,
     "dropout": dropout,
     "embedding": embedding,

@@ -18,7 +18,7 @@ DEGREE = 2
 
 def job(output: str) -> None:
     """The job of `ranked.py`, what the rank exchanged on the way, and a Ctrl-C on rank 1 alone."""
-    from tests.parallel.ranked import EXAMPLES, JOB, make_executor, make_program, work
+    from tests.parallel.ranked import EXAMPLES, JOB, make_executor, make_program, rank_memory, work
 
     name = "qwen2"
     executor = make_executor(make_program(name, DEGREE), name)
@@ -26,6 +26,7 @@ def job(output: str) -> None:
     executor.logits([3] * 8)
     now = executor.ranks.moved_bytes
     of_logits = {kind: now[kind] - sent[kind] for kind in now}
+    memory = rank_memory(executor, "a")
     outcome = work(executor)
     executor.save_adapter("b", Path(output) / "adapter")
     options = dict(JOB, checkpoint_dir=Path(output) / "checkpoints", eval_data=None)
@@ -41,7 +42,9 @@ def job(output: str) -> None:
         stopped_at = error.step
     resumed = executor.finetune(EXAMPLES, "a", resume=True, **options)
     path = Path(output) / f"rank-{executor.ranks.rank}.pt"
-    torch.save((outcome, of_logits, (stopped_at, resumed.resumed_from, resumed.steps)), path)
+    torch.save(
+        (outcome, of_logits, memory, (stopped_at, resumed.resumed_from, resumed.steps)), path
+    )
 
 
 def lose_one() -> None:

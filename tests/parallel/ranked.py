@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.ir.program import Program
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import recipe_of_fields
@@ -21,6 +22,7 @@ from pcg.runtime.weights import StateDictCheckpoint
 from tests.families import oracle
 from tests.families.families import BY_NAME, Family
 from tests.families.test_numbers import prompts
+from tests.passes.test_kept_memory import BATCH, SEQ, measured
 
 LAYERS = 2
 SEQUENCES = prompts((13, 7, 9, 5))
@@ -137,3 +139,26 @@ def check_same(found: Adapter, expected: Adapter) -> None:
     for path, weights in expected.weights.items():
         for a, b in zip(found.weights[path].tensors, weights.tensors, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
+    """Bytes that a rank holds, by kind, as measured."""
+    constants = sum(tensor.nbytes for tensor in executor.program.constants.values())
+    trained = executor.training_runner(adapter).parameters.values()
+    return {
+        "weights": executor.weights_bytes - constants,
+        "adapters": sum(tensor.nbytes for tensor in trained),
+        "activations": measured(executor),
+    }
+
+
+def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
+    """The same of a rank of two, as `explain` says."""
+    recipe = recipes(BY_NAME[name])[adapter]
+    report = explaining.explain(program.config, recipe, tp=2, batch=BATCH, seq=SEQ, dtype="float32")
+    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+    return {
+        "weights": report.memory_bytes["weights"],
+        "adapters": report.memory_bytes["adapters"],
+        "activations": stage.bytes,
+    }

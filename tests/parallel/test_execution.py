@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-import pcg.explaining as explaining
 from pcg.errors import ParallelError, UnsupportedError
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program_folder import load_program, save_program
 from pcg.ir.recipe import LoraRecipe
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.sharder import shard
+from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.search import Search
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.weights import Checkpoint
@@ -40,11 +39,11 @@ from tests.parallel.ranked import (
     fill,
     make_executor,
     make_program,
-    recipes,
+    predicted_memory,
+    rank_memory,
     work,
     worst_error,
 )
-from tests.passes.test_kept_memory import BATCH, SEQ, measured
 from tests.threads import ThreadRanks, run_ranks
 
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
@@ -77,26 +76,9 @@ def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_memory_of_a_rank_is_what_is_predicted(name: str) -> None:
-    recipe = recipes(BY_NAME[name])["a"]
-    options: dict[str, Any] = {"batch": BATCH, "seq": SEQ, "dtype": "float32"}
-    program = make_program(name, 2, **options)
-    report = explaining.explain(program.config, recipe, tp=2, **options)
-    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
-
-    def bytes_of(ranks: ThreadRanks) -> dict[str, int]:
-        executor = make_executor(program, name, ranks)
-        runner = executor.training_runner("a")
-        constants = sum(tensor.nbytes for tensor in program.constants.values())
-        return {
-            "weights": executor.weights_bytes - constants,
-            "activations": measured(executor),
-            "adapters": sum(t.nbytes for t in runner.parameters.values()),
-        }
-
-    for found in run_ranks(2, bytes_of):
-        assert found["activations"] == stage.bytes
-        for kind in ("weights", "adapters"):
-            assert found[kind] == report.memory_bytes[kind], kind
+    program = make_program(name, 2)
+    found = run_ranks(2, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    assert found == [predicted_memory(program, name, "a")] * 2
 
 
 def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -178,9 +160,13 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
 METHODS: Mapping[str, Any] = {
     "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
     "bitfit": "bitfit",
+    "dora": "dora",
     "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "houlsby": "houlsby",
     "ia3": "ia3",
     "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "parallel": "parallel",
+    "pfeiffer": "pfeiffer",
     "prefix": "prefix",
     "prompt": "prompt",
     "vera": "vera",
@@ -209,7 +195,14 @@ def check_method(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("gpt2", "bias"), ("llama3", "ia3"), ("llama3", "prefix")]
+    ("name", "method"),
+    [
+        ("gpt2", "bias"),
+        ("llama3", "ia3"),
+        ("llama3", "prefix"),
+        ("llama3", "dora"),
+        ("gpt2", "houlsby"),
+    ],
 )
 def test_a_method_over_ranks(name: str, method: str) -> None:
     check_method(name, method)
@@ -233,21 +226,23 @@ def test_adalora_is_refused_by_name() -> None:
 
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
-PAIRS = [pair for pair in itertools.product(LAYOUTS, repeat=2) if pair != (REPLICATED, WHOLE)]
+PAIRS = [*itertools.product(LAYOUTS, repeat=2)]
 
 
 def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving adapters of two ranks in one batch, and training one of them."""
 
-    def forced(graph: Graph, degree: int, layouts: Mapping[str, Layout], *rest: Any) -> Graph:
-        kinds = {".lora_A": a, ".lora_B": b}
-        wanted = {
-            parameter.name: layout
-            for parameter in graph.parameters
-            for kind, layout in kinds.items()
-            if parameter.source.endswith(kind) and "{layer}" in parameter.source
-        }
-        return shard(graph, degree, {**layouts, **wanted}, *rest)
+    kinds = {".lora_A": a, ".lora_B": b}
+
+    def forced(search: Search) -> Plan:
+        return search.hold(
+            {
+                parameter.name: layout
+                for parameter in search.graph.parameters
+                for kind, layout in kinds.items()
+                if parameter.source.endswith(kind)
+            }
+        )
 
     def act(executor: Executor) -> list[Tensor]:
         recipe = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
@@ -262,7 +257,7 @@ def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None
 
     one = act(make_executor(make_program("llama3", 1, peft=None), "llama3"))
     program = make_program("llama3", 2, peft=None)
-    monkeypatch.setattr("pcg.passes.parallelize.shard", forced)
+    monkeypatch.setattr(Search, "plan", forced)
     for found in run_ranks(2, lambda ranks: act(make_executor(program, "llama3", ranks))):
         for x, y in zip(found, one, strict=True):
             assert (x - y).norm() < 1e-5 * y.norm()

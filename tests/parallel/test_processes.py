@@ -15,7 +15,14 @@ import torch
 
 from pcg.runtime.adapters import read_adapter
 from tests import tiny_llama
-from tests.parallel.ranked import check_same, make_executor, make_program, work, worst_error
+from tests.parallel.ranked import (
+    check_same,
+    make_executor,
+    make_program,
+    predicted_memory,
+    work,
+    worst_error,
+)
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -51,12 +58,14 @@ def test_a_job_under_torchrun(tmp_path: Path) -> None:
     assert torchrun.returncode == 0, errors
     config = executor.program.config
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    predicted = predicted_memory(executor.program, "qwen2", "a")
     for rank in range(2):
-        outcome, sent, steps = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        outcome, sent, memory, steps = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
         assert worst_error(outcome, expected) < 1e-5
         # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
         assert sent["all_reduce"] == (2 * layers + 1) * 8 * hidden * 4
         assert sent["all_gather"] == 8 * config["vocab_size"] // 2 * 4
+        assert memory == predicted
         # All ranks stopped after the step in which one was interrupted, and went on from there.
         assert steps == (2, 2, 4)
     check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])

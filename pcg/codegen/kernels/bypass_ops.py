@@ -77,6 +77,13 @@ def column_norm(weight: Tensor, a: Any, b: Any) -> Tensor:
     return norm
 
 
+def column_norm_part(weight: Tensor, a: Any, b: Any, batch: Any) -> Tensor:
+    """The same where each rank has columns of the weight, and of A."""
+    own = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
+    norm: Tensor = batch.ranks.all_reduce(own.square().sum(1)).sqrt()
+    return norm
+
+
 def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
     """The magnitude in units of the length, [out]."""
     factor: Tensor = magnitude.weight / norm

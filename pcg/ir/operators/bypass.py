@@ -13,7 +13,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Attribute
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned, sharding
 from pcg.ir.operators.operator import Aligned, Attributes, Gradient, Operator, Types
 from pcg.ir.types import TORCH_NAMES
 
@@ -127,6 +127,16 @@ class ColumnNorm(Operator):
             raise TypeCheckError(f"column_norm of {weight} with {a} and {b}")
         return (a.with_shape((weight.shape[0],)),)
 
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        # Rows make entries of their own; sums over parted columns are joined. As there is no
+        # gradient, what is not parted may be held either way.
+        for held in (WHOLE, REPLICATED):
+            yield sharding(partitioned(-2), held, partitioned(-2), partitioned(-1))
+            for given in (WHOLE, REPLICATED):
+                columns = (partitioned(-1), partitioned(-1), held)
+                yield Sharding(columns, (given,), "column_norm_part")
+
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.column_norm({', '.join(inputs)})"
 
@@ -150,6 +160,9 @@ class ColumnFactor(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.column_factor({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, -1), (-1,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("div", context.incoming, context.input(1)), None]

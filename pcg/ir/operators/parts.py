@@ -2,7 +2,8 @@
 
 `embedding` and `cross_entropy` where each rank has a run of the vocabulary's rows (Megatron-LM,
 Shoeybi et al. 2019, section 3); `expand_add` onto a summand where each rank has rows of B (S-LoRA
-§6, which adds the bypass network's gather into the base's sum).
+§6, which adds the bypass network's gather into the base's sum); `column_norm` where each rank has
+columns of the weight.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
+from pcg.ir.operators.bypass import ColumnNorm
 from pcg.ir.operators.linear import ExpandAdd
 from pcg.ir.operators.model import CrossEntropy, CrossEntropyBackward
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 from pcg.ir.operators.shape import Embedding
+from pcg.ir.types import TensorType
 
 
 class EmbeddingPart(Embedding):
@@ -64,8 +67,7 @@ class ExpandAddPart(ExpandAdd):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         y, s, weight = types
-        size = y.features[-1]
-        if weight.shape[1:] != s.shape[-1:] or size % weight.features[0]:
+        if weight.shape[1:] != s.shape[-1:] or _parts(y, weight) * weight.shape[0] != y.shape[-1]:
             raise TypeCheckError(f"expand_add_part of {s} by {weight} onto {y}")
         return (y,)
 
@@ -74,7 +76,7 @@ class ExpandAddPart(ExpandAdd):
 
     def gradient(self, context: Gradient) -> list[str | None]:
         ds = dweight = None
-        degree = context.input_type(0).features[-1] // context.input_type(2).features[0]
+        degree = _parts(context.input_type(0), context.input_type(2))
         own = context.add("taken_part", context.incoming, dim=-1, degree=degree)
         if context.needs[1]:
             ds = context.add("expand_backward", own, context.input(2))
@@ -86,7 +88,22 @@ class ExpandAddPart(ExpandAdd):
         return 2 * inputs[1].elements * inputs[2].shape[0]
 
 
+class ColumnNormPart(ColumnNorm):
+    """The length of each output's weights, of which each rank has a part of the columns."""
+
+    name = "column_norm_part"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.column_norm_part({', '.join(inputs)}, batch)"
+
+
+def _parts(y: TensorType, weight: TensorType) -> int:
+    """Of how many ranks a weight's rows are a part, where y has all columns."""
+    return int(y.shape[-1]) // int(weight.shape[0])
+
+
 OPERATORS: tuple[Operator, ...] = (
+    ColumnNormPart(),
     CrossEntropyPart(),
     CrossEntropyPartBackward(),
     EmbeddingPart(),
