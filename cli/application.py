@@ -25,6 +25,7 @@ from .doctor import doctor_command
 from .explain import explain_command
 from .finetune import finetune_command
 from .models import models_command
+from .profile import profile_command
 from .run import run_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -126,4 +127,5 @@ app.command(
     ),
 )(finetune_command)
 app.command("models", epilog=_example("pcg models --json"))(models_command)
+app.command("profile", epilog=_example("pcg profile --tp 2 -o profile.json"))(profile_command)
 app.command("doctor", epilog=_example("pcg doctor"))(doctor_command)

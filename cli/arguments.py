@@ -90,6 +90,16 @@ Budget = Annotated[
 Batch = Annotated[int, typer.Option(help="Sequences of a finetuning step.", metavar="B")]
 Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="S")]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.", metavar="N")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        help="Tensor-parallel degree: so many processes are started here. A program has its own.",
+        show_default=False,
+        metavar="N",
+        min=1,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -183,3 +193,14 @@ def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
     return dataclasses.replace(
         recipe, rank=rank, alpha=2 * rank if alpha is None else alpha, target_modules=modules
     )
+
+
+Costs = Annotated[
+    str | None,
+    typer.Option(
+        help="Device that adapters are parallelized for: a name, as H100, or a file of "
+        "pcg profile.",
+        show_default=False,
+        metavar="NAME|FILE",
+    ),
+]

@@ -11,6 +11,7 @@ from .arguments import (
     Alpha,
     Batch,
     Budget,
+    Costs,
     Dtype,
     Json,
     Model,
@@ -40,6 +41,7 @@ def compile_command(
     alpha: Alpha = None,
     targets: Targets = None,
     tp: TensorParallel = 1,
+    costs: Costs = None,
     dtype: Dtype = None,
     memory_budget: Budget = None,
     batch: Batch = 1,
@@ -92,6 +94,7 @@ def compile_command(
     with busy(f"compiling {source.name}"):
         options: dict[str, Any] = {
             "tp": tp,
+            "costs": costs,
             "dtype": dtype,
             "memory_budget": memory_budget,
             "batch": batch,

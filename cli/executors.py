@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,8 +22,18 @@ def open_executor(
     dtype: str | None,
     device: str | None,
     trust_edits: bool,
+    tp: int | None = None,
 ) -> Executor:
     """An executor of a program's folder or of a model, with adapters.
+
+    Args:
+        where: the folder or the model.
+        adapters: by name.
+        weights: of a program, where they lie now.
+        dtype: of a model.
+        device: of the weights.
+        trust_edits: accept a program whose source was edited.
+        tp: number of ranks, of which this process is one; of a program its own where None.
 
     Raises:
         typer.BadParameter: an option that goes with the other of the two.
@@ -51,4 +61,47 @@ def open_executor(
     with busy(f"compiling and loading {where}"):
         from pcg import compiler
 
-        return compiler.compile(where, dict(adapters) or None, dtype=dtype, device=device)
+        return compiler.compile(
+            where, dict(adapters) or None, tp=tp or 1, dtype=dtype, device=device
+        )
+
+
+def ranks_of(where: str, tp: int | None) -> int:
+    """How many ranks a program's folder or a model runs on.
+
+    Raises:
+        typer.BadParameter: a program was compiled for another number.
+    """
+    folder = Path(where).expanduser()
+    if not (folder / "manifest.json").is_file():
+        return tp or 1
+    from pcg.ir.program_folder import degree_of
+
+    own = degree_of(folder)
+    if tp is not None and tp != own:
+        raise typer.BadParameter(
+            f"{where} was compiled for {own}; compile it again: pcg compile MODEL --tp {tp}",
+            param_hint="--tp",
+        )
+    return own
+
+
+def on_ranks(degree: int, act: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+    """Do a command's work here, or on ranks that are started for it.
+
+    Under torchrun this process is a rank already.
+
+    Raises:
+        PcgError: what is wrong, on whichever rank.
+    """
+    if degree == 1:
+        act(**arguments)
+        return
+    from pcg.parallel.launch import launch, mute_others
+    from pcg.parallel.ranks import started_ranks
+
+    if started_ranks() == 1:
+        launch(degree, act, arguments)
+        return
+    mute_others()
+    act(**arguments)

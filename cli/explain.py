@@ -16,6 +16,7 @@ from .arguments import (
     Alpha,
     Batch,
     Budget,
+    Costs,
     Dtype,
     Json,
     Model,
@@ -36,12 +37,17 @@ def explain_command(
     alpha: Alpha = None,
     targets: Targets = None,
     tp: TensorParallel = 1,
+    costs: Costs = None,
     batch: Batch = 1,
     seq: Seq = 1024,
     memory_budget: Budget = None,
     dtype: Dtype = None,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="Say what becomes of every tensor, and why.")
+        bool,
+        typer.Option(
+            "--tensors",
+            help="Say what becomes of every tensor, and why; over ranks, list all candidates.",
+        ),
     ] = False,
     gpu: Annotated[
         list[str] | None,
@@ -93,6 +99,7 @@ def explain_command(
     recipe = peft_of(peft, rank, alpha, targets)
     options: dict[str, Any] = {
         "tp": tp,
+        "costs": costs,
         "batch": batch,
         "seq": seq,
         "dtype": dtype,

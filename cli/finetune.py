@@ -19,6 +19,7 @@ from .arguments import (
     Dtype,
     Json,
     Rank,
+    Ranks,
     Runnable,
     Targets,
     TrustEdits,
@@ -26,7 +27,7 @@ from .arguments import (
     lora_of,
 )
 from .console import count_text, err, print_json, time_text
-from .executors import open_executor
+from .executors import on_ranks, open_executor, ranks_of
 
 if TYPE_CHECKING:
     from pcg.ir.program import Program
@@ -229,6 +230,7 @@ def finetune_command(
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show a bar on a terminal.")] = True,
     json: Json = False,
+    tp: Ranks = None,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -251,17 +253,60 @@ def finetune_command(
     options["resume"] = "auto" if resume is None else resume
     options["checkpoint_dir"] = checkpoint_dir or output / OWN_CHECKPOINTS
     FinetuneOptions.of(options)  # says what is wrong before the model is loaded
-    if log_every is not None:
+    degree = ranks_of(program, tp)
+    place = {
+        "weights": weights,
+        "dtype": dtype,
+        "device": device,
+        "trust_edits": trust_edits,
+        "tp": degree,
+    }
+    arguments = {
+        "program": program,
+        "place": place,
+        "data": data,
+        "adapter": adapter,
+        "recipe": recipe,
+        "options": options,
+        "output": output,
+        "json": json,
+    }
+    on_ranks(degree, train, arguments)
+
+
+def train(
+    program: str,
+    place: dict[str, Any],
+    data: Path,
+    adapter: str,
+    recipe: Any,
+    options: dict[str, Any],
+    output: Path,
+    json: bool,
+) -> None:
+    """Finetune an adapter, save it, and print what came of it.
+
+    Args:
+        program: folder or model.
+        place: how to open it.
+        data: the file.
+        adapter: its name.
+        recipe: what it starts as; None for the program's own.
+        options: of `Executor.finetune`.
+        output: directory to save it in.
+        json: print one object.
+    """
+    if options["log_every"] is not None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pcg.finetuning").setLevel(logging.INFO)
-    executor = open_executor(
-        program, {}, weights=weights, dtype=dtype, device=device, trust_edits=trust_edits
-    )
+    executor = open_executor(program, {}, **place)
     if recipe is None:
         recipe = _compiled_recipe(executor.program, adapter)
     result = executor.finetune(data, adapter=adapter, peft=recipe, **options)
     executor.save_adapter(adapter, output)
-    if checkpoint_dir is None:
+    if executor.ranks.rank:
+        return
+    if options["checkpoint_dir"] == output / OWN_CHECKPOINTS:
         shutil.rmtree(output / OWN_CHECKPOINTS, ignore_errors=True)
     if json:
         summary = {**dataclasses.asdict(result), "output": str(output)}

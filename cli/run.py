@@ -14,6 +14,7 @@ from .arguments import (
     Device,
     Dtype,
     Json,
+    Ranks,
     Runnable,
     TrustEdits,
     WeightsPlace,
@@ -27,7 +28,7 @@ from .completions import (
     wait_completions,
 )
 from .console import count_text, err, print_json
-from .executors import open_executor
+from .executors import on_ranks, open_executor, ranks_of
 
 SAMPLING = "Sampling"
 
@@ -101,6 +102,7 @@ def run_command(
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it is made.")] = False,
     json: Json = False,
+    tp: Ranks = None,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -119,27 +121,65 @@ def run_command(
         Prompt(text, name)
         for text, name in zip(texts, _used(use or [], adapters, len(texts)), strict=True)
     ]
-    executor = open_executor(
-        program, adapters, weights=weights, dtype=dtype, device=device, trust_edits=trust_edits
-    )
-    inputs: Sequence[Any] = texts
+    degree = ranks_of(program, tp)
+    arguments = {
+        "program": program,
+        "adapters": adapters,
+        "prompts": prompts,
+        "chat": chat,
+        "stream": stream,
+        "json": json,
+        "place": {
+            "weights": weights,
+            "dtype": dtype,
+            "device": device,
+            "trust_edits": trust_edits,
+            "tp": degree,
+        },
+        "sampling": {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+            "ignore_eos": ignore_eos,
+        },
+    }
+    on_ranks(degree, complete, arguments)
+
+
+def complete(
+    program: str,
+    adapters: dict[str, Path],
+    prompts: list[Prompt],
+    chat: bool,
+    stream: bool,
+    json: bool,
+    place: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Continue the prompts and print what comes.
+
+    Args:
+        program: folder or model.
+        adapters: to load, by name.
+        prompts: with the name of the adapter of each.
+        chat: apply the chat template.
+        stream: print text as it is made.
+        json: print one object.
+        place: how to open the program.
+        sampling: options of `Executor.generate`.
+    """
+    executor = open_executor(program, adapters, **place)
+    inputs: Sequence[Any] = [item.text for item in prompts]
     if chat:
-        inputs = [_chat(executor.tokenizer, text) for text in texts]
+        inputs = [_chat(executor.tokenizer, item.text) for item in prompts]
     started = time.perf_counter()
-    chunks = executor.generate(
-        inputs,
-        [item.adapter for item in prompts],
-        stream=True,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    names = [item.adapter for item in prompts]
+    chunks = executor.generate(inputs, names, stream=True, **sampling)
     show = stream_completions if stream else wait_completions if json else print_completions
     done = show(chunks, prompts)
     seconds = time.perf_counter() - started

@@ -1,6 +1,7 @@
 """The compiler: from a model's configuration and PEFT recipes to a program.
 
-    trace → fold → raise → attach → differentiate → prune → compress → rematerialize → fuse → emit
+    trace → fold → raise → attach → parallelize
+          → differentiate → prune → compress → rematerialize → fuse → emit
 
 The order stands in `PIPELINE` and nowhere else. Each pass takes the compilation so far and returns
 it with its own result filled in; the verifier runs on every graph after every pass.
@@ -22,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.errors import PassError, PcgError, ProgramError, SourceError, UnsupportedError
+from pcg.errors import (
+    ParallelError,
+    PassError,
+    PcgError,
+    ProgramError,
+    SourceError,
+    UnsupportedError,
+)
 from pcg.ir.graph import Graph
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators import operator
@@ -33,11 +41,15 @@ from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
 from pcg.ir.verifier import verify
+from pcg.parallel.costs import SHEETS, CostModel, cost_model, own_sheet
+from pcg.parallel.layer_costs import DeviceCosts
+from pcg.parallel.ranks import Ranks, check_started, join, own_device
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse
+from pcg.passes.parallelize import Sharded, parallelize, search_layer
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
@@ -52,7 +64,10 @@ from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
+    import sympy
+
     from pcg.parallel.devices import Device
+    from pcg.parallel.search import Search
     from pcg.passes.step_memory import Account, Asked
     from pcg.report import Report
     from pcg.runtime.executor import Executor
@@ -69,6 +84,9 @@ class Compilation:
         dtype: asked for; None for the configuration's own.
         trains: whether to build what finetunes.
         budget: what that may keep for backward.
+        whole: trace every layer, not one of each kind.
+        tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
+        costs: of the device and links that bypass networks are parallelized for.
     """
 
     name: str
@@ -78,10 +96,14 @@ class Compilation:
     trains: bool = True
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     whole: bool = False
+    tp: int = 1
+    costs: CostModel | None = None
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
     training_model: ModelGraph | None = None
+    local_base: ModelGraph | None = None
+    sharded: Sharded | None = None
     kinds: tuple[LayerKind, ...] = ()
     frontiers: Frontiers | None = None
     plan: MemoryPlan | None = None
@@ -89,6 +111,13 @@ class Compilation:
     training_epilogue: tuple[Graph, Graph, tuple[str, ...]] | None = None
     serving: Serving | None = None
     training: Training | None = None
+
+    def device_costs(self, trains: bool) -> DeviceCosts | None:
+        """What a step costs on the device; None where that is not known."""
+        if self.costs is None:
+            return None
+        tokens = self.budget.batch * self.budget.seq
+        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq, trains=trains)
 
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
@@ -128,6 +157,29 @@ def _attach(state: Compilation) -> Compilation:
     serving = attach(base, bypasses.for_serving())
     training = attach(base, bypasses) if state.trains and bypasses else None
     return dataclasses.replace(state, serving_model=serving, training_model=training)
+
+
+def _parallelize(state: Compilation) -> Compilation:
+    base = _made(state.base)
+    if state.tp == 1:
+        return dataclasses.replace(state, local_base=base)
+
+    def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
+        if model is None:
+            return None
+        return parallelize(model, base, state.tp, state.device_costs(trains), trains)
+
+    serving, training = (
+        over_ranks(state.serving_model, False),
+        over_ranks(state.training_model, True),
+    )
+    return dataclasses.replace(
+        state,
+        local_base=parallelize(base, base, state.tp).local,
+        serving_model=serving.local if serving else None,
+        training_model=training.local if training else None,
+        sharded=training or serving,
+    )
 
 
 def _differentiate(state: Compilation) -> Compilation:
@@ -206,6 +258,7 @@ PIPELINE: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
     ("fold", _fold),
     ("raise", _raise),
     ("attach", _attach),
+    ("parallelize", _parallelize),
     ("differentiate", _differentiate),
     ("prune", _prune),
     ("compress", _compress),
@@ -296,6 +349,7 @@ def compile_program(
     peft: object = "lora",
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -309,6 +363,8 @@ def compile_program(
         peft: None, "lora", a peft LoraConfig, a dict of its fields, or {name: one of these or the
             path of an adapter}.
         tp: tensor-parallel degree.
+        costs: the device that adapters are parallelized for: a name, as H100 (the default), or a
+            file of `pcg profile`.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -318,8 +374,7 @@ def compile_program(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    if tp != 1:
-        raise UnsupportedError(f"tp={tp}: programs run on one rank for now; use tp=1")
+    _check_degree(tp)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -328,7 +383,16 @@ def compile_program(
         return bypasses_of(base, recipes.values(), model_type, _adapter_dtype(base.dtype))
 
     budget = MemoryBudget.parse(memory_budget, batch, seq)
-    state = Compilation(source.name, source.config, bypasses, _dtype_name(dtype), budget=budget)
+    name = _costs_name(costs) if tp > 1 else ""
+    state = Compilation(
+        source.name,
+        source.config,
+        bypasses,
+        _dtype_name(dtype),
+        budget=budget,
+        tp=tp,
+        costs=cost_model(name) if name else None,
+    )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, _made(state.base))
     state = run_passes(state, observe, first="attach")
@@ -344,6 +408,8 @@ def compile_program(
         traced.constants,
         traced.base_prefix,
         traced.dtype,
+        tp,
+        name,
     )
 
 
@@ -352,6 +418,7 @@ def compile(
     peft: object = None,
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
@@ -365,7 +432,10 @@ def compile(
         model: a directory with weights, a hub id, or a transformers model in memory.
         peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory};
             named adapters are added to the executor.
-        tp: tensor-parallel degree.
+        tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
+            them, and all of them make the same calls.
+        costs: the device that adapters are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the sheet of the device that there is by default.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
@@ -378,8 +448,14 @@ def compile(
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
+    _check_degree(tp)
+    if tp > 1:
+        check_started(tp)
+        if costs is None:
+            costs = own_sheet(_device(device))
     options: dict[str, Any] = {
         "tp": tp,
+        "costs": costs,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -492,6 +568,7 @@ def explain(
     peft: object = "lora",
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -508,28 +585,36 @@ def explain(
         peft: None, "lora" or another word of `pcg.ir.recipes.SHORTHANDS`, a configuration of
             peft's, or {name: one of these, or an adapter directory}.
         tp: tensor-parallel degree.
+        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
         gpus: names of GPUs to fit the step to.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; takes seconds.
-        peers: say what torch's min-cut partitioner keeps, too; takes seconds, most of them to
-            import functorch and inductor.
+            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
+            change with tokens, rank, degree and link. Takes seconds.
+        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
+            them to import functorch and inductor.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
     options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
     options["find_region"] = find_region
-    report = compare(model, {"": peft}, tp=tp, gpus=gpus, **options)[""]  # type: ignore[arg-type]
-    return _with_peers(report, model, recipes_of(peft)) if peers else report
+    found = compare(model, {"": peft}, tp=tp, costs=costs, gpus=gpus, **options)  # type: ignore[arg-type]
+    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
 
 
 def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
     """The report with what torch's partitioner keeps."""
     from pcg.passes.peers import with_peers
 
+    if report.tp > 1:
+        raise UnsupportedError(
+            f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
+            "use tp=1"
+        )
     is_module = isinstance(model, torch.nn.Module)
     config = model.config.to_dict() if is_module else resolve(model).config
     adapters = {
@@ -545,6 +630,7 @@ def compare(
     pefts: Mapping[str, object],
     *,
     tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -558,6 +644,7 @@ def compare(
         model: as for `explain`.
         pefts: by name, what `explain` takes as `peft`.
         tp: and all others: as for `explain`.
+        costs: the device that bypass networks are parallelized for.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype.
@@ -567,8 +654,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    if tp != 1:
-        raise UnsupportedError(f"tp={tp}: plans are for one rank for now; use tp=1")
+    _check_degree(tp)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -576,12 +662,31 @@ def compare(
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     source = resolve(model)
     state = Compilation(
-        source.name, source.config, lambda base: Bypasses(), _dtype_name(dtype), budget=budget
+        source.name,
+        source.config,
+        lambda base: Bypasses(),
+        _dtype_name(dtype),
+        budget=budget,
+        tp=tp,
+        costs=cost_model(_costs_name(costs, gpus)) if tp > 1 else None,
     )
     folded = run_passes(state, last="fold")
     return {
         name: _explained(folded, found, devices, find_region) for name, found in recipes.items()
     }
+
+
+def _costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
+    """The sheet or the profile asked for; else the first GPU that has a sheet, else an H100."""
+    if costs is None:
+        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
+    path = Path(costs).expanduser()
+    return str(path.resolve()) if path.is_file() else os.fspath(costs)
+
+
+def _check_degree(tp: object) -> None:
+    if type(tp) is not int or tp < 1:
+        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
 
 
 def _explained(
@@ -593,47 +698,113 @@ def _explained(
     """The report of a folded model and recipes."""
     from pcg.passes.account import account
     from pcg.passes.fit import fit
+    from pcg.passes.parallel_report import parallel_rows
     from pcg.passes.step_memory import Asked
 
     what = _account_of(folded, recipes)
-    asked = Asked(folded.name, folded.config, recipes, folded.budget)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp)
     report = account(what, asked)
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)
+    if what.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(what.sharded, _made(folded.device_costs(trains=True)))
+        if find_region:
+            rows["regions"] = _parallel_regions(folded, recipes)
+        report = dataclasses.replace(report, parallel=rows)
     return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
 
 
 def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
-    """The report with formulas in the rank, and where its plan stays the optimum."""
+    """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
     from pcg.passes.account import formula_text
+    from pcg.passes.degree_formulas import in_degree
     from pcg.passes.plan import replanned
     from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
     from pcg.passes.region import MOST_RANK, MOST_TOKENS, region
     from pcg.passes.step_memory import step_formulas
 
     budget, plan, kinds = folded.budget, _made(what.plan), _made(what.frontiers).kinds
+    rank = rank_of(asked.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
         found = frontiers(_made(what.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
-    lengths = region(at_length, budget.seq, MOST_TOKENS)
-    report = dataclasses.replace(report, region=lengths)
-    rank = rank_of(asked.recipes)
-    if rank is None:
-        return report
-
-    def at_rank(other: int) -> Account:
-        return _account_of(folded, with_rank(asked.recipes, other))
-
-    def formulas_at(other: int) -> dict[str, Any]:
-        then = at_rank(other)
+    def formulas_of(state: Compilation, recipes: Mapping[str, Recipe]) -> dict[str, sympy.Expr]:
+        then = _account_of(state, recipes)
         then = dataclasses.replace(then, plan=replanned(plan, _made(then.frontiers)))
-        return step_formulas(then, asked)
+        return step_formulas(then, dataclasses.replace(asked, tp=state.tp))
 
-    formulas = {name: formula_text(f) for name, f in in_rank(formulas_at, rank).items()}
-    ranks = region(lambda other: _made(at_rank(other).plan), rank, MOST_RANK)
-    return dataclasses.replace(report, formulas=formulas, rank_region=ranks)
+    def at_degree(degree: int) -> dict[str, sympy.Expr] | None:
+        state = dataclasses.replace(folded, tp=degree)
+        try:
+            if rank is None:
+                return formulas_of(state, asked.recipes)
+            return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
+        except KeyError:
+            return None  # its graphs are others
+
+    degrees: dict[str, tuple[int, ...]] = {}
+    if folded.tp > 1:
+        formulas, degrees = in_degree(at_degree, folded.tp)
+    else:
+        formulas = _made(at_degree(1))
+    ranks = None
+    if rank is not None:
+
+        def at_rank(other: int) -> MemoryPlan:
+            return _made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+
+        ranks = region(at_rank, rank, MOST_RANK)
+    return dataclasses.replace(
+        report,
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
+        region=region(at_length, budget.seq, MOST_TOKENS),
+        rank_region=ranks,
+        formula_degrees=degrees,
+    )
+
+
+def _parallel_regions(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> dict[str, list[dict[str, Any]]]:
+    """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
+    from pcg.parallel.costs import SheetModel
+    from pcg.passes.parallel_report import token_regions
+    from pcg.passes.rank_formulas import rank_of, with_rank
+
+    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        bypasses = _bypasses_of(state, then)
+        attached = run_passes(
+            dataclasses.replace(state, bypasses=bypasses), first="raise", last="attach"
+        )
+        pairs = zip(_made(attached.training_model).blocks, _made(attached.base).blocks, strict=True)
+        layers = list(pairs)
+
+        def searches_at(tokens: int) -> list[Search]:
+            costs = DeviceCosts(_made(state.costs), state.tp, tokens, state.budget.seq)
+            return [search_layer(block, plain, state.tp, costs) for block, plain in layers]
+
+        return token_regions(searches_at)
+
+    found = {"as asked": at(folded, recipes)}
+    rank = rank_of(recipes)
+    for other in (8, 64, 256):
+        if rank is not None and other != rank:
+            found[f"rank {other}"] = at(folded, with_rank(recipes, other))
+    for degree in (2, 4, 8):
+        if degree != folded.tp:
+            try:
+                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+            except ParallelError:
+                continue  # it does not divide the model
+    model = folded.costs
+    if isinstance(model, SheetModel):
+        for link in model.sheet.links:
+            if link != model.link_name:
+                costs = SheetModel(model.name, model.sheet, link, model.achieved)
+                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+    return found
 
 
 def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
@@ -646,7 +817,7 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
         return adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype))
 
     state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
-    attached = run_passes(state, first="raise", last="attach")
+    attached = run_passes(state, first="raise", last="parallelize")
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     try:
@@ -659,6 +830,7 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     return Account(
         unraised,
         _made(attached.base),
+        _made(attached.local_base),
         attached.training_model,
         kinds,
         attached.frontiers,
@@ -668,7 +840,17 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
         _adapter_dtype(unraised.dtype),
         _made(folded.traced).attention,
         refusal,
+        attached.sharded,
     )
+
+
+def _bypasses_of(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> Callable[[ModelGraph], Bypasses]:
+    from pcg.passes.adapter_use import adapter_use
+
+    model_type = str(folded.config["model_type"])
+    return lambda base: adapter_use(base, recipes, model_type, _adapter_dtype(base.dtype)).bypasses
 
 
 def make_executor(
@@ -677,21 +859,39 @@ def make_executor(
     peft: object,
     directory: Path | None,
     device: str | torch.device | None = None,
+    ranks: Ranks | None = None,
 ) -> Executor:
-    """An executor of a program with weights, and the adapters that `peft` names."""
+    """An executor of a program with weights, and the adapters that `peft` names.
+
+    Args:
+        program: to run.
+        weights: of its base.
+        peft: adapters by name, or recipes without.
+        directory: of the tokenizer; None for none.
+        device: of the weights.
+        ranks: that run it; those that torchrun has started by default.
+    """
     from pcg.runtime.executor import Executor
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
+    if ranks is None:
+        device = own_device(device)
+        ranks = join(program.tp, device)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory)
     executor = Executor(
-        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device
+        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device, ranks
     )
     if isinstance(peft, Mapping) and not _is_recipe(peft):
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
     return executor
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for; else the GPU where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -743,6 +943,8 @@ class _Specialiser:
             bypasses,
             trains=trains,
             budget=program.memory_budget,
+            tp=program.tp,
+            costs=cost_model(program.costs) if program.costs else None,
             base=program.base,
         )
         return run_passes(state, first="attach")

@@ -18,7 +18,8 @@ PcgError
 │   └── TypeCheckError         an operator applied to types it does not take
 ├── PassError                  a pass failed; carries the graph it failed on
 ├── ParallelError              a degree, mesh or strategy that cannot be
-│   └── CostModelError         no cost is known for an operator or a link
+│   ├── CostModelError         no cost is known for an operator or a link
+│   └── RankLostError          another rank of the group is gone
 ├── CodegenError               the graph cannot be emitted, or the emitted file not be loaded
 ├── ProgramError               a compiled folder is missing, damaged or of another version
 ├── AdapterError               an adapter cannot be read, attached or found
@@ -104,6 +105,10 @@ class ParallelError(PcgError):
 
 class CostModelError(ParallelError):
     """No cost is known for an operator or a link."""
+
+
+class RankLostError(ParallelError):
+    """Another rank of the group is gone, or does something else."""
 
 
 class CodegenError(PcgError):

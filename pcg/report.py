@@ -6,10 +6,12 @@ The file is long because all that a report holds stands in it beside the text th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
+
+from pcg.parallel.report_lines import parallel_lines, region_lines
 
 KINDS = (
     "weights",
@@ -207,12 +209,11 @@ class Report:
     formulas: Mapping[str, str]
     saved: tuple[SavedTensor, ...] = ()
     pareto: tuple[ParetoPoint, ...] = ()
-    parallel: Mapping[str, Sequence[Any]] = field(
-        default_factory=lambda: {"base": [], "bypass": []}
-    )
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"base": [], "bypass": []})
     notes: tuple[str, ...] = ()
     region: tuple[int, int] | None = None
     rank_region: tuple[int, int] | None = None
+    formula_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
     timeline: tuple[Moment, ...] = ()
@@ -236,7 +237,8 @@ class Report:
             dataclasses.asdict(row) | {"shape": list(row.shape), "needed_by": list(row.needed_by)}
             for row in self.saved
         ]
-        fields["parallel"] = {key: list(rows) for key, rows in self.parallel.items()}
+        fields["parallel"] = dict(self.parallel)
+        fields["formula_degrees"] = {n: list(d) for n, d in self.formula_degrees.items()}
         fields["notes"] = list(self.notes)
         return fields
 
@@ -249,12 +251,15 @@ class Report:
         """
         if formulas:
             lines = [*self._heading(), "", *self._formulas(self.formulas), *self._region()]
+            lines += region_lines(self.parallel)
             return "\n".join(lines)
         parts = [self._heading(), self._memory()]
         if self.activations:
             parts.append(self._stages())
         if len(self.pareto) > 1:
             parts.append(self._budgets())
+        if self.parallel["bypass"]:
+            parts.append(parallel_lines(self.parallel, candidates=tensors))
         if self.peers:
             parts.append(self._peers())
         if tensors and self.saved:
@@ -370,7 +375,8 @@ class Report:
 
     def _formulas(self, names: Iterable[str]) -> list[str]:
         rank = " and adapters of rank r" if self.rank_region else ""
-        lines = [f"bytes, for B sequences of S tokens{rank}"]
+        over = " over tp ranks" if self.formula_degrees else ""
+        lines = [f"bytes, for B sequences of S tokens{rank}{over}"]
         return lines + [
             f"  {name.replace('kv_', 'KV '):<12}= {self.formulas[name]}" for name in names
         ]
@@ -384,9 +390,20 @@ class Report:
             where += ", and for r from {:,} to {:,}".format(*self.rank_region)
         return [
             "",
+            *self._degrees(),
             f"The plan is the budget's optimum {where}:",
             "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
             "where a tensor is kept whole or made again from what is, and weights are resident.",
+        ]
+
+    def _degrees(self) -> list[str]:
+        """At which degrees which formulas are exact, a line for each set of degrees."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, degrees in self.formula_degrees.items():
+            groups.setdefault(degrees, []).append(name.replace("kv_", "KV "))
+        return [
+            f"Exact at tp = {', '.join(map(str, degrees))}: {', '.join(names)}."
+            for degrees, names in groups.items()
         ]
 
 

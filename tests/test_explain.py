@@ -180,7 +180,6 @@ def test_dtype_changes_the_weights() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2}, "tp=2"),
         ({"batch": 0}, "batch=0"),
         ({"seq": -1}, "seq=-1"),
         ({"batch": True}, "batch=True"),

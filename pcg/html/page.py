@@ -6,6 +6,7 @@ from pcg.html.bars import chosen_stage, memory, stages
 from pcg.html.block import block
 from pcg.html.element import Markup, element, section
 from pcg.html.moments import moments
+from pcg.html.parallel import parallel
 from pcg.html.pareto import pareto
 from pcg.html.script import SCRIPT
 from pcg.html.style import STYLE
@@ -17,6 +18,7 @@ _NAV = {
     "stages": "Stages",
     "timeline": "Over time",
     "pareto": "Front",
+    "parallel": "Ranks",
     "tensors": "Tensors",
     "graph": "Graph",
     "formulas": "Formulas",
@@ -31,6 +33,7 @@ def page(report: Report) -> str:
         "stages": stages(report),
         "timeline": moments(report),
         "pareto": pareto(report),
+        "parallel": parallel(report),
         "tensors": tensors(report),
         "graph": block(report),
         "formulas": _formulas(report),

@@ -74,6 +74,7 @@ details { margin-top: 0.5rem; }
 summary { cursor: pointer; color: var(--link); font-size: 0.9rem; padding: 0.2rem 0; }
 details .scroll { max-height: 22rem; overflow-y: auto; max-width: 34rem; }
 details thead th { position: sticky; top: 0; background: var(--paper); }
+tr.chosen th, tr.chosen td { font-weight: 600; }
 
 .swatch {
   display: inline-block; width: 0.75em; height: 0.75em; border-radius: 2px; margin-right: 0.5em;

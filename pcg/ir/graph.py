@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from pcg.errors import VerifyError
+from pcg.ir.layouts import WHOLE, Layout
 from pcg.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -44,12 +45,19 @@ class Parameter:
             the config, in the program), `adapter` (a bypass network's, trainable).
         source: the tensor's name in the checkpoint, with `{layer}` for the layer's index.
         transposed: the checkpoint holds [in, out] where the graph has [out, in].
+        part: what of it a rank holds; the value's type is of that.
+        degree: number of ranks.
+        rows: of the first dim of what the source holds, where it is not all: first, and behind the
+            last.
     """
 
     value: Value
     role: str
     source: str
     transposed: bool = False
+    part: Layout = WHOLE
+    degree: int = 1
+    rows: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:

@@ -2,7 +2,9 @@
 
     graph      := "graph" @name "(" [value {"," value} [","]] ")" "{" {parameter} {node} return "}"
     value      := %name ":" type
-    parameter  := role value "=" string ["transposed"]         role: frozen | constant | adapter
+    parameter  := role value "=" string ["transposed"] ["rows" number number] [part]
+                                                               role: frozen | constant | adapter
+    part       := ("dim" "-" number | "copy" | "summand") "of" number
     node       := value {"," value} "=" op "(" [%name {"," %name}] ")" [attributes] [@scope]
     attributes := "{" name "=" attribute {"," name "=" attribute} "}"
     attribute  := "True" | "False" | ["-"] number | ["-"] "inf" | string | "(" {int ","} [int] ")"
@@ -28,7 +30,8 @@ from typing import TypeVar
 import sympy
 
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
-from pcg.ir.printer import INTEGERS
+from pcg.ir.layouts import WHOLE, Layout
+from pcg.ir.printer import INTEGERS, PARTS
 from pcg.ir.tokens import Token, TokenReader
 from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType
 
@@ -136,7 +139,25 @@ class _Parser(TokenReader):
         self.expect("=")
         token = self.take("string", "the tensor's name in the checkpoint, in double quotes")
         source = self.unquote(token.text, token.start)
-        return Parameter(value, role, source, self.accept("transposed"))
+        transposed = self.accept("transposed")
+        rows = (self._row(), self._row()) if self.accept("rows") else None
+        part, degree = self._part()
+        return Parameter(value, role, source, transposed, part, degree, rows)
+
+    def _row(self) -> int:
+        return int(self.take("number", "the number of a row").text)
+
+    def _part(self) -> tuple[Layout, int]:
+        """What of a parameter a rank holds, and of how many."""
+        for state, word in PARTS.items():
+            if self.accept(word):
+                dim = 0
+                if state is State.PARTITIONED:
+                    self.expect("-")
+                    dim = -int(self.take("number", "the dim that ranks hold parts of").text)
+                self.expect("of")
+                return Layout(state, dim), int(self.take("number", "a number of ranks").text)
+        return WHOLE, 1
 
     def _node(self) -> Node:
         outputs = [self._value()]

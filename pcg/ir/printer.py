@@ -20,6 +20,8 @@ from collections.abc import Iterable
 
 from pcg.errors import VerifyError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
+from pcg.ir.layouts import WHOLE
+from pcg.ir.types import State
 
 NAME = re.compile(r"[A-Za-z0-9_.]+")
 """What a value, a graph, or an unquoted scope may be called."""
@@ -29,6 +31,10 @@ INTEGERS = range(-(2**63), 2**63)
 """What fits the integers of the checkpoint and of every kernel."""
 
 ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+PARTS = {State.PARTITIONED: "dim", State.REPLICATED: "copy", State.PRE_REDUCE: "summand"}
+"""How a parameter's line says what of it a rank holds: `dim -2 of 4`, `copy of 4`."""
 
 
 def print_graph(graph: Graph) -> str:
@@ -52,7 +58,23 @@ def print_graphs(graphs: Iterable[Graph]) -> str:
 def print_parameter(parameter: Parameter) -> str:
     """A parameter's line, not indented."""
     transposed = " transposed" if parameter.transposed else ""
-    return f"{parameter.role} {parameter.value} = {quote(parameter.source)}{transposed}"
+    return (
+        f"{parameter.role} {parameter.value} = {quote(parameter.source)}{transposed}"
+        f"{_rows(parameter)}{_part(parameter)}"
+    )
+
+
+def _rows(parameter: Parameter) -> str:
+    return f" rows {parameter.rows[0]} {parameter.rows[1]}" if parameter.rows else ""
+
+
+def _part(parameter: Parameter) -> str:
+    """What of it a rank holds; nothing where that is all."""
+    if parameter.part == WHOLE:
+        return ""
+    word = PARTS[parameter.part.state]
+    dim = f" {parameter.part.dim}" if parameter.part.dim else ""
+    return f" {word}{dim} of {parameter.degree}"
 
 
 def print_node(node: Node) -> str:

@@ -208,7 +208,8 @@ class Program:
     Attributes:
         name: of the model.
         config: its config.json.
-        base: the model without bypass networks; specialised anew when adapters need other sites.
+        base: the whole model without bypass networks; specialised anew when adapters need other
+            sites.
         serving: what generates.
         training: what finetunes; None when compiled without a recipe.
         recipes: the recipes that it was compiled for, by adapter name, as dicts.
@@ -216,6 +217,8 @@ class Program:
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
         dtype: of weights and activations.
+        tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
+        costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
     """
 
     name: str
@@ -228,6 +231,8 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
+    tp: int = 1
+    costs: str = ""
 
 
 def python_name(name: str) -> str:

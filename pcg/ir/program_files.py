@@ -2,7 +2,7 @@
 
     base.pcg, serving.pcg, training.pcg   every graph as text IR, in the order of `_graphs` below
     serving.py, training.py               the emitted source
-    plan.json                             which block each layer is; what backward keeps, with bytes
+    plan.json                             ranks; which block each layer is; what backward keeps
     constants.safetensors                 tensors computed from the configuration
     config.json                           the model's
 
@@ -104,6 +104,8 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             constants,
             facts.base_prefix,
             facts.dtype,
+            int(plan.get("tp", 1)),  # older folders are of one rank
+            str(plan.get("costs", "")),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -236,9 +238,11 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _plan(program: Program) -> dict[str, Any]:
-    """What the graphs do not say: the layers' blocks, and what is kept for backward."""
+    """What the graphs do not say: ranks, the layers' blocks, and what is kept for backward."""
     return {
         "symbols": {"T": "tokens of the step"},
+        "tp": program.tp,
+        "costs": program.costs,
         "layers": list(program.base.layers),
         "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),

@@ -25,10 +25,12 @@ from pcg import __version__
 from pcg.errors import ProgramError
 from pcg.ir.program import Program
 from pcg.ir.program_files import (
+    PLAN,
     REQUIRED,
     SOURCES,
     Facts,
     files_of,
+    json_object,
     json_text,
     program_from,
 )
@@ -56,6 +58,12 @@ TOKENIZER_FILES = (
 def is_program_folder(path: str | os.PathLike[str]) -> bool:
     """Whether there is a compiled program, be it a damaged one."""
     return (Path(path) / MANIFEST).is_file()
+
+
+def degree_of(directory: str | os.PathLike[str]) -> int:
+    """How many ranks a program was compiled for. ProgramError: its plan cannot be read."""
+    path = Path(directory).expanduser() / PLAN
+    return int(json_object(read_bytes(path), str(path)).get("tp", 1))
 
 
 # ------------------------------------------------------------------------------------------- save

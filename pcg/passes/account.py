@@ -55,6 +55,8 @@ def account(what: Account, asked: Asked) -> Report:
         notes.append(
             f"eager: what eager code keeps with {', '.join(use.not_followed)} is not followed"
         )
+    elif use.trainable and asked.tp > 1:
+        notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
     elif use.trainable:
         eager = Eager(
             use.sites,
@@ -89,12 +91,12 @@ def account(what: Account, asked: Asked) -> Report:
         )
     stages += checkpointing
     formulas, moments = step_memory(what, asked, kept, activations)
-    elements, _ = base_weights(what.base)
+    elements, _ = base_weights(what.whole)
     return Report(
         model=asked.model,
         architecture=str((asked.config.get("architectures") or [asked.config["model_type"]])[0]),
         peft=_recipes_text(asked.recipes),
-        tp=1,
+        tp=asked.tp,
         batch=asked.batch,
         seq=asked.seq,
         dtype=TORCH_NAMES[what.base.dtype],

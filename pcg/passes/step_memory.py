@@ -23,6 +23,7 @@ from pcg.ir.recipes import Recipe
 from pcg.ir.types import DTYPE_BYTES
 from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.kept_memory import KeptMemory, kept_memory, transient
+from pcg.passes.parallelize import Sharded
 from pcg.passes.plan import Frontiers, MemoryPlan
 from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.passes.timeline import MomentSizes, timeline
@@ -46,12 +47,14 @@ class Asked:
         config: its config.json.
         recipes: of the adapters, by name.
         budget: what is kept for backward, and the batch of a step.
+        tp: tensor-parallel degree.
     """
 
     model: str
     config: Mapping[str, Any]
     recipes: Mapping[str, Recipe]
     budget: MemoryBudget
+    tp: int = 1
 
     @property
     def batch(self) -> int:
@@ -73,8 +76,9 @@ class Account:
 
     Attributes:
         unraised: the folded model, one node an ATen operator.
-        base: the same, raised.
-        training: with bypass networks attached; None without adapters.
+        whole: the same, raised.
+        base: of that, what one rank has.
+        training: of one rank, with bypass networks attached; None without adapters.
         kinds: its layers, differentiated; empty where pcg cannot train the model.
         frontiers: what they can keep, compressed; None likewise.
         plan: what they keep; None likewise.
@@ -83,9 +87,11 @@ class Account:
         adapter_dtype: of the adapters' parameters.
         attention: as `pcg.trace.Trace.attention`.
         refusal: why pcg cannot train the model; empty where it can.
+        sharded: the model over ranks; None for one rank.
     """
 
     unraised: ModelGraph
+    whole: ModelGraph
     base: ModelGraph
     training: ModelGraph | None
     kinds: Sequence[LayerKind]
@@ -96,6 +102,7 @@ class Account:
     adapter_dtype: str
     attention: str
     refusal: str = ""
+    sharded: Sharded | None = None
 
 
 def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
@@ -131,18 +138,31 @@ def step_memory(
         fullest = sizes[totals.index(max(totals))]
         workspace = fullest.kept + fullest.workspace - activations
     _, weights = base_weights(what.base)
-    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * what.use.trainable)
+    trainable = _trained_elements(what, asked)
+    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * trainable)
     kinds = (
         sympy.Integer(weights),
         trained,
         trained,
-        sympy.Integer(MOMENT_BYTES * what.use.trainable),
+        sympy.Integer(MOMENT_BYTES * trainable),
         _kv_cache(what.base) * TOKENS_OF_BATCH,
         activations,
         workspace,
     )
     formulas = dict(zip(KINDS, kinds, strict=True))
     return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def _trained_elements(what: Account, asked: Asked) -> int:
+    """Trained numbers that one rank has."""
+    if asked.tp == 1 or what.training is None:
+        return what.use.trainable
+    found = {
+        (parameter.source, parameter.rows, layer): prod(parameter.type.features)
+        for parameter, layer in what.training.parameters()
+        if parameter.role == "adapter"
+    }
+    return sum(found.values())
 
 
 def base_weights(model: ModelGraph) -> tuple[int, int]:
@@ -155,7 +175,8 @@ def base_weights(model: ModelGraph) -> tuple[int, int]:
                 elements = prod(parameter.type.features)
                 repeats = layers if "{layer}" in parameter.source else 1
                 is_layers = "{layer}" in parameter.source
-                key = f"{index}:{parameter.source}" if is_layers else parameter.source
+                name = f"{parameter.source} {parameter.rows or ''}"
+                key = f"{index}:{name}" if is_layers else name
                 size = elements * DTYPE_BYTES[parameter.type.dtype]
                 counts[key] = (elements * repeats, size * repeats)
     return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())

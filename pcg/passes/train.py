@@ -140,7 +140,13 @@ def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:
     """
     builder = Builder.extending(model.epilogue)
     targets = builder.input("targets", tensor("i64", TOKENS))
-    loss = builder.add("cross_entropy", [model.epilogue.outputs[0], targets], name="loss")
+    logits = model.epilogue.outputs[0]
+    gathered = model.epilogue.producers.get(logits)
+    if gathered is not None and gathered.op == "all_gather":
+        # Each rank has a part of the vocabulary, and the loss needs no more.
+        loss = builder.add("cross_entropy_part", [gathered.inputs[0], targets], name="loss")
+    else:
+        loss = builder.add("cross_entropy", [logits, targets], name="loss")
     forward = builder.build([loss])
     carried = model.epilogue.inputs[0].name
     both = prune(differentiate(forward, [carried]), [carried])

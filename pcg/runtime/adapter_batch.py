@@ -4,6 +4,9 @@ Sequences are ordered by adapter, those without one first, so each adapter's tok
 A site's weights of all adapters in the batch are stacked, ranks padded to the largest among them,
 and the product runs segment by segment (SGMV: Punica §4). Stacks are kept while the same adapters
 are in the batch, as they are from one decode step to the next.
+
+Over ranks an adapter is whole in memory, and a rank's stacks are of its pieces. They are cut after
+padding, so that a part of the ranks of one adapter lies where that of another does.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program import ModelGraph, python_name
+from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.pieces import open_dims, piece_of_stack
 from pcg.runtime.served_weights import ServedWeights
 
 
@@ -109,10 +114,26 @@ class Bound:
 
 
 class AdapterStacks:
-    """Makes and keeps the stacks of adapters that run together."""
+    """Makes and keeps the stacks of adapters that run together.
 
-    def __init__(self, model: ModelGraph, weights: ServedWeights, kept: int = 4) -> None:
-        self._weights = weights
+    Args:
+        model: that reads them.
+        weights: of the adapters.
+        device: of the stacks.
+        ranks: the group.
+        kept: how many sets of adapters to keep the stacks of.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        weights: ServedWeights,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        kept: int = 4,
+    ) -> None:
+        self._cutter = _Cutter(weights, device, ranks)
+        self._device = device
         self._kept = kept
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [_Sites.of(block) for block in model.blocks]
@@ -138,7 +159,7 @@ class AdapterStacks:
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         stacks = self._stacked(chosen)
-        segments = _segments(start, merged, chosen[0].tensors[0].device)
+        segments = _segments(start, merged, self._device)
         namespaces = [
             _Namespace({name: make(segments) for name, make in layer.items()}) for layer in stacks
         ]
@@ -153,10 +174,10 @@ class AdapterStacks:
         key = tuple(id(adapter) for adapter in adapters)
         if key not in self._stacks:
             layers = [
-                sites.stack(adapters, layer, self._weights)
+                sites.stack(adapters, layer, self._cutter)
                 for layer, sites in enumerate(self._layers)
             ]
-            prologue, epilogue = (sites.stack(adapters, 0, self._weights) for sites in self._outer)
+            prologue, epilogue = (sites.stack(adapters, 0, self._cutter) for sites in self._outer)
             self._stacks[key] = [*layers, prologue | epilogue]
             while len(self._stacks) > self._kept:
                 self._stacks.popitem(last=False)
@@ -170,12 +191,12 @@ class _Sites:
 
     Attributes:
         joined: for each lora_linear operator, the attribute that holds all of it, and for each of
-            its outputs the module's path and size.
-        single: attribute and source of every other adapter parameter.
+            its outputs A, B and the output's size.
+        single: attribute of every other adapter parameter.
     """
 
-    joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
-    single: tuple[tuple[str, str], ...]
+    joined: tuple[tuple[str, tuple[_Lora, ...]], ...]
+    single: tuple[tuple[str, Parameter], ...]
 
     @classmethod
     def of(cls, graph: Graph) -> _Sites:
@@ -184,38 +205,63 @@ class _Sites:
         for node in graph.nodes:
             if node.op == "lora_linear":
                 count = len(node.outputs)
-                a_names = node.inputs[-2 * count : -count]
-                names.update(node.inputs[-2 * count :])
+                read = node.inputs[-2 * count :]
+                names.update(read)
                 modules = tuple(
-                    (parameters[a].source.removesuffix(".lora_A"), value.type.features[0])
-                    for a, value in zip(a_names, node.outputs, strict=True)
+                    (parameters[a], parameters[b], value.type.features[0])
+                    for a, b, value in zip(read[:count], read[count:], node.outputs, strict=True)
                 )
-                joined.append((python_name(a_names[0]), modules))
+                joined.append((python_name(read[0]), modules))
         single = tuple(
-            (python_name(p.name), p.source)
+            (python_name(p.name), p)
             for p in graph.parameters
             if p.role == "adapter" and p.name not in names
         )
         return cls(tuple(joined), single)
 
-    def stack(self, adapters: Sequence[Adapter], layer: int, weights: ServedWeights) -> _Stacks:
+    def stack(self, adapters: Sequence[Adapter], layer: int, cutter: _Cutter) -> _Stacks:
         """What a layer's attributes are, but for the segments; sites without adapters stay out."""
         stacks: _Stacks = {}
-        for name, source in self.single:
-            path = source.format(layer=layer)
-            parts = [weights.part(adapter, path) for adapter in adapters]
-            whole = _padded(parts, _absent(source))
-            if whole is not None:
-                present = tuple(part is not None for part in parts)
-                if source.endswith((".lora_A", "_adapter_down")):
-                    whole = whole.transpose(1, 2)
-                stacks[name] = partial(_segmented, whole, present)
+        for name, parameter in self.single:
+            stack, present = cutter.stack(adapters, parameter, layer)
+            if stack is not None:
+                if parameter.source.endswith((".lora_A", "_adapter_down")):
+                    stack = stack.transpose(1, 2)
+                stacks[name] = partial(_segmented, stack, present)
         for name, modules in self.joined:
-            paths = [(path.format(layer=layer), out) for path, out in modules]
-            made = _join(adapters, paths, weights)
+            made = _join(adapters, modules, layer, cutter)
             if made is not None:
                 stacks[name] = made
         return stacks
+
+
+_Lora: TypeAlias = tuple[Parameter, Parameter, int]
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Stacks adapters' weights, and cuts what this rank holds out of the stacks."""
+
+    weights: ServedWeights
+    device: torch.device
+    ranks: Ranks
+
+    def stack(
+        self, adapters: Sequence[Adapter], parameter: Parameter, layer: int
+    ) -> tuple[Tensor | None, tuple[bool, ...]]:
+        """[adapters, …], and which adapters have one; None where none has."""
+        path = parameter.source.format(layer=layer)
+        parts = [self.weights.part(adapter, path) for adapter in adapters]
+        multiples = [1, 1]
+        for dim in open_dims(parameter):
+            multiples[dim] = self.ranks.size
+        stack = _padded(parts, _absent(parameter.source), multiples)
+        present = tuple(part is not None for part in parts)
+        if stack is None:
+            return None, present
+        piece = piece_of_stack(stack, parameter, self.ranks)
+        # A piece by itself, so that the stack of whole weights goes.
+        return (piece.contiguous() if piece is not stack else stack).to(self.device), present
 
 
 def _segmented(weight: Tensor, present: tuple[bool, ...], segments: Segments) -> SegmentedWeight:
@@ -227,13 +273,11 @@ JOINED_BYTES = 2**20
 
 
 def _join(
-    adapters: Sequence[Adapter], modules: Sequence[tuple[str, int]], weights: ServedWeights
+    adapters: Sequence[Adapter], modules: Sequence[_Lora], layer: int, cutter: _Cutter
 ) -> Callable[[Segments], JoinedLora] | None:
     """The LoRA of several modules of one input; None where no adapter has any of them."""
-    a_parts, b_parts = [], []
-    for path, _ in modules:
-        a_parts.append(_padded([weights.part(adapter, f"{path}.lora_A") for adapter in adapters]))
-        b_parts.append(_padded([weights.part(adapter, f"{path}.lora_B") for adapter in adapters]))
+    a_parts = [cutter.stack(adapters, a, layer)[0] for a, _, _ in modules]
+    b_parts = [cutter.stack(adapters, b, layer)[0] for _, b, _ in modules]
     present = [a for a in a_parts if a is not None]
     if not present:
         return None
@@ -241,10 +285,10 @@ def _join(
     a = [present[0].new_zeros(count, 0, in_) if part is None else part for part in a_parts]
     b = [
         present[0].new_zeros(count, 0, out) if part is None else part
-        for part, (_, out) in zip(b_parts, modules, strict=True)
+        for part, (_, _, out) in zip(b_parts, modules, strict=True)
     ]
     ranks = [part.shape[1] for part in a]
-    outs = [out for _, out in modules]
+    outs = [out for _, _, out in modules]
     joined = None
     if len(modules) == 1:
         joined = b[0]
@@ -268,12 +312,20 @@ def _absent(source: str) -> float:
     return 1.0 if source.endswith(SCALES) else 0.0
 
 
-def _padded(parts: Sequence[Tensor | None], absent: float = 0.0) -> Tensor | None:
-    """The parts stacked, `absent` for missing rows, columns, parts; None where all are missing."""
+def _padded(
+    parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int]
+) -> Tensor | None:
+    """The parts stacked, `absent` for missing rows, columns, parts; None where all are missing.
+
+    There are multiples of these numbers of rows and columns.
+    """
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    rows, columns = (max(part.shape[i] for part in present) for i in (0, 1))
+    rows, columns = (
+        -(-max(part.shape[i] for part in present) // multiple) * multiple
+        for i, multiple in enumerate(multiples)
+    )
     stack = present[0].new_full((len(parts), rows, columns), absent)
     for i, part in enumerate(parts):
         if part is not None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
-from pcg.ir.program import ModelGraph, python_name
+from pcg.ir.program import python_name
 from pcg.ir.types import TORCH_NAMES
-from pcg.runtime.adapters import Adapter
+from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.module_weights import AdapterWeight
 
 
 def bind(
-    parameters: Sequence[Parameter], adapter: Adapter, layer: int, weights: SimpleNamespace
+    parameters: Sequence[Parameter], pieces: AdapterPieces, layer: int, weights: SimpleNamespace
 ) -> SimpleNamespace:
     """The adapter's weights by attribute.
 
@@ -25,30 +25,18 @@ def bind(
 
     Args:
         parameters: of the layer's graph.
-        adapter: to be trained.
+        pieces: of the adapter that is trained.
         layer: its index.
         weights: of the base, in that layer.
     """
     bound = SimpleNamespace()
     for parameter in parameters:
         if parameter.role == "adapter":
-            weight = adapter.parameter(parameter.source.format(layer=layer))
+            weight = pieces.weight(parameter, layer)
             if weight is None:
                 weight = AdapterWeight(_neutral(parameter, parameters, weights))
             setattr(bound, python_name(parameter.name), weight)
     return bound
-
-
-def trained_tensors(model: ModelGraph, adapter: Adapter) -> Mapping[str, Tensor]:
-    """The adapter's tensors at the program's sites, by their name in a checkpoint."""
-    tensors: dict[str, Tensor] = {}
-    for parameter, layer in model.parameters():
-        if parameter.role == "adapter":
-            path = parameter.source.format(layer=layer)
-            weight = adapter.parameter(path)
-            if weight is not None and path not in adapter.shared:
-                tensors[path] = weight.weight
-    return tensors
 
 
 def _neutral(
@@ -57,8 +45,8 @@ def _neutral(
     """What stands for a weight that the adapter does not have, and changes nothing."""
     kind = parameter.source.rpartition(".")[2]
     if kind == "bias":
-        frozen = {p.source: p.name for p in parameters if p.role == "frozen"}
-        own: Tensor = getattr(weights, python_name(frozen[parameter.source]))
+        frozen = {(p.source, p.rows): p.name for p in parameters if p.role == "frozen"}
+        own: Tensor = getattr(weights, python_name(frozen[parameter.source, parameter.rows]))
         return own
     dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
     if kind == "lora_magnitude_vector":

@@ -161,7 +161,7 @@ def new_adapter(
                 site,
                 module_shapes[path],
                 _generator(seed, path),
-                Around(partial(_base_weight, base_weights, path), shared),
+                Around(partial(_base_weight, base_weights, path), shared, module_shapes[path]),
             )
             for path, site in sites.items()
         }

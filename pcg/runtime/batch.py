@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.kv_cache import KvCache
 
 ANY_TOKEN = 0
@@ -64,6 +65,7 @@ class Batch:
         positions: of each token in its sequence, [T], int64.
         spans: cover all tokens, in order.
         layer: the layer that runs; the runner sets it.
+        ranks: that run it, each on what it holds; the runner sets them.
         uniform_length: the spans' length where all are whole sequences of one length, else 0.
         virtual_rows: indices of the virtual tokens, [v]; None where there are none.
         virtual_places: which token of its prompt each of them is, [v]; None likewise.
@@ -76,6 +78,7 @@ class Batch:
         self.input_ids = input_ids
         self.spans = tuple(spans)
         self.layer = 0
+        self.ranks: Ranks = ALONE
         self.dropout_seed: int | None = None
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}

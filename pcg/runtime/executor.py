@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
 
@@ -15,6 +15,7 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipes import Recipe, is_shorthand
 from pcg.ir.types import TORCH_NAMES
+from pcg.parallel.ranks import ALONE, Ranks, on_first
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
     Adapter,
@@ -26,12 +27,13 @@ from pcg.runtime.adapters import (
     with_shared,
     write_adapter,
 )
+from pcg.runtime.base_weights import BaseWeights, TensorSource, WeightStore
 from pcg.runtime.batch import whole_sequences
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import FinetuneResult, OnStep
 from pcg.runtime.finetuning import finetune
 from pcg.runtime.generation import Chunk, Completion, Generator, Request
-from pcg.runtime.model_runner import BaseWeights, ModelRunner, TensorSource, load_weights
+from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.served_weights import ServedWeights
 from pcg.runtime.tokenizer import Tokenizer
@@ -49,7 +51,8 @@ class Specialiser(Protocol):
 class Executor:
     """Serves and finetunes many adapters over one frozen base model.
 
-    Made by `pcg.compile` or `pcg.load`.
+    Made by `pcg.compile` or `pcg.load`. Over ranks there is one on each, and all of them are called
+    alike, in the same order; adapters are whole in each one's memory.
     """
 
     def __init__(
@@ -60,16 +63,19 @@ class Executor:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.program = program
+        self.ranks = ranks
         self.tokenizer = tokenizer
         self.device = device
         self._specialiser = specialiser
         self._eos_ids = eos_ids
         self._adapters: dict[str, Adapter] = {}
-        self._weights = load_weights(program, weights, device)
-        self._linear = self._weights.linear(program.base)
-        self._served = ServedWeights(self._linear)
+        self._stale: dict[str, Callable[[], None]] = {}
+        self.weight_store = WeightStore(program, weights, device, ranks)
+        self._linear = self.weight_store.linear()
+        self._served = ServedWeights(self._linear, program.base.module_shapes())
         self._training: dict[frozenset[str], Training] = {}
         if program.training is not None:
             model = program.training.model
@@ -78,8 +84,9 @@ class Executor:
 
     def _use(self, serving: Serving) -> None:
         self._serving = serving
-        self._runner = ModelRunner(serving, self._weights)
-        self._stacks = AdapterStacks(serving.model, self._served)
+        self._weights = self.weight_store.bind(serving.model)
+        self._runner = ModelRunner(serving, self._weights, self.ranks)
+        self._stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
         self._generator = Generator(
             self._runner,
             self._stacks,
@@ -94,12 +101,14 @@ class Executor:
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name."""
+        for name in list(self._stale):
+            self.settle_adapter(name)
         return dict(self._adapters)
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the base's weights as held."""
-        return self._weights.size_bytes
+        """Bytes of the base's weights as this rank holds them."""
+        return self.weight_store.size_bytes
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -327,14 +336,17 @@ class Executor:
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
         self._adapter(name)
+        self._stale.pop(name, None)
         del self._adapters[name]
         self._stacks.forget()
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; a good one at that path is replaced whole or not."""
-        write_adapter(self._adapter(name), path)
+        adapter = self._adapter(name)
+        on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def _adapter(self, name: str) -> Adapter:
+        self.settle_adapter(name)
         try:
             return self._adapters[name]
         except KeyError:
@@ -342,17 +354,18 @@ class Executor:
             raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
 
     def _prepared(self, adapter: Adapter) -> Adapter:
-        """The adapter on this device in the program's adapter dtype, with its base's biases."""
+        """The adapter in the program's adapter dtype, on this device; over ranks on the CPU."""
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
-        return adapter.map(lambda tensor: tensor.to(self.device, dtype))
+        device = self.device if self.ranks.size == 1 else torch.device("cpu")
+        return adapter.map(lambda tensor: tensor.to(device, dtype))
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
         """The base's biases that a fresh adapter trains, as they are."""
         biases: dict[str, Tensor] = {}
-        for source, tensor in self._weights.by_source(self.program.base):
+        for source, parameter in self.weight_store.frozen():
             module, _, kind = source.rpartition(".")
             if kind == "bias" and adapter.recipe.trains_bias(module, adapter.weights):
-                biases[module] = tensor.clone()
+                biases[module] = self.weight_store.whole(source, parameter).clone()
         return biases
 
     @property
@@ -364,10 +377,24 @@ class Executor:
         served = _sources((path, w.served) for path, w in adapter.weights.items())
         return served | _bias_sources(adapter) <= _model_sources(self._serving.model)
 
-    def refresh_adapter(self, name: str) -> None:
-        """Use an adapter's tensors as they are now, after they were changed in place."""
-        self._served.changed(self._adapter(name))
+    def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
+        """Use an adapter's tensors as they are now, after they were changed in place.
+
+        Args:
+            name: of the adapter.
+            settle: writes the tensors, which is done when they are next asked for; over ranks they
+                exchange what they have trained.
+        """
+        if settle is not None and self.ranks.size > 1:
+            self._stale[name] = settle
+        self._served.changed(self._adapters[name])
         self._stacks.forget()
+
+    def settle_adapter(self, name: str) -> None:
+        """Write an adapter's tensors, if they are yet to be."""
+        settle = self._stale.pop(name, None)
+        if settle is not None:
+            settle()
 
     # ------------------------------------------------------------------------------- finetuning
 
@@ -416,7 +443,8 @@ class Executor:
         )
         if key not in self._training:
             self._training[key] = self._specialiser.training(self.program, adapter.recipe)
-        return TrainingRunner(self._training[key], self._weights, adapter)
+        training = self._training[key]
+        return TrainingRunner(training, self.weight_store.bind(training.model), adapter, self.ranks)
 
 
 _LISTS = ("stop", "stop_token_ids")
@@ -453,5 +481,5 @@ def _model_dropouts(model: ModelGraph) -> frozenset[str]:
     return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
 
 
-def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
-    return adapter is not None, id(adapter)
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, str]:
+    return adapter is not None, "" if adapter is None else adapter.name

@@ -11,18 +11,21 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
+from pcg.parallel.ranks import of_first, on_first
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batches import Batches
 from pcg.runtime.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
 from pcg.runtime.data import Dataset
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import FinetuneResult, OnStep, StepRecord
-from pcg.runtime.interrupts import deferred_interrupts
-from pcg.runtime.optimizer import load_optimizer, optimizer_tensors
+from pcg.runtime.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.progress import progress_bar
 from pcg.runtime.trained_adapter import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training_data import check_with_prompt, training_data, vocabulary_size
@@ -60,6 +63,7 @@ class _Job:
         self, executor: Executor, data: Data, name: str, options: FinetuneOptions, peft: object
     ) -> None:
         self._executor = executor
+        self._ranks = executor.ranks
         self._name = name
         self._options = options
         self._data = self._read(data)
@@ -123,7 +127,15 @@ class _Job:
             FinetuneInterrupted: Ctrl-C.
             FinetuneError: a loss is no number, or a checkpoint cannot be saved.
         """
-        bar = progress_bar(self._name, self._total, self._state.step, self._options.progress)
+        if self._ranks.size == 1:
+            return self._run(on_step, [])
+        with noted_interrupts() as came:
+            return self._run(on_step, came)
+
+    def _run(self, on_step: OnStep | None, came: Sequence[int]) -> FinetuneResult:
+        """The steps, until an interrupt; over ranks one that came to any of them in a step."""
+        bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
+        device = self._ranks.device
         try:
             self._settle()
             while not self._is_done:
@@ -132,6 +144,8 @@ class _Job:
                 bar.update(record)
                 if on_step is not None:
                     on_step(record)
+                if float(self._ranks.all_reduce(torch.tensor(float(len(came)), device=device))):
+                    raise KeyboardInterrupt
             with deferred_interrupts():
                 return self._finish()
         except KeyboardInterrupt as interrupt:
@@ -140,6 +154,11 @@ class _Job:
             bar.close()
             self._steps.drop_gradients()
             self._executor.refresh_adapter(self._name)
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether to show a bar: one rank does."""
+        return self._options.progress and self._ranks.rank == 0
 
     @property
     def _is_done(self) -> bool:
@@ -157,7 +176,7 @@ class _Job:
             state.tokens += made.tokens
             state.targets += made.targets
             state.position = self._batches.state_dict()
-            self._executor.refresh_adapter(self._name)
+            self._executor.refresh_adapter(self._name, self._runner.settle)
         self._settle()
         seconds = self._seconds - self._seconds_before
         return StepRecord(
@@ -174,10 +193,11 @@ class _Job:
 
     def _finish(self) -> FinetuneResult:
         state = self._state
+        adapter = self._settled()
         if self._best is not None:
-            overwrite(self._adapter, self._best)
+            overwrite(adapter, self._best)
         if self._steps.allocator is not None:
-            self._executor.put_adapter(self._steps.allocator.allocated(self._adapter))
+            self._executor.put_adapter(self._steps.allocator.allocated(adapter))
         return FinetuneResult(
             adapter=self._name,
             losses=tuple(state.losses),
@@ -195,13 +215,18 @@ class _Job:
             checkpoint=self._checkpoint,
         )
 
+    def _settled(self) -> Adapter:
+        """The adapter as a whole, as it is now."""
+        self._executor.settle_adapter(self._name)
+        return self._adapter
+
     @property
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
 
     def _log(self, record: StepRecord) -> None:
         every = self._options.log_every
-        if every is None or (record.step % every and not self._is_done):
+        if every is None or self._ranks.rank or (record.step % every and not self._is_done):
             return
         recent = self._state.losses[-every:]
         evaluated = "" if record.eval_loss is None else f", eval loss {record.eval_loss:.4f}"
@@ -241,7 +266,8 @@ class _Job:
             loss, count = self._runner.evaluate([data.examples[index] for index in indexes])
             total += loss
             targets += count
-        state, mean = self._state, total / targets
+        found = of_first(self._ranks, torch.tensor(total / targets, dtype=torch.float64))
+        state, mean = self._state, float(found)
         if not math.isfinite(mean):
             raise FinetuneError(
                 f"the evaluation loss after step {state.step} is {mean:g}; lower learning_rate="
@@ -253,7 +279,7 @@ class _Job:
             if mean < best - self._options.min_delta:
                 state.best_step, state.best_loss, state.stale = state.step, mean, 0
                 if self._options.restores_best:
-                    self._best = owned(self._adapter)
+                    self._best = owned(self._settled())
             else:
                 state.stale += 1
             patience = self._options.patience
@@ -267,14 +293,14 @@ class _Job:
             return
         with deferred_interrupts():
             state.seconds = self._seconds
-            optimizer = optimizer_tensors(self._steps.optimizer, self._steps.parameters)
+            optimizer = self._steps.state()
             allocator = self._steps.allocator
             allocation = {} if allocator is None else allocator.tensors
-            self._checkpoint = self._store.save(
-                Checkpoint(
-                    state, self._trajectory, self._adapter, self._best, optimizer, allocation
-                )
-            )
+            adapter = self._settled()
+            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, allocation)
+            store = self._store
+            on_first(self._ranks, lambda: store.save(made))
+            self._checkpoint = store.latest()
             self._saved = mark
 
     # ------------------------------------------------------------------------------- resuming
@@ -291,9 +317,7 @@ class _Job:
             evaluation = Batches(self._eval.examples, batch_size=1)
             trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
         trajectory["base_dtype"] = executor.program.dtype
-        trajectory["base_weights_checksum"] = weights_checksum(
-            executor.base_weights.by_source(executor.program.base)
-        )
+        trajectory["base_weights_checksum"] = weights_checksum(executor.weight_store)
         return trajectory
 
     def _find_checkpoint(self) -> Checkpoint | None:
@@ -333,7 +357,7 @@ class _Job:
             )
         self._batches.load_state_dict(state.position)
         self._best = checkpoint.best
-        load_optimizer(self._steps.optimizer, self._steps.parameters, checkpoint.optimizer)
+        self._steps.load_state(checkpoint.optimizer)
         if self._steps.allocator is not None:
             self._steps.allocator.load(checkpoint.allocation)
         self._resumed_from = state.step

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pcg.errors import GenerationError
+from pcg.parallel.ranks import of_first
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
@@ -263,9 +264,10 @@ class Generator:
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
             history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        return sample(logits.float(), params, generators, history).tolist()
+        tokens = sample(logits.float(), params, generators, history)
+        return of_first(self._runner.ranks, tokens).tolist()
 
 
-def _adapter_order(adapter: Adapter | None) -> tuple[bool, int]:
+def _adapter_order(adapter: Adapter | None) -> tuple[bool, str]:
     """Sequences without an adapter first, those of one adapter together."""
-    return adapter is not None, id(adapter)
+    return adapter is not None, "" if adapter is None else adapter.name

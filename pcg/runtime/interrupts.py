@@ -1,4 +1,4 @@
-"""Hold Ctrl-C back while something must happen whole or not at all."""
+"""Hold Ctrl-C back while something must happen whole or not at all, or on all ranks or none."""
 
 import signal
 import threading
@@ -25,3 +25,17 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         before(*came[0])
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """SIGINT within the block is noted in the list, and nothing else comes of it."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,102 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.errors import ProgramError
-from pcg.ir.graph import Graph, Parameter
-from pcg.ir.program import ModelGraph, Program, Serving, python_name, site_of
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.graph import Graph
+from pcg.ir.program import ModelGraph, Serving, python_name
+from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapter_batch import Bound
+from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
 
 Functions = Mapping[str, Callable[..., Any]]
-
-
-class TensorSource(Protocol):
-    """Where the base's weights come from: a checkpoint, or a state dict."""
-
-    def load(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class BaseWeights:
-    """The frozen weights and constants, as the emitted functions read them: `w`."""
-
-    prologue: SimpleNamespace
-    layers: tuple[SimpleNamespace, ...]
-    epilogue: SimpleNamespace
-    size_bytes: int
-
-    def holders(self, model: ModelGraph) -> Iterator[tuple[Graph, int, SimpleNamespace]]:
-        """Each graph of the model with its layer's index (0 outside the layers) and weights."""
-        yield model.prologue, 0, self.prologue
-        for layer, block in enumerate(model.layers):
-            yield model.blocks[block], layer, self.layers[layer]
-        yield model.epilogue, 0, self.epilogue
-
-    def linear(self, model: ModelGraph) -> dict[str, Tensor]:
-        """Weight [out, in] of each linear module by its path."""
-        found: dict[str, Tensor] = {}
-        for graph, layer, holder in self.holders(model):
-            for node in graph.nodes:
-                site = site_of(graph, node)
-                if site is not None:
-                    weight = getattr(holder, python_name(node.inputs[1]))
-                    found[site.format(layer=layer)] = weight
-        return found
-
-    def by_source(self, model: ModelGraph) -> Iterator[tuple[str, Tensor]]:
-        """The frozen tensors by their names in a checkpoint."""
-        for graph, layer, holder in self.holders(model):
-            for parameter in graph.parameters:
-                if parameter.role == "frozen":
-                    name = python_name(parameter.name)
-                    yield parameter.source.format(layer=layer), getattr(holder, name)
-
-
-def load_weights(program: Program, source: TensorSource, device: torch.device) -> BaseWeights:
-    """Read every parameter of the program, once each, layer by layer.
-
-    Raises:
-        WeightsError: a tensor is missing, damaged or of another shape.
-    """
-    layers = tuple(SimpleNamespace() for _ in program.base.layers)
-    weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace(), 0)
-    loaded: dict[tuple[str, bool], Tensor] = {}
-    for graph, layer, holder in weights.holders(program.base):
-        for parameter in graph.parameters:
-            key = (parameter.source.format(layer=layer), parameter.transposed)
-            if key not in loaded:
-                loaded[key] = _load(program, source, parameter, key[0], device)
-            setattr(holder, python_name(parameter.name), loaded[key])
-    storages = {t.untyped_storage().data_ptr(): t.nbytes for t in loaded.values()}
-    return dataclasses.replace(weights, size_bytes=sum(storages.values()))
-
-
-def _load(
-    program: Program, source: TensorSource, parameter: Parameter, name: str, device: torch.device
-) -> Tensor:
-    if parameter.role == "constant":
-        return program.constants[name].to(device)
-    type_ = parameter.type
-    dtype = getattr(torch, TORCH_NAMES[type_.dtype])
-    return source.load(name, type_.features, dtype, parameter.transposed, device)
 
 
 def load_functions(source: str, name: str) -> Functions:
@@ -140,7 +61,6 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
         weights.prologue,
         tuple(copy(model.blocks[block], layer) for block, layer in layers),
         copy(model.epilogue, weights.epilogue),
-        weights.size_bytes,
     )
 
 
@@ -200,10 +120,14 @@ class LayerInputs:
 
 
 class ModelRunner:
-    """The serving program with weights bound: tokens in, hidden states and logits out."""
+    """The serving program with weights bound: tokens in, hidden states and logits out.
 
-    def __init__(self, serving: Serving, weights: BaseWeights) -> None:
+    Over ranks all of them run the same batches, and have the same logits.
+    """
+
+    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
         self.model = serving.model
+        self.ranks = ranks
         self.weights = lay_out(serving.model, weights)
         self._functions = load_functions(serving.source, "serving")
         self._inputs = LayerInputs(serving.model)
@@ -212,6 +136,7 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
         """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
+        batch.ranks = self.ranks
         shared = _as_tuple(
             self._functions["prologue"](
                 self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions

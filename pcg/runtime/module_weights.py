@@ -26,10 +26,12 @@ class Around:
     Attributes:
         base: gives the base's own weight of the module, [out, in].
         shared: the adapter's tensors that all its modules share, by name.
+        shape: of the base's own weight, which need not be got for that.
     """
 
     base: Callable[[], Tensor]
     shared: Mapping[str, Tensor]
+    shape: Shape
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from pcg.runtime.adapters import Adapter
-from pcg.runtime.module_weights import Around, ModuleWeights
+from pcg.runtime.module_weights import Around, ModuleWeights, Shape
 
 _KEPT = ("lora_factor",)
 """Kinds that cost a pass over the base's weight, and are made once for each adapter."""
@@ -18,13 +18,15 @@ _KEPT = ("lora_factor",)
 class ServedWeights:
     """The parts of adapters; made where they are first asked for."""
 
-    def __init__(self, base: Mapping[str, Tensor]) -> None:
+    def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
         """Name the base.
 
         Args:
             base: weight [out, in] of each linear module, by its path.
+            shapes: of all modules, as `ModelGraph.module_shapes`.
         """
         self._base = base
+        self._shapes = shapes
         self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
 
     def part(self, adapter: Adapter, path: str) -> Tensor | None:
@@ -56,5 +58,7 @@ class ServedWeights:
             self._kept.pop(weights, None)
 
     def _make(self, adapter: Adapter, module: str, kind: str) -> Tensor:
-        around = Around(partial(self._base.__getitem__, module), adapter.shared)
+        around = Around(
+            partial(self._base.__getitem__, module), adapter.shared, self._shapes[module]
+        )
         return adapter.weights[module].served[kind](around)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_of_fields
 from pcg.runtime.adapters import Adapter, check_fits, recipe_from, with_shared
+from pcg.runtime.base_weights import WeightStore
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
@@ -99,17 +99,12 @@ def overwrite(adapter: Adapter, values: Adapter) -> None:
             tensor.copy_(value)
 
 
-def weights_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
-    """A checksum of samples of every weight, to notice that the base is another.
-
-    Args:
-        weights: with their names.
-    """
+def weights_checksum(weights: WeightStore) -> int:
+    """A checksum of samples of every weight, to notice that the base is another."""
     checksum = 0
-    for name, tensor in weights:
-        head = f"{name} {tuple(tensor.shape)}".encode()
-        stride = max(1, tensor.numel() // _SAMPLES)
-        samples = tensor.detach().reshape(-1)[::stride][:_SAMPLES].to("cpu", torch.float64)
+    for name, parameter in weights.frozen():
+        head = f"{name} {parameter.type.features}".encode()
+        samples = weights.samples(name, parameter, _SAMPLES)
         checksum = zlib.crc32(samples.numpy().tobytes(), zlib.crc32(head, checksum))
     return checksum
 

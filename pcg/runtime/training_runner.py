@@ -8,18 +8,21 @@ all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.ir.program import Training, python_name
-from pcg.runtime.adapter_binding import bind, trained_tensors
+from pcg.parallel.ranks import ALONE, Ranks
+from pcg.runtime.adapter_binding import bind
+from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch, whole_sequences
 from pcg.runtime.data import IGNORED, Example
-from pcg.runtime.model_runner import BaseWeights, LayerInputs, load_functions
+from pcg.runtime.model_runner import LayerInputs, load_functions
 from pcg.runtime.prompt_encoder import EncodedTraining
 
 CHUNK_BYTES = 16 * 2**20
@@ -27,23 +30,35 @@ CHUNK_BYTES = 16 * 2**20
 
 
 class TrainingRunner:
-    """The training program with weights and one adapter bound."""
+    """The training program with weights and one adapter bound.
 
-    def __init__(self, training: Training, weights: BaseWeights, adapter: Adapter) -> None:
+    Over ranks each trains its pieces of the adapter, which `settle` makes whole.
+
+    Attributes:
+        parameters: that are trained, by name.
+        pieces: what this rank has of the adapter.
+        ranks: the group.
+    """
+
+    def __init__(
+        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = ALONE
+    ) -> None:
         self.training = training
         self.weights = weights
         self.adapter = adapter
+        self.ranks = ranks
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
         model = training.model
+        self.pieces = pieces = AdapterPieces(model, adapter, self._device, ranks)
         self._layers = [
-            bind(model.blocks[block].parameters, adapter, layer, weights.layers[layer])
+            bind(model.blocks[block].parameters, pieces, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
         self._restored = frozenset(training.restored)
-        self._first = bind(model.prologue.parameters, adapter, 0, weights.prologue)
-        self._outer = bind(model.epilogue.parameters, adapter, 0, weights.epilogue)
-        self.parameters = trained_tensors(model, adapter)
+        self._first = bind(model.prologue.parameters, pieces, 0, weights.prologue)
+        self._outer = bind(model.epilogue.parameters, pieces, 0, weights.epilogue)
+        self.parameters: Mapping[str, Tensor] = pieces.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
         if adapter.recipe.encoder is not None:
@@ -67,6 +82,7 @@ class TrainingRunner:
         """
         if self._encoder is not None:
             self._encoder.make()
+            self.pieces.take()
         with torch.no_grad():
             batch, targets = self._shifted(examples)
             batch.dropout_seed = dropout_seed
@@ -78,13 +94,45 @@ class TrainingRunner:
             gradients = self._backward(batch, gradients, kept, shared)
             self._backward_prologue(batch, gradients)
         if self._encoder is not None:
+            self._hand_encoder_gradients()
             self._encoder.backward()
         return loss
+
+    def sum_gradients(self) -> None:
+        """End a step's gradients: those of replicated pieces are summed over the ranks."""
+        if self._encoder is None:
+            self.pieces.sum_gradients()
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole adapter's gradients."""
+        if self._encoder is None:
+            return self.pieces.norm()
+        gradients = [tensor.grad for tensor in self.parameters.values() if tensor.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def publish(self) -> None:
         """Make what follows from the parameters, after they have changed."""
         if self._encoder is not None:
             self._encoder.publish()
+            self.pieces.take()
+
+    def settle(self) -> None:
+        """Make the adapter what all ranks have trained of it."""
+        if self._encoder is None:
+            self.pieces.publish()
+
+    def _hand_encoder_gradients(self) -> None:
+        """Give the adapter's weights, which an encoder made, the gradients of their pieces."""
+        if self.ranks.size == 1:
+            return
+        self.pieces.sum_gradients()
+        gradients = {n: t.grad for n, t in self.pieces.tensors.items() if t.grad is not None}
+        for path, gradient in self.pieces.joined(gradients).items():
+            weight = self.adapter.parameter(path)
+            assert weight is not None
+            weight.weight.grad = gradient.to(weight.weight.device)
+        for tensor in self.pieces.tensors.values():
+            tensor.grad = None
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Sum of the target tokens' losses, and their number."""
@@ -104,6 +152,7 @@ class TrainingRunner:
         """The batch, and for each token the token that it has to predict; negative for none."""
         count = self.adapter.prompt_tokens
         batch = whole_sequences([e.ids for e in examples], self._device, [count] * len(examples))
+        batch.ranks = self.ranks
         skipped = 0 if self.adapter.recipe.learns_first_token else 1
         targets: list[int] = []
         for example in examples:

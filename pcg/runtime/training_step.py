@@ -10,18 +10,21 @@ so how a step is cut into batches changes nothing but rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
+from pcg.parallel.ranks import of_first
+from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.batch import mixed_seed
 from pcg.runtime.batches import Batches
 from pcg.runtime.data import Dataset, Example
 from pcg.runtime.finetune_options import FinetuneOptions
-from pcg.runtime.optimizer import make_optimizer
+from pcg.runtime.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.rank_allocator import RankAllocator
 from pcg.runtime.training_data import places_of
 from pcg.runtime.training_runner import TrainingRunner
@@ -67,6 +70,11 @@ class TrainingStep:
         self.parameters = dict(runner.parameters)
         self.optimizer = make_optimizer(self.parameters, options)
         self.allocator = RankAllocator.of(runner.adapter, self.parameters, total_steps)
+        if self.allocator is not None and runner.ranks.size > 1:
+            raise UnsupportedError(
+                f"adapter {runner.adapter.name!r}: AdaLoRA allocates ranks on one rank of a group "
+                f"alone, and this program has {runner.ranks.size}; compile with tp=1, or use LoRA"
+            )
         self._runner = runner
         self._data = data
         self._batches = batches
@@ -97,7 +105,7 @@ class TrainingStep:
             total += loss
         if self.allocator is not None:
             self.allocator.regularize()
-        norm = self._clip()
+        total, norm = self._agreed(total, self._clip())
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
             self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
@@ -133,6 +141,27 @@ class TrainingStep:
                 break
         return group
 
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's state for a checkpoint, of whole tensors."""
+        return optimizer_tensors(self.optimizer, self.parameters, self._pieces)
+
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with the optimizer's state of a checkpoint."""
+        load_optimizer(self.optimizer, self.parameters, saved, self._pieces)
+
+    @property
+    def _pieces(self) -> AdapterPieces | None:
+        """What makes the parameters whole; None where they are."""
+        runner = self._runner
+        is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.pieces.tensors.keys()
+        return None if is_whole else runner.pieces
+
+    def _agreed(self, *numbers: float) -> list[float]:
+        """The first rank's numbers, which decide how the job goes on."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        found: list[float] = of_first(self._runner.ranks, values).tolist()
+        return found
+
     def _clip(self) -> float:
         """The norm of the gradients, which are scaled down to `max_grad_norm`."""
         for path, tensor in self.parameters.items():
@@ -140,8 +169,13 @@ class TrainingStep:
                 raise UnsupportedError(
                     f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
                 )
-        bound = math.inf if self._options.max_grad_norm is None else self._options.max_grad_norm
-        return float(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), bound))
+        self._runner.sum_gradients()
+        norm = self._runner.gradient_norm()
+        if self._options.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self.parameters.values(), self._options.max_grad_norm, norm
+            )
+        return float(norm)
 
     def _places(self, epoch: int, index: int) -> list[str]:
         """Where the examples of a batch come from."""

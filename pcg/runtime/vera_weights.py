@@ -99,7 +99,7 @@ class VeraWeights(ModuleWeights):
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """LoRA's, as the shared matrices with the vectors are LoRA's of scale 1."""
         return {
-            "lora_A": lambda around: around.shared["vera_A"][:, : around.base().shape[1]],
+            "lora_A": lambda around: around.shared["vera_A"][:, : around.shape[1]],
             "lora_B": self._up,
         }
 

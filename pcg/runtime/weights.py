@@ -28,6 +28,8 @@ from pcg.runtime.tensor_file import TensorInfo, read_header
 from pcg.source import ModelSource
 
 Shape = tuple[int, ...]
+Ranges = tuple[tuple[int, int], ...]
+"""Of each dim of a tensor the first entry that is read, and the one behind the last."""
 
 # Of a fused parameter of the experts: the experts' own, in the order of the output features.
 _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -50,6 +52,9 @@ class Weights(ABC):
         base_prefix: name of the headless model within the model, such as `model`.
         config: of the model, for messages.
         where: names the whole in messages.
+
+    Attributes:
+        read_bytes: of all tensors, and parts of tensors, that were read so far, as stored.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Weights(ABC):
         self.base_prefix = base_prefix
         self.config = config
         self.where = where
+        self.read_bytes = 0
         self._used: set[str] = set()
 
     def load(
@@ -72,15 +78,18 @@ class Weights(ABC):
         dtype: torch.dtype,
         transposed: bool = False,
         device: torch.device | str = "cpu",
+        ranges: Ranges | None = None,
     ) -> Tensor:
-        """One tensor, as the graph wants it.
+        """One tensor, or a part of it, as the graph wants it.
 
         Args:
             name: in the model, such as `model.layers.0.mlp.up_proj.weight`.
-            shape: of the result.
+            shape: of the whole tensor.
             dtype: of the result.
             transposed: the checkpoint holds [in, out], the result is [out, in].
             device: of the result.
+            ranges: of the whole tensor that the result has; None for all. Nothing else is read, but
+                of experts' tensors that are fused here.
         Raises:
             WeightsError: there is no such tensor, its shape is another, it is quantized, or the
                 file is damaged.
@@ -89,14 +98,16 @@ class Weights(ABC):
         found = self._find(name)
         if found is not None:
             self._check(name, found, shape[::-1] if transposed else shape)
-            tensor = self._take(found)
+            stored = ranges[::-1] if transposed and ranges else ranges
+            tensor = self._take(found, stored)
             if transposed:
                 tensor = tensor.t()
             return tensor.to(device=device, dtype=dtype).contiguous()
         parts = self._expert_parts(name, shape)
         if parts is None:
             raise WeightsError(self._missing(name))
-        return self._fuse(name, parts, shape, dtype).to(device)
+        fused = self._fuse(name, parts, shape, dtype)
+        return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor, under this name or another; experts' parts aside."""
@@ -107,16 +118,18 @@ class Weights(ABC):
         return tuple(sorted(self.index.keys() - self._used))
 
     @abstractmethod
-    def _read(self, name: str) -> Tensor:
-        """The tensor of a name in the index, as it is stored."""
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        """The tensor of a name in the index as it is stored, or these ranges of it."""
 
     def _place(self, name: str) -> str:
         """For a message: where the tensor is."""
         return self.where
 
-    def _take(self, name: str) -> Tensor:
+    def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
         self._used.add(name)
-        return self._read(name)
+        tensor = self._read(name, ranges)
+        self.read_bytes += tensor.nbytes
+        return tensor
 
     # ------------------------------------------------------------------------------------- names
 
@@ -229,12 +242,17 @@ class Checkpoint(Weights):
                 index[name], files[name] = info, file
         return cls(index, files, base_prefix, source)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         file = self._files[name]
         try:
             if file not in self._handles:
                 self._handles[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._handles[file].get_tensor(name)
+            handle = self._handles[file]
+            tensor: Tensor = (
+                handle.get_tensor(name)
+                if ranges is None
+                else handle.get_slice(name)[_slices(ranges)]
+            )
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
         return tensor
@@ -272,8 +290,13 @@ class StateDictCheckpoint(Weights):
         super().__init__(index, base_prefix, config or {}, where)
         self._tensors = state_dict
 
-    def _read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        whole = self._tensors[name].detach()
+        return whole if ranges is None else whole[_slices(ranges)]
+
+
+def _slices(ranges: Ranges) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in ranges)
 
 
 def _is_size(value: object, sizes: Shape) -> bool:

@@ -41,7 +41,11 @@ class OneStep:
 
 NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
 """What an emitted file imports, and the batch that its functions take."""
-ELSEWHERE = {"attention"}
+ELSEWHERE = {
+    "attention",
+    *("all_gather", "all_reduce", "cross_entropy_part", "own_part"),
+    *("expand_add_part", "placed_part", "replicate", "taken_part"),
+}
 """Operators whose rule is checked in a test of their own."""
 
 T = TOKENS

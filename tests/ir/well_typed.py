@@ -227,8 +227,8 @@ def shrink(make: Maker, op: str) -> Sequence[str]:
 
 def expand_add(make: Maker, op: str) -> Sequence[str]:
     y, (rank,) = make.matrix(), make.sizes(1)
-    s, weight = make.of("f32", TOKENS, rank), make.of("f32", make.type(y).shape[-1], rank)
-    return make.add(op, y, s, weight)
+    s, out = make.of("f32", TOKENS, rank), make.type(y).shape[-1]
+    return make.add(op, y, s, make.of("f32", 1 if op == "expand_add_part" else out, rank))
 
 
 def linear_group(make: Maker, op: str) -> Sequence[str]:
@@ -399,7 +399,7 @@ def topk(make: Maker, op: str) -> Sequence[str]:
 
 def cross_entropy(make: Maker, op: str) -> Sequence[str]:
     logits, targets = make.matrix(), make.of("i64", TOKENS)
-    dloss = [make.of("f32", TOKENS)] if op == "cross_entropy_backward" else []
+    dloss = [make.of("f32", TOKENS)] if op.endswith("_backward") else []
     return make.add(op, *dloss, logits, targets)
 
 
@@ -472,6 +472,17 @@ def softmax(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, x, dim=make.feature_dim(x))
 
 
+def transition(make: Maker, op: str) -> Sequence[str]:
+    if op in ("reduce", "replicate", "all_reduce"):
+        return make.add(op, make.any())
+    return make.add(op, make.any(rank=2), dim=-1)
+
+
+def collective(make: Maker, op: str) -> Sequence[str]:
+    width = 2 * make.draw(SMALL) if op in ("own_part", "taken_part") else make.draw(SMALL)
+    return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2)
+
+
 UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(UNARIES, unary),
@@ -488,7 +499,17 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("rope", "rope_backward"), rope),
     **dict.fromkeys(("attention", "attention_backward"), attention),
     **dict.fromkeys(("pointwise", "pointwise_backward"), pointwise),
-    **dict.fromkeys(("cross_entropy", "cross_entropy_backward"), cross_entropy),
+    **dict.fromkeys(
+        (
+            *("cross_entropy", "cross_entropy_backward"),
+            *("cross_entropy_part", "cross_entropy_part_backward"),
+        ),
+        cross_entropy,
+    ),
+    **dict.fromkeys(("all_gather", "own_part", "placed_part", "taken_part"), collective),
+    **dict.fromkeys(
+        ("all_reduce", "combine", "partition", "place", "reduce", "replicate", "take"), transition
+    ),
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
     "activate": activate,
@@ -499,8 +520,9 @@ RECIPES: dict[str, Recipe] = {
     "concat": concat,
     "dropout": dropout,
     "embedding": embedding,
+    "embedding_part": embedding,
     "expand": expand,
-    "expand_add": expand_add,
+    **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "experts": experts,
     "inner": inner,
     "linear": linear,

@@ -34,7 +34,8 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor], batch: Any = None) -> t
         inputs = [f"values[{name!r}]" for name in node.inputs]
         source = operator(node.op).source(inputs, dict(node.attributes))
         result = eval(source, _NAMESPACE, {"values": known, "batch": batch})
-        results = result if isinstance(result, tuple) else (result,)
+        is_one = len(node.outputs) == 1 and not operator(node.op).returns_sequence
+        results = (result,) if is_one else result
         for value, tensor in zip(node.outputs, results, strict=True):
             known[value.name] = tensor
     return tuple(known[name] for name in graph.outputs)

@@ -31,6 +31,15 @@ from pcg.codegen.kernels.bypass_ops import (
     vera_up,
     vera_up_backward,
 )
+from pcg.codegen.kernels.collectives import (
+    all_gather,
+    all_reduce,
+    cross_entropy_part,
+    cross_entropy_part_backward,
+    embedding_part,
+    own_part,
+    placed_part,
+)
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -39,12 +48,19 @@ from pcg.codegen.kernels.virtual_tokens import (
 
 __all__ = [
     "activate",
+    "all_gather",
+    "all_reduce",
     "attention",
     "attention_backward",
     "column_factor",
     "column_norm",
+    "cross_entropy_part",
+    "cross_entropy_part_backward",
     "dropout",
+    "embedding_part",
     "inner",
+    "own_part",
+    "placed_part",
     "scale",
     "singular_down",
     "singular_down_backward",
@@ -335,6 +351,16 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     else:
         y[segments.start :].add_(_segmented_product(s, weight, segments))
     return y
+
+
+def expand_add_part(y: Tensor, s: Any, b: Any, batch: Any) -> Tensor:
+    """y + scale · s Bᵀ in the rank's own columns, those of its rows of B: [T, out]."""
+    if s is None or b is None:
+        return y
+    own = expand_add(own_part(y, -1, batch).contiguous(), s, b)
+    z = y.clone()
+    own_part(z, -1, batch).copy_(own)
+    return z
 
 
 def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:

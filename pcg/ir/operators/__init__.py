@@ -5,7 +5,16 @@ from __future__ import annotations
 import difflib
 
 from pcg.errors import IrError
-from pcg.ir.operators import bypass, elementwise, linear, model, shape, virtual
+from pcg.ir.operators import (
+    bypass,
+    collective,
+    elementwise,
+    linear,
+    model,
+    parts,
+    shape,
+    virtual,
+)
 from pcg.ir.operators.operator import Gradient, Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -13,9 +22,11 @@ OPERATORS: dict[str, Operator] = {
     for entry in sorted(
         (
             *bypass.OPERATORS,
+            *collective.OPERATORS,
             *elementwise.OPERATORS,
             *linear.OPERATORS,
             *model.OPERATORS,
+            *parts.OPERATORS,
             *shape.OPERATORS,
             *virtual.OPERATORS,
         ),

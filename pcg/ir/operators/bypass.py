@@ -6,14 +6,15 @@ its own adapter; a token whose adapter has no parameter at the site passes uncha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
+from pcg.ir.operators.operator import Aligned, Attributes, Gradient, Operator, Types
 from pcg.ir.types import TORCH_NAMES
 
 
@@ -26,6 +27,8 @@ class Dropout(Operator):
     """
 
     name = "dropout"
+    is_random = True
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not types[0].is_token_wise:
@@ -65,6 +68,16 @@ class Scale(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.scale({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1,) * len(types), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        base = (PRE_REDUCE,) * (len(types) - 2)
+        yield sharding(PRE_REDUCE, REPLICATED, *base, PRE_REDUCE)
+        if not base:
+            yield sharding(REPLICATED, PRE_REDUCE, PRE_REDUCE)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dy = dvector = None
@@ -181,6 +194,10 @@ class VeraUp(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.vera_up({', '.join(inputs)})"
 
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in inputs[1:]))
+        return vectors + 2 * outputs[0].size_bytes  # of the shared matrix the site's rows
+
     def gradient(self, context: Gradient) -> list[str | None]:
         inputs = [context.input(i) for i in range(3)]
         return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
@@ -201,6 +218,10 @@ class VeraUpBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.vera_up_backward({', '.join(inputs)})"
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
+        return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
 
 
 class SingularDown(Operator):
@@ -264,6 +285,9 @@ class Activate(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.activate({', '.join(inputs)}, {attributes['function']!r})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, -1), (-1,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         op, attributes = self.gradients[str(context.attributes["function"])]

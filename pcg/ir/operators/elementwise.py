@@ -5,11 +5,19 @@ The file is long because it is a part of the operator table: one short entry aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.operators.operator import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    broadcast_dims,
+    same_dims,
+)
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
@@ -23,6 +31,9 @@ class Unary(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return self.template.format(*inputs, **attributes)
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
+
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return self.saves
 
@@ -31,6 +42,7 @@ class Neg(Unary):
     """y = -x."""
 
     name = "neg"
+    linear_in = ((0,),)
     template = "-{0}"
     saves = ()
 
@@ -223,6 +235,9 @@ class Binary(Operator):
         dtype = self.result_dtype(result_dtype(*types))
         return (tensor(dtype, *broadcast(types[0].shape, types[1].shape)),)
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return broadcast_dims(types, self.infer(types, attributes)[0])
+
     def result_dtype(self, promoted: str) -> str:
         """The dtype of the result, from that of the operands."""
         return promoted
@@ -238,6 +253,7 @@ class Add(Binary):
     """z = x + y."""
 
     name = "add"
+    linear_in = ((0, 1),)
     symbol = "+"
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -251,6 +267,7 @@ class Sub(Binary):
     """z = x - y."""
 
     name = "sub"
+    linear_in = ((0, 1),)
     symbol = "-"
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -268,6 +285,7 @@ class Mul(Binary):
     """z = x · y; dx = dz y, dy = dz x."""
 
     name = "mul"
+    linear_in = ((0,), (1,))
     symbol = "*"
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -416,6 +434,9 @@ class Pointwise(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         arguments = str(attributes["arguments"]).format(inputs[0])
         return f"torch.ops.{attributes['target']}({arguments})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
 
     def gradient(self, context: Gradient) -> list[str | None]:
         attributes = {k: v for k, v in context.attributes.items() if k != "dtype"}

@@ -7,13 +7,29 @@ the adapter, so it appears in no attribute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, cast_bytes
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
+from pcg.ir.operators.operator import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    cast_bytes,
+)
 from pcg.ir.types import TORCH_NAMES, TensorType
+
+_CONTRACTED = (partitioned(-1), partitioned(-1))
+"""x [.., in] and W [out, in], of a product that sums over parts of `in`."""
+
+
+def _output_dim(types: Types) -> Aligned:
+    """Rows of W, and entries of a bias, make entries of the output."""
+    return (0, -2, *(-1,) * (len(types) - 2)), (-1,)
 
 
 class Linear(Operator):
@@ -35,6 +51,18 @@ class Linear(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.linear({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield _output_dim(types)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        # Summands of the product, and of the bias, which one rank has and the others have as 0.
+        bias = (PRE_REDUCE,) * (len(types) - 2)
+        for product in (_CONTRACTED, (PRE_REDUCE, REPLICATED), (REPLICATED, PRE_REDUCE)):
+            yield sharding(*product, *bias, PRE_REDUCE)
+        for dim in range(-len(types[0].features), -1):
+            yield sharding(partitioned(dim), *(REPLICATED,) * (len(types) - 1), partitioned(dim))
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dy, needs = context.incoming, (*context.needs, False)
@@ -118,6 +146,9 @@ class LoraLinear(Operator):
         arguments = ", ".join(f"({', '.join(g)}{',' if len(g) == 1 else ''})" for g in groups)
         return f"K.lora_linear({inputs[0]}, {arguments})"
 
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype  # the base's product; LoRA's are small beside it
+
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
 
@@ -146,6 +177,7 @@ class Shrink(Operator):
     """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""
 
     name = "shrink"
+    linear_in = ((0,), (1,))
     is_product = True
     inputs = (2, 2)
 
@@ -157,6 +189,13 @@ class Shrink(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.shrink({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield _output_dim(types)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(*_CONTRACTED, PRE_REDUCE)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dx = dweight = None
@@ -190,6 +229,7 @@ class ExpandAdd(Operator):
     """
 
     name = "expand_add"
+    linear_in = ((0, 1), (0, 2))
     is_product = True
     inputs = (3, 3)
 
@@ -203,6 +243,16 @@ class ExpandAdd(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.expand_add({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, 0, -2), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(PRE_REDUCE, *_CONTRACTED, PRE_REDUCE)
+        # Its own columns of a summand: what S-LoRA adds into the base's sum (§6).
+        rows = (PRE_REDUCE, REPLICATED, partitioned(-2))
+        yield Sharding(rows, (PRE_REDUCE,), "expand_add_part")
 
     def gradient(self, context: Gradient) -> list[str | None]:
         ds = dweight = None
@@ -291,6 +341,9 @@ class BiasAdd(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.bias_add({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1,) * len(types), (-1,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dbias = None

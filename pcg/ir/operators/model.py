@@ -7,12 +7,21 @@ The file is long because it is a part of the operator table: one entry after the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, cast_bytes, widened
+from pcg.ir.layouts import WHOLE, Sharding, partitioned
+from pcg.ir.operators.operator import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    cast_bytes,
+    widened,
+)
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, promote, tensor
 
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
@@ -35,6 +44,9 @@ class RmsNorm(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[1] if len(inputs) == 2 else "None"
         return f"K.rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but_the_last(types)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if len(context.node.inputs) == 2 else []
@@ -73,6 +85,13 @@ class RmsNormBackward(Operator):
         return copies + wide.size_bytes - outputs[0].size_bytes
 
 
+def _but_the_last(types: Types) -> Iterator[Aligned]:
+    """Feature dims before the normalised one; a weight or bias may have them, too."""
+    for dim in range(-len(types[0].features), -1):
+        has = [dim if len(other.dims) >= -dim else 0 for other in types[1:]]
+        yield (dim, *has), (dim,)
+
+
 class LayerNorm(Operator):
     """y = (x - mean) / sqrt(var + eps) · w + b over the last dim, in fp32.
 
@@ -92,6 +111,9 @@ class LayerNorm(Operator):
         weight = rest.pop(0) if attributes["weight"] else "None"
         bias = rest.pop(0) if attributes["bias"] else "None"
         return f"K.layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but_the_last(types)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         weight = [context.input(1)] if context.attributes["weight"] else []
@@ -157,6 +179,9 @@ class Rope(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.rope_{attributes['style']}({', '.join(inputs)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-2, 0, 0), (-2,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cos, sin = context.input(1), context.input(2)
@@ -225,6 +250,10 @@ class Attention(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Heads, of which those that a KV head serves stand together."""
+        yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
+
     def gradient(self, context: Gradient) -> list[str | None]:
         arguments = [context.input(i) for i in range(len(context.node.inputs))]
         dq, dk, dv = context.add_many(
@@ -248,6 +277,12 @@ class Attention(Operator):
         q, _, v = inputs[:3]
         keys = _mean_keys(attributes)
         return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(inputs[1:3])
 
 
 class AttentionBackward(Operator):
@@ -275,6 +310,13 @@ class AttentionBackward(Operator):
         keys = _mean_keys(attributes)
         return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
 
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The gradients of cached keys and values are added to: read and written.
+        return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
+
 
 class Experts(Operator):
     """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
@@ -291,6 +333,15 @@ class Experts(Operator):
         gate_up, down = inputs[3], inputs[4]
         rows = inputs[1].elements
         return 2 * rows * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # At most as many experts as tokens choose are read.
+        share = sympy.Min(1, inputs[1].elements / inputs[3].shape[0])
+        tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:3], *outputs)))
+        return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[3:]))
 
 
 class TopK(Operator):
@@ -324,6 +375,10 @@ class CrossEntropy(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy({', '.join(inputs)})"
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-1), WHOLE), (WHOLE,), "cross_entropy_part")
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[0])
@@ -360,6 +415,15 @@ def _mean_keys(attributes: Attributes) -> sympy.Expr:
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
+
+
+def _cached_bytes(kv: Types) -> sympy.Expr:
+    """Bytes of keys and values that are read beside the tokens' own: the rest of one context.
+
+    As many tokens as a context has, or more, are whole sequences, and bring theirs along.
+    """
+    a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
+    return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 
 
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:

@@ -3,13 +3,14 @@
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
 expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
 gradient as nodes of the backward graph (`gradient`: the values that it asks for are what backward
-needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), and its
-cost (`flops`).
+needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), how the
+ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
+(`flops`, `moved_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +18,13 @@ import sympy
 
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Node
-from pcg.ir.types import TOKENS, TensorType
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType
 
 Types = tuple[TensorType, ...]
 Attributes = Mapping[str, Attribute]
+Aligned = tuple[tuple[int, ...], tuple[int, ...]]
+"""A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
 
 class Operator:
@@ -39,6 +43,10 @@ class Operator:
     """Whether the expression is a sequence even of one output."""
     is_product: ClassVar[bool] = False
     """Whether it is a matrix product or attention: what a memory budget of 1 never recomputes."""
+    is_random: ClassVar[bool] = False
+    """Whether it draws numbers; drawn again for the same step and layer, they are the same."""
+    linear_in: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    """Sets of inputs in which it is linear, taken together, the others being fixed."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 
@@ -68,9 +76,54 @@ class Operator:
         """
         return ()
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Feature dims along which it does with each entry the same, whatever the others are."""
+        return iter(())
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        """The ways in which ranks can run it without a word between them.
+
+        All whole, all replicated, parts of a dim along which it treats each entry alike, summands
+        of what it is linear in. Operators that sum over a dim add theirs.
+        """
+        outputs = self.infer(types, attributes)
+        for layout in (WHOLE, REPLICATED):
+            yield Sharding((layout,) * len(types), (layout,) * len(outputs))
+        for summed in self.linear_in:
+            if max(summed) < len(types):
+                layouts = [PRE_REDUCE if i in summed else REPLICATED for i in range(len(types))]
+                yield Sharding(tuple(layouts), (PRE_REDUCE,) * len(outputs))
+        dims = list(self.aligned(types, attributes))
+        if not self.sees_sequences and not self.is_random:
+            dims.append((_token_dims(types), _token_dims(outputs)))
+        for ins, outs in dims:
+            if all(outs):
+                yield Sharding(
+                    tuple(partitioned(dim) if dim else REPLICATED for dim in ins),
+                    tuple(map(partitioned, outs)),
+                )
+
+    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+        """The attributes on one rank, whose outputs have these types."""
+        return attributes
+
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         """Floating-point operations, a formula in `T`; elementwise unless overridden."""
         return sympy.Integer(0) if self.is_view else outputs[0].elements
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Bytes that a kernel reads and writes at least, a formula in `T`.
+
+        Each input and each output once, but for operators that touch a part; a view moves none.
+        """
+        if self.is_view:
+            return sympy.Integer(0)
+        return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
+
+    def compute_dtype(self, inputs: Types) -> str:
+        """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
+        floats = [type_.dtype for type_ in inputs if type_.is_float]
+        return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.
@@ -87,6 +140,27 @@ class Operator:
         if not fewest <= len(types) <= most:
             expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             raise TypeCheckError(f"{self.name} takes {expected} inputs, not {len(types)}")
+
+
+def _token_dims(types: Types) -> tuple[int, ...]:
+    return tuple(-len(type_.dims) if type_.is_token_wise else 0 for type_ in types)
+
+
+def same_dims(type_: TensorType, count: int = 1) -> Iterator[Aligned]:
+    """Each feature dim, the same in so many inputs and in the output."""
+    for dim in range(-len(type_.features), 0):
+        yield (dim,) * count, (dim,)
+
+
+def broadcast_dims(types: Types, output: TensorType) -> Iterator[Aligned]:
+    """Each feature dim of the output, with the inputs' that are not repeated along it."""
+    for dim in range(-len(output.features), 0):
+        size = output.shape[dim]
+        yield tuple(dim if _has(type_, dim, size) else 0 for type_ in types), (dim,)
+
+
+def _has(type_: TensorType, dim: int, size: object) -> bool:
+    return len(type_.features) >= -dim and type_.shape[dim] == size
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,34 @@ Dims count from the end (-1 is the last), so that a dim keeps its number whether
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import cast
 
+import sympy
+
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types, feature_dim
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned
+from pcg.ir.operators.operator import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    broadcast_dims,
+    feature_dim,
+    same_dims,
+)
 from pcg.ir.types import TOKENS, TensorType, promote, tensor
 
 
 def _sizes(attributes: Attributes, name: str = "shape") -> tuple[int, ...]:
     return cast("tuple[int, ...]", attributes[name])
+
+
+def _but(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
+    """The dims but for that of the attribute `dim`."""
+    return (pair for pair in dims if pair[0][0] != attributes["dim"])
 
 
 def _full_shape(type_: TensorType, attributes: Attributes) -> TensorType:
@@ -31,12 +48,25 @@ class Reshape(Operator):
 
     name = "reshape"
     is_view = True
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         shape = _full_shape(types[0], attributes)
         if prod(shape.features) != prod(types[0].features):
             raise TypeCheckError(f"cannot reshape {types[0]} to {list(_sizes(attributes))}")
         return (shape,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Dims with as many entries before them have the same parts, where both have equal ones."""
+        before = {prod(f[:i]): i - len(f) for f in [types[0].features] for i in range(len(f))}
+        new = self.infer(types, attributes)[0].features
+        for i in range(len(new)):
+            old = before.get(prod(new[:i]))
+            if old is not None and new[i] > 1 and types[0].features[old] > 1:
+                yield (old,), (i - len(new),)
+
+    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+        return {**attributes, "shape": outputs[0].reshape_sizes}
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.reshape({', '.join(map(str, _sizes(attributes)))})"
@@ -50,6 +80,7 @@ class Permute(Operator):
 
     name = "permute"
     is_view = True
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dims = _sizes(attributes, "dims")
@@ -57,6 +88,11 @@ class Permute(Operator):
         if sorted(dims) != list(range(len(shape))) or (types[0].is_token_wise and dims[0] != 0):
             raise TypeCheckError(f"permute dims {list(dims)} do not fit {types[0]}")
         return (types[0].with_shape(tuple(shape[dim] for dim in dims)),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        dims = _sizes(attributes, "dims")
+        for i in range(int(types[0].is_token_wise), len(dims)):
+            yield (dims[i] - len(dims),), (i - len(dims),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.permute({', '.join(map(str, _sizes(attributes, 'dims')))})"
@@ -76,6 +112,7 @@ class Slice(Operator):
 
     name = "slice"
     is_view = True
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim = feature_dim(types[0], cast("int", attributes["dim"]))
@@ -88,6 +125,9 @@ class Slice(Operator):
         if attributes.get("copied", True) is not True:
             raise TypeCheckError("the attribute copied of slice is True or missing")
         return (types[0].with_shape(tuple(shape)),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but(attributes, same_dims(types[0]))
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         dim = cast("int", attributes["dim"])
@@ -137,6 +177,9 @@ class Concat(Operator):
             shape[dim] += size
         return (tensor(dtype, *shape),)
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but(attributes, same_dims(types[0], len(types)))
+
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"torch.cat(({', '.join(inputs)},), {attributes['dim']})"
 
@@ -160,6 +203,7 @@ class Expand(Operator):
 
     name = "expand"
     is_view = True
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         wanted = _full_shape(types[0], attributes)
@@ -167,6 +211,12 @@ class Expand(Operator):
         if len(wanted.dims) != len(types[0].dims) or any(a not in (1, b) for a, b in sizes):
             raise TypeCheckError(f"cannot expand {types[0]} to {list(_sizes(attributes))}")
         return (wanted,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return broadcast_dims(types, self.infer(types, attributes)[0])
+
+    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+        return {**attributes, "shape": outputs[0].reshape_sizes}
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.expand({', '.join(map(str, _sizes(attributes)))})"
@@ -179,12 +229,16 @@ class RepeatInterleave(Operator):
     """Each entry of a feature dim repeated `repeats` times in place: abc becomes aabbcc."""
 
     name = "repeat_interleave"
+    linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim = feature_dim(types[0], cast("int", attributes["dim"]))
         shape = list(types[0].shape)
         shape[dim] *= cast("int", attributes["repeats"])
         return (types[0].with_shape(tuple(shape)),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.repeat_interleave({attributes['repeats']}, {attributes['dim']})"
@@ -211,6 +265,11 @@ class Reduction(Operator):
             del shape[dim]
         return (types[0].with_shape(tuple(shape)),)
 
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        reduced = cast("int", attributes["dim"])
+        for (dim,), _ in _but(attributes, same_dims(types[0])):
+            yield (dim,), (dim + int(dim < reduced and not attributes["keepdim"]),)
+
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.{self.name}({attributes['dim']}, keepdim={attributes['keepdim']})"
 
@@ -227,6 +286,7 @@ class Mean(Reduction):
     """The mean over a feature dim."""
 
     name = "mean"
+    linear_in = ((0,),)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         size = int(context.input_type(0).shape[cast("int", context.attributes["dim"])])
@@ -237,6 +297,7 @@ class Sum(Reduction):
     """The sum over a feature dim."""
 
     name = "sum"
+    linear_in = ((0,),)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [self._spread(context)]
@@ -246,6 +307,9 @@ class Softmax(Operator):
     """Softmax over one feature dim."""
 
     name = "softmax"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _but(attributes, same_dims(types[0]))
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"torch.softmax({inputs[0]}, {attributes['dim']})"
@@ -275,6 +339,16 @@ class Embedding(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"F.embedding({inputs[1]}, {inputs[0]})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, 0), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows asked for
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         return (1,)

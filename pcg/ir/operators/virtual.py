@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
 
@@ -72,6 +74,12 @@ class VirtualTokensBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.virtual_tokens_backward(batch, {', '.join(inputs)})"
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        prompt = inputs[1]
+        rows = sympy.Min(inputs[0].shape[0], prompt.shape[0])  # of one sequence
+        row_bytes = inputs[0].size_bytes / inputs[0].shape[0]
+        return rows * row_bytes + 2 * outputs[0].size_bytes
 
 
 OPERATORS: tuple[Operator, ...] = (VirtualTokens(), VirtualTokensBackward(), WithoutVirtual())

@@ -1,0 +1,238 @@
+"""LoRA's strategies over ranks on gloo: what the cost model says, and what was measured.
+
+    python benchmarks/bench_parallel.py [--profile FILE] [--rounds 3] [--degrees 2 4] [--tokens 1 …]
+
+One layer of a Llama of hidden size 512 in fp32, LoRA on every linear, forward, backward and the sum
+of copied weights' gradients. For each number of ranks, tokens and LoRA rank, every strategy of the
+papers is forced at all sites, and the search's own choice runs beside them, in turn in every round;
+all ranks start together, and the slowest counts. The costs are those of a profile of this machine,
+which is measured first unless one is given.
+
+The result has for each case the seconds, measured and predicted, and how much slower the chosen
+strategy is than the fastest one that was measured (at most 1.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from measure import write
+from torch import Tensor
+
+from pcg.codegen.kernels import torch_ops
+from pcg.compiler import Compilation, run_passes
+from pcg.errors import TypeCheckError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED
+from pcg.ir.operators import operator
+from pcg.parallel.costs import cost_model
+from pcg.parallel.launch import launch
+from pcg.parallel.layer_costs import DeviceCosts
+from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.ranks import Ranks, join
+from pcg.parallel.search import Found, Search
+from pcg.parallel.sharder import shard
+from pcg.passes.bypasses import Bypasses
+from pcg.passes.differentiate import differentiate
+from pcg.passes.localize import localize
+from pcg.passes.parallelize import search_layer
+from pcg.passes.prune import prune
+from pcg.runtime.batch import Batch, whole_sequences
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+}
+NAMES = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "fully sharded", "fully replicated")
+SEQUENCE = 512
+"""Tokens of a sequence at most."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer's step on this rank, compiled."""
+
+    forward: Callable[[dict[str, Any]], None]
+    backward: Callable[[dict[str, Any]], None]
+    values: Mapping[str, Any]
+    copies: tuple[str, ...]
+
+    def run(self, ranks: Ranks) -> None:
+        """Forward, backward, and the sum of the copies' gradients."""
+        values = dict(self.values)
+        self.forward(values)
+        self.backward(values)
+        if self.copies:
+            ranks.all_reduce(torch.cat([values[name].reshape(-1) for name in self.copies]))
+
+
+def compiled(graph: Graph) -> Callable[[dict[str, Any]], None]:
+    """A function that adds a graph's values to a dict."""
+    lines = ["def run(values):"]
+    for node in graph.nodes:
+        inputs = [f"values[{name!r}]" for name in node.inputs]
+        source = operator(node.op).source(inputs, dict(node.attributes))
+        targets = ", ".join(f"values[{value.name!r}]" for value in node.outputs)
+        comma = "," if operator(node.op).returns_sequence and len(node.outputs) == 1 else ""
+        lines.append(f"    batch = values['batch']; {targets}{comma} = {source}")
+    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "K": torch_ops}
+    exec("\n".join([*lines, "    return"]), space)
+    return space["run"]  # type: ignore[no-any-return]
+
+
+def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
+    """Of the standard normal distribution, scaled down as weights are."""
+    return torch.randn([size if isinstance(size, int) else tokens for size in shape]) * 0.05
+
+
+def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks) -> Step:
+    """The step of a plan on this rank."""
+    graph = localize(shard(search.graph, ranks.size, plan), ranks.size)
+    carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
+    found = prune(differentiate(graph, carried), carried)
+    tokens = len(batch.input_ids)
+    values: dict[str, Any] = {"batch": batch}
+    for value in (*graph.inputs, *(p.value for p in graph.parameters)):
+        values[value.name] = random_tensor(value.type.shape, tokens)
+    for parameter in graph.parameters:
+        if parameter.role == "adapter":
+            values[parameter.name] = torch_ops.as_weight(values[parameter.name])
+    for name in graph.outputs:
+        values[f"d_{name}"] = random_tensor(graph.types[name].shape, tokens)
+    outputs = dict(zip(found.trained, found.backward.outputs[len(found.wrt) :], strict=False))
+    copies = [
+        outputs[p.name] for p in graph.parameters if p.name in outputs and p.part == REPLICATED
+    ]
+    return Step(compiled(graph), compiled(found.backward), values, tuple(copies))
+
+
+def plans(search: Search, found: Found) -> dict[str, Plan]:
+    """The chosen plan, and the papers' strategies at all sites."""
+    result = {"chosen": found.plan}
+    for name in NAMES:
+        layouts, gathered = {}, set()
+        for choice in found.sites:
+            for candidate in choice.candidates:
+                if candidate.strategy.startswith(name):
+                    layouts |= candidate.layouts
+                    gathered |= candidate.gathered
+        try:
+            result[name] = search.hold(layouts, frozenset(gathered))
+        except TypeCheckError:
+            continue  # the rank has no equal parts
+    return result
+
+
+def measure_case(
+    rank: int, tokens: int, ranks: Ranks, profile: str, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of each strategy, measured and predicted."""
+
+    def bypasses(base: Any) -> Bypasses:
+        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), rank))
+
+    state = run_passes(Compilation("bench", CONFIG, bypasses, "float32"), last="attach")
+    assert state.training_model is not None
+    assert state.base is not None
+    sequence = min(tokens, SEQUENCE)
+    costs = DeviceCosts(cost_model(profile), ranks.size, tokens, sequence)
+    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], ranks.size, costs)
+    found = plans(search, search.find())
+    lengths = [sequence] * (tokens // sequence)
+    batch = whole_sequences([[1] * n for n in lengths], torch.device("cpu"), [0] * len(lengths))
+    batch.ranks = ranks
+    steps = {name: step(search, plan, batch, ranks) for name, plan in found.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    repeats = max(1, 256 // tokens)
+    for turn in range(rounds + 1):
+        for name, one in steps.items():
+            ranks.all_reduce(torch.zeros(1))
+            started = time.perf_counter()
+            for _ in range(repeats):
+                one.run(ranks)
+            taken = torch.tensor((time.perf_counter() - started) / repeats)
+            slowest = max(float(other) for other in ranks.all_gather(taken))
+            if turn:
+                seconds[name].append(slowest)
+    return {
+        name: {"seconds": median(values), "predicted": found[name].cost}
+        for name, values in seconds.items()
+    }
+
+
+def on_rank(
+    degree: int, cases: Sequence[tuple[int, int]], profile: str, rounds: int, output: str
+) -> None:
+    """What each rank does; the first writes the rows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ranks = join(degree, torch.device("cpu"))
+    rows = []
+    for tokens, rank in cases:
+        measured = measure_case(rank, tokens, ranks, profile, rounds)
+        fastest = min(measured, key=lambda name: measured[name]["seconds"])
+        slower = measured["chosen"]["seconds"] / measured[fastest]["seconds"]
+        rows.append(
+            {
+                "tp": degree,
+                "tokens": tokens,
+                "rank": rank,
+                "fastest": fastest,
+                "chosen / fastest": round(slower, 3),
+                "ms": {n: round(1e3 * m["seconds"], 3) for n, m in measured.items()},
+                "predicted_ms": {n: round(1e3 * m["predicted"], 3) for n, m in measured.items()},
+            }
+        )
+        print(f"tp {degree}, {tokens:>5} tokens, rank {rank:>3}: {slower:.2f} of {fastest}")
+    if ranks.rank == 0:
+        Path(output).write_text(json.dumps(rows))
+
+
+def main() -> None:
+    """Measure the profile, then every case, and write the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--profile", default=None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--degrees", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 256, 4096])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 256])
+    arguments = parser.parse_args()
+    cases = list(itertools.product(arguments.tokens, arguments.ranks))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        profile = arguments.profile or str(Path(folder) / "profile.json")
+        if arguments.profile is None:
+            degree = str(max(arguments.degrees))
+            command = ["-m", "pcg_cli", "profile", "-o", profile, "--tp", degree, "--fresh"]
+            subprocess.run([sys.executable, *command, "--dtype", "float32"], check=True)
+        for degree in arguments.degrees:
+            output = str(Path(folder) / f"{degree}.json")
+            given = {"degree": degree, "cases": cases, "profile": profile}
+            launch(degree, on_rank, {**given, "rounds": arguments.rounds, "output": output})
+            rows += json.loads(Path(output).read_text())
+    within = sum(row["chosen / fastest"] <= 1.1 for row in rows)
+    write(
+        "parallel", {"cases within 1.1 of the fastest": f"{within} of {len(rows)}", "cases": rows}
+    )
+
+
+if __name__ == "__main__":
+    main()

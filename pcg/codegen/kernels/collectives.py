@@ -1,0 +1,95 @@
+"""Collectives of a rank's graph, over the ranks that its batch names."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.codegen.kernels.bypass_ops import MadeWeight
+from pcg.parallel.ranks import Ranks
+
+
+class Spread(Protocol):
+    """A batch that runs on several ranks."""
+
+    ranks: Ranks
+
+
+def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
+    """The sum over the ranks; None of a site without adapters, here and below."""
+    return None if x is None else batch.ranks.all_reduce(x)
+
+
+def all_gather(x: Any, dim: int, batch: Spread) -> Any:
+    """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
+    return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
+
+
+def placed_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
+    """The rank's part of a dim, with zeros for the others'."""
+    if x is None:
+        return None
+    shape = list(x.shape)
+    shape[dim] *= batch.ranks.size
+    whole = x.new_zeros(shape)
+    own = batch.ranks.rank * x.shape[dim]
+    whole.narrow(dim, own, x.shape[dim]).copy_(x)
+    return whole
+
+
+def own_part(x: Any, dim: int, batch: Spread) -> Any:
+    """The rank's part of a dim of a tensor, or of one adapter's weight."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        return MadeWeight(own_part(x.weight, dim, batch), x.scale)
+    size = x.shape[dim] // batch.ranks.size
+    return x.narrow(dim, batch.ranks.rank * size, size)
+
+
+def embedding_part(ids: Tensor, table: Tensor, batch: Spread) -> Tensor:
+    """Rows of the rank's part of a table; zeros for ids of other ranks."""
+    own = ids - batch.ranks.rank * table.shape[0]
+    is_own = (own >= 0) & (own < table.shape[0])
+    rows = F.embedding(own.clamp(0, table.shape[0] - 1), table)
+    return rows.masked_fill_(~is_own.unsqueeze(-1), 0)
+
+
+def cross_entropy_part(logits: Tensor, targets: Tensor, batch: Spread) -> Tensor:
+    """The loss of each token in fp32, from the rank's part of the logits; 0 without a target."""
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    own, is_own = _own_targets(logits, targets, batch)
+    picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
+    picked = batch.ranks.all_reduce(picked)
+    return (_log_sum_exp(wide, batch) - picked).masked_fill(targets < 0, 0)
+
+
+def cross_entropy_part_backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, batch: Spread
+) -> Tensor:
+    """dloss · (softmax(logits) - onehot(target)) of the rank's part."""
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    own, is_own = _own_targets(logits, targets, batch)
+    dlogits = torch.exp(wide - _log_sum_exp(wide, batch).unsqueeze(-1))
+    rows = torch.arange(targets.shape[0], device=targets.device)
+    dlogits[rows, own] -= is_own.to(dlogits.dtype)
+    return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
+
+
+def _own_targets(logits: Tensor, targets: Tensor, batch: Spread) -> tuple[Tensor, Tensor]:
+    """Each target's place in the rank's part, and whether it is there."""
+    own = targets - batch.ranks.rank * logits.shape[-1]
+    is_own = (own >= 0) & (own < logits.shape[-1])
+    return own.clamp(0, logits.shape[-1] - 1), is_own
+
+
+def _log_sum_exp(logits: Tensor, batch: Spread) -> Tensor:
+    """Of each token's logits on all ranks, [T]."""
+    return torch.stack(batch.ranks.all_gather(torch.logsumexp(logits, -1))).logsumexp(0)

@@ -1,0 +1,124 @@
+"""Layouts: how the ranks of a tensor-parallel group hold a tensor (FlexLLM §5.1, figure 6).
+
+    -    whole: each rank holds it all, and has its whole gradient
+    =    replicated: each rank holds it all, and has a part of its gradient, a summand
+    |d   partitioned: each rank holds an equal part of dim d, and that part's gradient
+    +    pre-reduce: each rank holds a summand, and has the whole gradient
+
+A gradient's layout is the dual of its tensor's: `=` and `+` are each other's, `-` and `|d` their
+own. So what an operator may do with its inputs forward says what its gradients are, and one table
+of rules serves both ways.
+
+    transition       forward               backward
+    - → =            replicate: nothing    reduce: all-reduce
+    + → -            reduce: all-reduce    replicate: nothing
+    - → |d           partition: a slice    combine: all-gather
+    |d → -           combine: all-gather   partition: a slice
+    = → |d           take: a slice         place: zeros around the part
+    |d → +           place: zeros around   take: a slice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from pcg.ir.types import Dim, State, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks hold one tensor.
+
+    Attributes:
+        state: of the tensor, or of its one dim that is partitioned.
+        dim: that is partitioned, counted from the end (-1 is the last); 0 for none.
+    """
+
+    state: State
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.state.value}{self.dim}" if self.dim else self.state.value
+
+    def of(self, type_: TensorType, degree: int) -> TensorType:
+        """The type with this layout over so many ranks; `=` and `+` stand at the first dim."""
+        if self.state is State.WHOLE or degree == 1:
+            return type_
+        dims = list(type_.dims) or [Dim(1)]
+        at = len(dims) + self.dim if self.dim else 0
+        dims[at] = Dim(dims[at].size, self.state, degree)
+        return dataclasses.replace(type_, dims=tuple(dims))
+
+    def fits(self, type_: TensorType, degree: int) -> bool:
+        """Whether a tensor of this type has such parts, all equal."""
+        if not self.dim:
+            return True
+        if len(type_.dims) < -self.dim:
+            return False
+        size = type_.shape[self.dim]
+        return not isinstance(size, int) or size % degree == 0
+
+
+WHOLE = Layout(State.WHOLE)
+REPLICATED = Layout(State.REPLICATED)
+PRE_REDUCE = Layout(State.PRE_REDUCE)
+
+
+def partitioned(dim: int) -> Layout:
+    """Parts of a dim, counted from the end."""
+    return Layout(State.PARTITIONED, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """One way in which ranks can run an operator, each on what it holds.
+
+    Attributes:
+        inputs: layouts that it takes.
+        outputs: layouts that it gives, without a word between the ranks.
+        op: the operator that a rank runs instead; empty for the same.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    op: str = ""
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.inputs))}) → ({', '.join(map(str, self.outputs))})"
+
+
+def sharding(*layouts: Layout) -> Sharding:
+    """Of an operator with one output: its inputs' layouts, then the output's."""
+    return Sharding(layouts[:-1], layouts[-1:])
+
+
+def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
+    """The type of what one rank holds; an open size is taken for a multiple of the degree."""
+    if not layout.dim:
+        return type_
+    sizes = list(type_.shape)
+    size = sizes[layout.dim]
+    sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
+    return type_.with_shape(tuple(sizes))
+
+
+def dual(layout: Layout) -> Layout:
+    """The layout of a tensor's gradient."""
+    pair = {State.REPLICATED: PRE_REDUCE, State.PRE_REDUCE: REPLICATED}
+    return pair.get(layout.state, layout)
+
+
+def layout_of(type_: TensorType) -> Layout:
+    """The layout that a type says; the inverse of `Layout.of`."""
+    for at, dim in enumerate(type_.dims):
+        if dim.state is State.PARTITIONED:
+            return partitioned(at - len(type_.dims))
+        if dim.state is not State.WHOLE:
+            return Layout(dim.state)
+    return WHOLE
+
+
+def whole_type(type_: TensorType) -> TensorType:
+    """The type without its layout."""
+    return type_.with_shape(type_.shape)

@@ -1,0 +1,113 @@
+"""How the base model is sharded: Megatron's tensor parallelism, read off a layer's graph.
+
+    column    y = x [W_1; W_2]ᵀ    rows of W on each rank: x whole, y in parts
+    row       y = x [W_1, W_2]ᵀ    columns of W: x in parts, y a sum over the ranks
+
+A product of a whole value is column-parallel where what it makes reaches another product, through
+operators that treat its parts alike, before it meets a whole value again; that other product is
+row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
+calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads
+than ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pcg.errors import ParallelError
+from pcg.ir.graph import Graph, Node
+from pcg.ir.layouts import REPLICATED, Layout, partitioned
+
+COLUMN, ROW = partitioned(-2), partitioned(-1)
+
+
+def base_plan(graph: Graph, degree: int) -> dict[str, Layout]:
+    """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
+
+    Args:
+        graph: of a layer, without bypass networks.
+        degree: number of ranks.
+    Raises:
+        ParallelError: the degree divides neither heads nor products; those that do are named.
+    """
+    plan = _pairs(graph, degree)
+    sizes = list(_sizes(graph, plan))
+    if any(size % degree for _, size in sizes):
+        what, size = next((what, size) for what, size in sizes if size % degree)
+        fitting = [n for n in range(1, 65) if all(size % n == 0 for _, size in sizes)]
+        raise ParallelError(
+            f"tp={degree} does not divide {what}={size} of {graph.name}; use one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+    return plan
+
+
+def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
+    """What has to have equal parts, by what it is called."""
+    for node in graph.nodes:
+        if node.op == "attention":
+            yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
+    for name, layout in plan.items():
+        if layout == REPLICATED:
+            continue
+        out, in_ = graph.types[name].features
+        yield (
+            f"the {'rows' if layout == COLUMN else 'columns'} of {name}",
+            (out if layout == COLUMN else in_),
+        )
+
+
+def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
+    plan: dict[str, Layout] = {}
+    makers: dict[str, frozenset[str]] = {}
+    for node in graph.nodes:
+        weight = _frozen_weight(graph, node)
+        behind = frozenset().union(*(makers.get(name, frozenset()) for name in node.inputs))
+        if weight is None:
+            met = [makers.get(name, frozenset()) for name in node.inputs if _is_value(graph, name)]
+            carried = [name for name in node.inputs if _is_carried(graph, name)]
+            if behind and (carried or _meets_whole(node, met)):
+                # A part meets what is whole: those products are no pairs with a later one.
+                for name in behind:
+                    plan.pop(name, None)
+                behind = frozenset()
+            if node.op == "attention" and graph.types[node.inputs[1]].features[-2] % degree:
+                for name in {*makers.get(node.inputs[1], ()), *makers.get(node.inputs[2], ())}:
+                    plan[name] = REPLICATED
+            for value in node.outputs:
+                makers[value.name] = behind
+        elif behind & plan.keys():
+            plan[weight] = ROW
+            for value in node.outputs:
+                makers[value.name] = frozenset()
+        else:
+            plan[weight] = COLUMN
+            for value in node.outputs:
+                makers[value.name] = frozenset([weight])
+    for name in graph.outputs:
+        for weight in makers.get(name, frozenset()):
+            plan.pop(weight, None)
+    return plan
+
+
+def _frozen_weight(graph: Graph, node: Node) -> str | None:
+    if node.op != "linear":
+        return None
+    parameter = graph.parameters_by_name.get(node.inputs[1])
+    return parameter.name if parameter is not None and parameter.role == "frozen" else None
+
+
+def _is_value(graph: Graph, name: str) -> bool:
+    return name not in graph.parameters_by_name
+
+
+def _is_carried(graph: Graph, name: str) -> bool:
+    """Whether a layer is handed it by the one before."""
+    return name in {value.name for value in graph.inputs[: len(graph.outputs)]}
+
+
+def _meets_whole(node: Node, met: list[frozenset[str]]) -> bool:
+    """Whether an addition joins a part with what no column-parallel product made."""
+    return node.op in ("add", "sub") and any(not one for one in met)

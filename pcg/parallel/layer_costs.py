@@ -1,0 +1,185 @@
+"""What a layer costs on ranks: by bytes alone, or in seconds on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import sympy
+
+from pcg.ir.graph import Attribute, Builder, Graph, Node, Value
+from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
+from pcg.ir.operators import operator
+from pcg.ir.operators.collective import FLOPS_PER_BYTE
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.operators.operator import Attributes, Gradient, Types
+from pcg.ir.types import TOKENS, TensorType
+from pcg.parallel.costs import CostModel
+
+CONTEXT_TOKENS = 1024
+"""That a token attends to, where operations of attention are counted and no device is known."""
+
+OPEN_RANK = 16
+"""That adapters have where programs serve any."""
+
+
+class ByteCosts:
+    """Bytes between ranks for one token, and a byte for every FLOPS_PER_BYTE operations.
+
+    What a rank computes counts, as a product on whole tensors is done by all. No device is known:
+    the base's plan is the same on all. The unit is an operation of all ranks, so that sums are of
+    whole numbers, and ways that cost the same are known as such.
+    """
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        entry = operator(node.op)
+        if not entry.is_product:
+            return 0.0
+        types = tuple(graph.types[name] for name in node.inputs)
+        outputs = tuple(value.type for value in node.outputs)
+        work = _number(entry.flops(types, outputs, dict(node.attributes)), 1, CONTEXT_TOKENS)
+        is_parted = any(layout.dim for layout in rule.inputs)
+        return work if is_parted else work * self.degree
+
+    def send(self, kind: str, type_: TensorType) -> float:
+        return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, type_))
+
+    def place(self, type_: TensorType, dim: int) -> float:
+        return 0.0
+
+    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        return ring_bytes(kind, size_bytes(type_, 1), self.degree)
+
+    def sum_gradient(self, type_: TensorType) -> float:
+        return 0.0
+
+
+class DeviceCosts:
+    """Seconds of a layer's forward and backward on one rank.
+
+    Args:
+        model: of the device and its links.
+        degree: number of ranks.
+        tokens: of a step.
+        context: tokens that a token attends to.
+        accumulation: micro-batches of an optimizer step.
+        trains: whether there is a backward.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        degree: int,
+        tokens: int,
+        context: int,
+        accumulation: int = 1,
+        trains: bool = True,
+    ) -> None:
+        self.model = model
+        self.degree = degree
+        self.tokens = tokens
+        self.context = context
+        self.accumulation = accumulation
+        self.trains = trains
+        self._known: dict[object, float] = {}
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        ins = self._held([graph.types[name] for name in node.inputs], rule.inputs)
+        outs = self._held([value.type for value in node.outputs], rule.outputs)
+        needs = needs if self.trains else (False,) * len(needs)
+        key = (rule.op or node.op, ins, outs, node.attributes, needs)
+        if key not in self._known:
+            attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
+            self._known[key] = self._seconds(key[0], ins, outs, attributes)
+            if any(needs):
+                local = _backward(key[0], ins, outs, attributes, needs)
+                self._known[key] += sum(
+                    self._seconds(n.op, t, tuple(v.type for v in n.outputs), dict(n.attributes))
+                    for n, t in ((n, tuple(local.types[i] for i in n.inputs)) for n in local.nodes)
+                )
+        return self._known[key]
+
+    def send(self, kind: str, type_: TensorType) -> float:
+        size = size_bytes(type_, self.tokens)
+        return self.model.collective_seconds(kind, size, self.degree)
+
+    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        return ring_bytes(kind, size_bytes(type_, self.tokens), self.degree)
+
+    def place(self, type_: TensorType, dim: int) -> float:
+        whole = _ranked(type_)
+        part = local_type(whole, partitioned(dim), self.degree)
+        return self._seconds("placed_part", (part,), (whole,), {"dim": dim, "degree": self.degree})
+
+    def sum_gradient(self, type_: TensorType) -> float:
+        """All are summed together, so that each pays for its bytes, and none for the message."""
+        if not self.trains:
+            return 0.0
+        size = size_bytes(type_, self.tokens)
+        one, two = (
+            self.model.collective_seconds("all_reduce", times * size, self.degree)
+            for times in (1, 2)
+        )
+        return (two - one) / self.accumulation
+
+    def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
+        pairs = zip(types, layouts, strict=True)
+        return tuple(local_type(_ranked(type_), layout, self.degree) for type_, layout in pairs)
+
+    def _seconds(self, op: str, ins: Types, outs: Types, attributes: Attributes) -> float:
+        if operator(op).is_view:
+            return 0.0
+        return self.model.operator_seconds(op, ins, outs, attributes, self.tokens, self.context)
+
+
+def ring_bytes(kind: str, size: int, degree: int) -> int:
+    """Bytes that a rank sends in a ring: `all_reduce` 2 (n - 1) / n, `all_gather` (n - 1) / n."""
+    return (2 if kind == "all_reduce" else 1) * size * (degree - 1) // degree
+
+
+def size_bytes(type_: TensorType, tokens: int) -> int:
+    """Bytes of a tensor of so many tokens; a rank that is left open is OPEN_RANK."""
+    return int(_number(_size(type_), tokens, 0))
+
+
+@lru_cache(maxsize=4096)
+def _size(type_: TensorType) -> sympy.Expr:
+    return sympy.sympify(type_.size_bytes)
+
+
+@lru_cache(maxsize=65536)
+def _number(formula: sympy.Expr, tokens: int, context: int) -> float:
+    known = {TOKENS: tokens, CONTEXT: context}
+    free = sympy.sympify(formula).free_symbols
+    return float(formula.subs({symbol: known.get(symbol, OPEN_RANK) for symbol in free}))
+
+
+def _ranked(type_: TensorType) -> TensorType:
+    """The type where open ranks are OPEN_RANK."""
+    sizes = tuple(
+        size
+        if isinstance(size, int)
+        else size.subs(dict.fromkeys(size.free_symbols - {TOKENS}, OPEN_RANK))
+        for size in type_.shape
+    )
+    return type_.with_shape(tuple(int(s) if getattr(s, "is_Integer", 0) else s for s in sizes))
+
+
+def _backward(
+    op: str, ins: Types, outs: Types, attributes: Attributes, needs: tuple[bool, ...]
+) -> Graph:
+    """The gradient of one operator, of its first output's."""
+    values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
+    made = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
+    pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))
+    node = Node(op, tuple(value.name for value in values), made, pairs)
+    graph = Graph("one", values, (), (node,), (made[0].name,))
+    builder = Builder("backward")
+    incoming = builder.input("d", outs[0])
+    upstream = (incoming, *(None,) * (len(outs) - 1))
+    context = Gradient(builder, graph, node, upstream, needs)
+    gradients = operator(op).gradient(context)
+    return builder.build([name for name in gradients if name is not None])

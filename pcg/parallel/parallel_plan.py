@@ -1,0 +1,179 @@
+"""What a parallel plan is made of: transitions, choices, what they cost, and what is given.
+
+Source: FlexLLM (v1 §5.1, figure 6; v2 figure 3), for states and their transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+from pcg.ir.graph import Graph, Node
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.types import TensorType
+
+
+class Costs(Protocol):
+    """What ranks pay. In any unit: only sums are compared."""
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        """To run a node of a graph of whole tensors, and its gradients, on one rank.
+
+        `needs` says which inputs need a gradient.
+        """
+
+    def send(self, kind: str, type_: TensorType) -> float:
+        """An `all_reduce` of a tensor, or an `all_gather` of its parts to the whole."""
+
+    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        """By each rank in it."""
+
+    def place(self, type_: TensorType, dim: int) -> float:
+        """To write a rank's part of a whole tensor among zeros."""
+
+    def sum_gradient(self, type_: TensorType) -> float:
+        """To sum an adapter weight's gradient over the ranks, its share of one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A transition: the operator, and the layout that it gives."""
+
+    op: str
+    before: Layout
+    after: Layout
+
+    @property
+    def dim(self) -> int:
+        """That is parted, before or after."""
+        return self.before.dim or self.after.dim
+
+    @property
+    def forward(self) -> str:
+        """The collective of the forward; empty for none."""
+        return {"reduce": "all_reduce", "combine": "all_gather"}.get(self.op, "")
+
+    @property
+    def backward(self) -> str:
+        """The collective of the backward; empty for none."""
+        return {"replicate": "all_reduce", "partition": "all_gather"}.get(self.op, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What something costs.
+
+    Attributes:
+        cost: in the unit of the costs.
+        forward_bytes: sent by a rank.
+        backward_bytes: the same, backward.
+        step_bytes: sent by a rank once an optimizer step, to sum gradients.
+    """
+
+    cost: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    step_bytes: int = 0
+
+    def __add__(self, other: Bill) -> Bill:
+        return Bill(
+            self.cost + other.cost,
+            self.forward_bytes + other.forward_bytes,
+            self.backward_bytes + other.backward_bytes,
+            self.step_bytes + other.step_bytes,
+        )
+
+    def __sub__(self, other: Bill) -> Bill:
+        return Bill(
+            self.cost - other.cost,
+            self.forward_bytes - other.forward_bytes,
+            self.backward_bytes - other.backward_bytes,
+            self.step_bytes - other.step_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How ranks run one node.
+
+    Attributes:
+        rule: the way of its operator.
+        steps: transitions that it asks for, by value, in order.
+        held: layouts in which adapters' weights are held that no node before has read.
+        bill: of the node and the transitions.
+    """
+
+    rule: Sharding
+    steps: tuple[tuple[str, tuple[Step, ...]], ...]
+    held: tuple[tuple[str, Layout], ...]
+    bill: Bill
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How ranks run a graph.
+
+    Attributes:
+        choices: of each node, by its name.
+        outputs: transitions of the graph's outputs, as of a node.
+        inputs: layouts of the graph's inputs; whole where not named.
+        cost: the sum.
+        widest: the most states that were weighed at one node.
+    """
+
+    choices: Mapping[str, Choice]
+    outputs: Choice
+    inputs: Mapping[str, Layout]
+    cost: float
+    widest: int
+
+    @property
+    def held(self) -> dict[str, Layout]:
+        """Layouts of the adapters' weights."""
+        return {name: layout for choice in self.choices.values() for name, layout in choice.held}
+
+    def of(self, nodes: Iterable[str]) -> Bill:
+        """What some nodes cost, with the transitions made for them."""
+        return sum((self.choices[name].bill for name in nodes), Bill())
+
+    @property
+    def total(self) -> Bill:
+        """What all nodes cost, and the outputs' transitions."""
+        return self.of(self.choices) + self.outputs.bill
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a plan has to keep to.
+
+    Attributes:
+        layouts: of parameters by name. A frozen one that is not named takes what costs the least.
+        rules: ways of nodes by name.
+        inputs: layouts of the graph's inputs; whole where not named. Outputs are whole.
+        gathered: adapters' weights that have to be gathered where they are read.
+        direct: adapters' weights that must not.
+    """
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    rules: Mapping[str, Sharding] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    gathered: frozenset[str] = frozenset()
+    direct: frozenset[str] = frozenset()
+
+
+@cache
+def transitions(layout: Layout, wanted: Layout) -> tuple[Step, ...]:
+    """The transitions from a layout, on the way to a wanted one."""
+    parts = [wanted] if wanted.dim else []
+    if layout == WHOLE:
+        found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
+    elif layout == REPLICATED:
+        # A copy is whole again by way of its parts, or of a summand.
+        found = [("take", part) for part in parts or [partitioned(-1)]]
+    elif layout == PRE_REDUCE:
+        found = [("reduce", WHOLE)]
+    else:
+        found = [("combine", WHOLE), ("place", PRE_REDUCE)]
+    return tuple(Step(op, layout, after) for op, after in found if after != layout)

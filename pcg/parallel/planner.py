@@ -1,0 +1,357 @@
+"""Plan how ranks hold every tensor of a graph: the cheapest typed way, exactly.
+
+Nodes are taken in order. Ranks can run each in several ways (`Operator.shardings`), whose inputs
+are brought into the layouts that a way takes by transitions:
+
+    - → =    0 forward, an all-reduce backward          + → -    an all-reduce forward, 0 backward
+    - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
+    = → |d   0 both ways                                |d → +   0 both ways
+
+A layout that a value was once brought into is there for all later readers, so that what is cheapest
+for one node depends on what others did. A state is which layouts the values that are still read
+have; for each state the cheapest way there is kept (dynamic programming), and a state is dropped
+only where another one, with the transitions that make up for what it lacks, costs no more. So the
+result is the least of all assignments of ways and layouts. `Plan.widest` says how many states there
+were at most.
+
+An adapter's weight is held in the layout that its reader takes, or in parts that are gathered where
+it is read; a copy of which each rank has a part of the gradient (=) costs an all-reduce of it once
+an optimizer step. The base's weights, and the ways of the base's nodes, may be given: the search
+for bypass networks takes them so (dependent parallelization).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pcg.errors import TypeCheckError
+from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
+from pcg.parallel.parallel_plan import Bill, Choice, Costs, Fixed, Plan, Step, transitions
+
+Versions = tuple[tuple[str, frozenset[Layout]], ...]
+"""The layouts of the values that are still read, by name in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    versions: dict[str, frozenset[Layout]]
+    cost: tuple[float, int]
+    parent: _State | None = None
+    choice: Choice | None = None
+
+
+def plan(graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None) -> Plan:
+    """The cheapest way to run a graph over ranks.
+
+    Args:
+        graph: with whole tensors.
+        degree: number of ranks.
+        costs: what ranks pay.
+        fixed: what is given.
+    Raises:
+        TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
+            names the operator, the layouts, and what it takes.
+    """
+    return Planner(graph, degree, costs).plan(fixed or Fixed())
+
+
+class Planner:
+    """Plans one graph; what it learns of costs serves further plans of it."""
+
+    def __init__(self, graph: Graph, degree: int, costs: Costs) -> None:
+        self.graph = graph
+        self.degree = degree
+        self.costs = costs
+        self.active = with_gradient(graph)
+        self._last = _last_readers(graph)
+        self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
+        self._ways = {node.name: self._rules(node) for node in graph.nodes}
+
+    def plan(self, fixed: Fixed) -> Plan:
+        """The cheapest plan that keeps to what is given."""
+        given = {v.name: fixed.inputs.get(v.name, WHOLE) for v in self.graph.inputs}
+        states = [_State({name: frozenset([held]) for name, held in given.items()}, (0.0, 0))]
+        widest = 1
+        for place, node in enumerate(self.graph.nodes):
+            found: dict[Versions, _State] = {}
+            for state in states:
+                for new in self._after(state, place, node, fixed):
+                    key = tuple(sorted(new.versions.items()))
+                    if key not in found or new.cost < found[key].cost:
+                        found[key] = new
+            if not found:
+                raise TypeCheckError(self._refusal(node, states[0], fixed))
+            states = self._undominated(found.values())
+            widest = max(widest, len(states))
+        ends = [self._ended(state) for state in states]
+        end = min(ends, key=lambda state: state.cost)
+        choices: list[Choice] = []
+        at: _State | None = end
+        while at is not None and at.choice is not None:
+            choices.append(at.choice)
+            at = at.parent
+        outputs, *rest = choices
+        names = [node.name for node in self.graph.nodes]
+        return Plan(
+            dict(zip(names, reversed(rest), strict=True)),
+            outputs,
+            fixed.inputs,
+            end.cost[0],
+            widest,
+        )
+
+    # ------------------------------------------------------------------------------------- a node
+
+    def _rules(self, node: Node) -> tuple[tuple[Sharding, float], ...]:
+        """The ways of a node whose parts are equal, with what they cost a rank."""
+        types = tuple(self.graph.types[name] for name in node.inputs)
+        outputs = tuple(value.type for value in node.outputs)
+        needs = tuple(name in self.active for name in node.inputs)
+        found = {}
+        for rule in operator(node.op).shardings(types, dict(node.attributes)):
+            held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
+            if all(self.fits(type_, layout) for type_, layout in held):
+                found[rule] = self.costs.node(node, self.graph, rule, needs)
+        return tuple(found.items())
+
+    def fits(self, type_: TensorType, layout: Layout) -> bool:
+        """Whether ranks can hold it so; no parts of tokens, or of a rank that is left open."""
+        if not layout.dim:
+            return True
+        is_number = -layout.dim <= len(type_.dims) and isinstance(type_.shape[layout.dim], int)
+        return is_number and layout.fits(type_, self.degree)
+
+    def _after(self, state: _State, place: int, node: Node, fixed: Fixed) -> Iterator[_State]:
+        only = fixed.rules.get(node.name)
+        for rule, work in self._ways[node.name]:
+            if only is not None and rule != only:
+                continue
+            for versions, (cost, count), choice in self._brought(state, node, rule, fixed):
+                for value, layout in zip(node.outputs, rule.outputs, strict=True):
+                    versions[value.name] = frozenset([layout])
+                for name in self._last.get(place, ()):
+                    versions.pop(name, None)
+                total = (state.cost[0] + work + cost, state.cost[1] + count)
+                yield _State(versions, total, state, choice(rule, work))
+
+    def _brought(
+        self, state: _State, node: Node, rule: Sharding, fixed: Fixed
+    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], _MakeChoice]]:
+        """The ways to have the inputs in a rule's layouts: versions, cost and number of steps."""
+        names, holdings = [], []
+        for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
+            parameter = self.graph.parameters_by_name.get(name)
+            if parameter is None:
+                continue
+            if parameter.role != "adapter":
+                if not _may_be(fixed.layouts.get(name), layout):
+                    return
+            elif name not in state.versions:
+                held = self._holdings(parameter, layout, fixed)
+                if not held:
+                    return
+                names.append(name)
+                holdings.append(held)
+        for holding in itertools.product(*holdings):
+            versions = dict(state.versions)
+            made = _MakeChoice()
+            for name, layout in zip(names, holding, strict=True):
+                versions[name] = frozenset([layout])
+                made.hold(name, layout, self.graph.types[name], self.costs)
+            if self._bring(versions, node.inputs, rule.inputs, made):
+                yield versions, (made.cost, made.count), made
+
+    def _bring(
+        self,
+        versions: dict[str, frozenset[Layout]],
+        names: Sequence[str],
+        layouts: Sequence[Layout],
+        made: _MakeChoice,
+    ) -> bool:
+        """Bring values into layouts; False where there is no way."""
+        for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
+            if name not in versions or layout in versions[name]:
+                continue
+            path = self._path(name, versions[name], layout)
+            if path is None:
+                return False
+            cost, steps = path
+            versions[name] = versions[name].union(step.after for step in steps)
+            made.bring(name, self.graph.types[name], cost, steps, name in self.active, self.costs)
+        return True
+
+    def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Fixed) -> list[Layout]:
+        """Layouts to hold an adapter's weight in that a node reads in a wanted one."""
+        name = parameter.name
+        only = fixed.layouts.get(name)
+        dims = range(-len(parameter.type.dims), 0)
+        parts = [layout for dim in dims if self.fits(parameter.type, layout := partitioned(dim))]
+        if wanted == PRE_REDUCE:
+            return []  # a part among zeros is the part
+        choices = [wanted]
+        if wanted in (WHOLE, REPLICATED) and name not in fixed.direct:
+            choices += parts
+        if only is not None:
+            if only == wanted:
+                return [] if name in fixed.gathered else [only]
+            is_reached = self._path(name, frozenset([only]), wanted) is not None
+            choices = [only] if is_reached and name not in fixed.direct else []
+        return choices
+
+    def _ended(self, state: _State) -> _State:
+        """With the outputs whole."""
+        versions, made = dict(state.versions), _MakeChoice()
+        names = self.graph.outputs
+        if not self._bring(versions, names, [WHOLE] * len(names), made):
+            raise TypeCheckError(f"{self.graph.name} has an output that cannot be made whole")
+        total = (state.cost[0] + made.cost, state.cost[1] + made.count)
+        return _State(versions, total, state, made(Sharding((), ()), 0.0))
+
+    # --------------------------------------------------------------------------------- transitions
+
+    def _path(
+        self, name: str, have: frozenset[Layout], wanted: Layout
+    ) -> tuple[float, tuple[Step, ...]] | None:
+        """The cheapest transitions to a layout from those that a value has, and their cost."""
+        type_ = self.graph.types[name]
+        is_active = name in self.active
+        key = (type_, is_active, have, wanted)
+        if key not in self._paths:
+            self._paths[key] = self._find_path(type_, is_active, have, wanted)
+        return self._paths[key]
+
+    def _find_path(
+        self, type_: TensorType, is_active: bool, have: frozenset[Layout], wanted: Layout
+    ) -> tuple[float, tuple[Step, ...]] | None:
+        best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
+        best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
+        for _ in range(4):
+            for layout, (cost, steps) in list(best.items()):
+                for step in transitions(layout, wanted):
+                    if not self.fits(type_, step.after):
+                        continue
+                    total = cost + self._step_cost(type_, is_active, step)
+                    known = best.get(step.after)
+                    if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
+                        best[step.after] = (total, (*steps, step))
+        return best.get(wanted)
+
+    def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
+        cost = self.costs.send(step.forward, type_) if step.forward else 0.0
+        if step.backward and is_active:
+            cost += self.costs.send(step.backward, type_)
+        if step.op == "place" or (step.op == "take" and is_active):
+            cost += self.costs.place(type_, step.dim)
+        return cost
+
+    def _undominated(self, states: Iterable[_State]) -> list[_State]:
+        kept: list[_State] = []
+        for state in sorted(states, key=lambda state: state.cost):
+            if not any(self._dominates(other, state) for other in kept):
+                kept.append(state)
+        return kept
+
+    def _dominates(self, one: _State, other: _State) -> bool:
+        """Whether all that the other can do, the one can do for no more."""
+        cost, count = one.cost
+        for name, layouts in other.versions.items():
+            have = one.versions.get(name)
+            if have is None:
+                return False
+            for layout in layouts - have:
+                path = self._path(name, have, layout)
+                if path is None:
+                    return False
+                cost, count = cost + path[0], count + len(path[1])
+                if (cost, count) > other.cost:
+                    return False
+        return True
+
+    # --------------------------------------------------------------------------------------- errors
+
+    def _refusal(self, node: Node, state: _State, fixed: Fixed) -> str:
+        held = []
+        for name in node.inputs:
+            layouts = state.versions.get(name) or {fixed.layouts.get(name, WHOLE)}
+            held.append(f"%{name} in {' or '.join(sorted(map(str, layouts)))}")
+        takes = dict.fromkeys(str(rule) for rule, _ in self._ways[node.name])
+        return (
+            f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
+            f"ranks with {', '.join(held)}; it takes {', '.join(takes) or 'no layouts'}"
+        )
+
+
+@dataclass
+class _MakeChoice:
+    """Adds up what bringing a node's inputs takes."""
+
+    cost: float = 0.0
+    count: int = 0
+    steps: list[tuple[str, tuple[Step, ...]]] = field(default_factory=list)
+    held: list[tuple[str, Layout]] = field(default_factory=list)
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    step_bytes: int = 0
+
+    def hold(self, name: str, layout: Layout, type_: TensorType, costs: Costs) -> None:
+        self.held.append((name, layout))
+        if layout == REPLICATED:
+            self.cost += costs.sum_gradient(type_)
+            self.step_bytes += costs.bytes_sent("all_reduce", type_)
+
+    def bring(
+        self,
+        name: str,
+        type_: TensorType,
+        cost: float,
+        steps: tuple[Step, ...],
+        is_active: bool,
+        costs: Costs,
+    ) -> None:
+        self.cost += cost
+        self.count += len(steps)
+        self.steps.append((name, steps))
+        for step in steps:
+            if step.forward:
+                self.forward_bytes += costs.bytes_sent(step.forward, type_)
+            if step.backward and is_active:
+                self.backward_bytes += costs.bytes_sent(step.backward, type_)
+
+    def __call__(self, rule: Sharding, work: float) -> Choice:
+        bill = Bill(work + self.cost, self.forward_bytes, self.backward_bytes, self.step_bytes)
+        return Choice(rule, tuple(self.steps), tuple(self.held), bill)
+
+
+def with_gradient(graph: Graph) -> frozenset[str]:
+    """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
+    active = {value.name for value in graph.inputs[: len(graph.outputs)]}
+    active |= {p.name for p in graph.parameters if p.role == "adapter"}
+    for node in graph.nodes:
+        if any(name in active for name in node.inputs):
+            active.update(value.name for value in node.outputs if value.type.is_float)
+    return frozenset(active)
+
+
+def _may_be(fixed: Layout | None, layout: Layout) -> bool:
+    """Whether a frozen weight may be held so; without a gradient whole and replicated are one."""
+    if fixed is None:
+        return True
+    return layout in (WHOLE, REPLICATED, PRE_REDUCE) if fixed == WHOLE else layout == fixed
+
+
+def _last_readers(graph: Graph) -> dict[int, list[str]]:
+    """Values that no node after one reads, by its place; outputs are read to the end."""
+    last: dict[str, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for name in (*node.inputs, *(value.name for value in node.outputs)):
+            last[name] = place
+    found: dict[int, list[str]] = {}
+    for name, place in last.items():
+        if name not in graph.outputs:
+            found.setdefault(place, []).append(name)
+    return found

@@ -1,0 +1,233 @@
+"""The ranks of a tensor-parallel group: processes that torchrun or `pcg run --tp` has started.
+
+Every rank runs the same calls in the same order. Bytes that a rank sends, by ring algorithms over n
+ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from pcg.errors import ParallelError, PcgError, RankLostError
+
+TIMEOUT_S = 300
+"""That a rank waits for the others at most; one may load its weights more slowly than another."""
+ROLL_CALL_S = 2.0
+"""That a rank waits to hear which others are still there, once one is gone."""
+AXIS = "tp"
+
+
+class Ranks(Protocol):
+    """A tensor-parallel group, as one of its ranks sees it.
+
+    Attributes:
+        rank: which it is.
+        size: how many there are.
+        device: of the tensors that they exchange.
+        moved_bytes: what this rank has sent, by kind of collective.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    moved_bytes: dict[str, int]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, in one of the same shape."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' tensors, in their order."""
+
+
+class OneRank:
+    """The group of one: it exchanges nothing."""
+
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.moved_bytes: dict[str, int] = {}
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+
+ALONE = OneRank()
+
+
+class ProcessRanks:
+    """A group of processes, over a process group of torch.
+
+    Args:
+        group: NCCL's where the device is a GPU, else gloo's.
+        device: of the tensors that they exchange.
+        store: where the ranks leave word that they are there; None where there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0}
+        self._group = group
+        self._store = store
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors. RankLostError: another rank is gone."""
+        self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._wait(lambda: dist.all_reduce(total, group=self._group), "an all-reduce")
+        return total
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' tensors. RankLostError: another rank is gone."""
+        self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(lambda: dist.all_gather(parts, x, group=self._group), "an all-gather")
+        return parts
+
+    def _wait(self, run: Callable[[], Any], what: str) -> None:
+        try:
+            run()
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RankLostError(
+                f"{self._lost()} of {self.size} ended, or waits for something else, while rank "
+                f"{self.rank} was in {what} with it; its own message says why. All ranks have to "
+                f"start again ({reason})"
+            ) from error
+
+    def _lost(self) -> str:
+        """Which ranks do not answer."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        missing = others
+        # The store is gone where the rank that kept it is.
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(_word(self.rank), "here")
+                end = time.monotonic() + ROLL_CALL_S
+                while missing and time.monotonic() < end:
+                    missing = [rank for rank in missing if not self._store.check([_word(rank)])]
+                    time.sleep(0.05)
+        names = missing or others
+        return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+
+
+def _word(rank: int) -> str:
+    return f"pcg/still-there/{rank}"
+
+
+def join(degree: int, device: torch.device) -> Ranks:
+    """Join the group of so many ranks, of which this process is one.
+
+    Args:
+        degree: number of ranks.
+        device: of this rank.
+    Raises:
+        ParallelError: this process is not one of so many.
+    """
+    if degree == 1:
+        return ALONE
+    store: Any = None
+    if not dist.is_initialized():
+        check_started(degree)
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+        atexit.register(_leave)
+    if dist.get_world_size() != degree:
+        raise ParallelError(_not_so_many(degree, dist.get_world_size()))
+    mesh = init_device_mesh(device.type, (degree,), mesh_dim_names=(AXIS,))
+    return ProcessRanks(mesh.get_group(AXIS), device, store)
+
+
+def check_started(degree: int) -> None:
+    """Refuse to go on in a process that is not one of so many. ParallelError: it is not."""
+    size = dist.get_world_size() if dist.is_initialized() else started_ranks()
+    if size != degree:
+        raise ParallelError(_not_so_many(degree, size))
+
+
+def started_ranks() -> int:
+    """How many processes torchrun has started, this one among them; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def own_device(device: torch.device) -> torch.device:
+    """A device of this rank's own: GPUs are given out by torchrun's LOCAL_RANK.
+
+    Raises:
+        ParallelError: the machine has fewer GPUs than ranks.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= there:
+        raise ParallelError(
+            f"rank {local} of this machine has no GPU: there are {there}; start as many ranks as "
+            'there are, or use device="cpu"'
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _not_so_many(degree: int, size: int) -> str:
+    return (
+        f"tp={degree} takes {degree} processes, and this is one of {size}; run it under torchrun "
+        f"--nproc-per-node {degree}, or by pcg run --tp {degree} or pcg finetune --tp {degree}"
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_first(ranks: Ranks, act: Callable[[], object]) -> None:
+    """Do something on the first rank, as writing a file, while the others wait for it.
+
+    Raises:
+        PcgError: what `act` raised there; the other ranks raise a ParallelError.
+    """
+    error: PcgError | None = None
+    if ranks.rank == 0:
+        try:
+            act()
+        except PcgError as found:
+            error = found
+    failed = ranks.all_reduce(torch.tensor(float(error is not None), device=ranks.device))
+    if error is not None:
+        raise error
+    if float(failed):
+        raise ParallelError("rank 0 could not write for all ranks; its own message says why")
+
+
+def of_first(ranks: Ranks, values: Tensor) -> Tensor:
+    """The first rank's values, on every rank: what decides how they go on has to be one."""
+    if ranks.size == 1:
+        return values
+    return ranks.all_gather(values.to(ranks.device))[0].to(values.device)

@@ -1,0 +1,81 @@
+"""The `parallel` object of a report as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
+
+
+def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
+    """The base's plan, each site's choice, and the bytes between ranks, of a layer's step.
+
+    Args:
+        parallel: of a report.
+        candidates: whether to list what was not chosen, too.
+    """
+    lines = [f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens"]
+    several = len(parallel["communication"]) > 1
+    for sent in parallel["communication"]:
+        block = sent["block"]
+        if several:
+            lines.append(f"  {block}")
+        rows = [row for row in parallel["base"] if row["block"] == block]
+        for layout, called in _LAYOUTS.items():
+            names = [_module(row["weight"]) for row in rows if row["layout"] == layout]
+            if names:
+                lines.append(f"  {called:<16} {', '.join(names)}")
+        for site in (row for row in parallel["bypass"] if row["block"] == block):
+            lines += _site_lines(site, candidates)
+        lines += [
+            f"  a rank sends     {_mib(sent['forward_bytes'])} MiB forward and "
+            f"{_mib(sent['backward_bytes'])} backward, of that for the adapters "
+            f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])};",
+            f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step",
+        ]
+    return lines
+
+
+def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
+    lines = [f"  {_module(site['site']):<16} {site['chosen']}"]
+    if not candidates:
+        return lines
+    lines.append(f"  {'':<16} {site['why']}")
+    return lines + [
+        f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
+        f" {_mib(row['step_bytes']):>7} a step   {row['strategy']}"
+        for row in site["candidates"]
+    ]
+
+
+def region_lines(parallel: Mapping[str, Any]) -> list[str]:
+    """For which tokens, ranks, degrees and links which strategies are the best."""
+    lines: list[str] = []
+    for variant, rows in parallel.get("regions", {}).items():
+        lines += ["", f"best strategies, {variant}"]
+        lines += [_region_line(row) for row in rows]
+    return lines
+
+
+def _region_line(row: Mapping[str, Any]) -> str:
+    groups: dict[str, list[str]] = {}
+    for site, strategy in row["strategies"].items():
+        groups.setdefault(strategy, []).append(_module(site))
+    told = "; ".join(f"{strategy}: {_all(names)}" for strategy, names in groups.items())
+    where = f"{row['from_tokens']:,} to {row['to_tokens']:,}"
+    return f"  {where:>16} tokens   {told}"
+
+
+def _all(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _module(path: str) -> str:
+    """The last part of a module's path, or of a weight's."""
+    return path.removesuffix(".weight").rpartition(".")[2]
+
+
+def _mib(size: int) -> str:
+    mib = size / 2**20
+    return f"{mib:,.2f}" if size else "0"

@@ -1,0 +1,304 @@
+"""Search how to parallelize bypass networks under a base whose parallelization is fixed.
+
+A site is a bypass network: the nodes that an adapter adds at one place of a layer, with the weights
+that they read. The base's nodes run as they do without adapters; between them all sites together
+are planned at the least cost (`pcg.parallel.planner`), so that what one site gathers another reads.
+A candidate of a site holds its weights in given layouts, with everything else about it planned at
+the least cost and all other sites as chosen.
+
+Names of LoRA's candidates, by the layouts of A and B: FlexLLM's four (v1 figure 5, v2 figure 4),
+Punica's (§7), S-LoRA's (§6), weights gathered where they are read (as fully sharded data
+parallelism does), and copies of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx
+
+from pcg.errors import TypeCheckError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
+from pcg.parallel.planner import Planner
+
+COLUMN, ROW = partitioned(-2), partitioned(-1)
+
+_PARTED_MOST = 64
+"""Candidates of a site of which all are listed; of more, those that differ in one weight."""
+
+_OF_COLUMN = {
+    (REPLICATED, COLUMN): "FlexLLM 1, Punica: replicate A, partition B",
+    (ROW, COLUMN): "FlexLLM 2: partition the input, reduce s",
+    (COLUMN, COLUMN): "FlexLLM 3, S-LoRA: partition A and B, gather s",
+    (WHOLE, WHOLE): "FlexLLM 4: whole, partition the output",
+    (REPLICATED, REPLICATED): "fully replicated",
+}
+_OF_ROW = {
+    (ROW, REPLICATED): "FlexLLM 1, Punica: partition A, replicate B",
+    (ROW, WHOLE): "FlexLLM 2: partition the input, reduce s",
+    (ROW, COLUMN): "FlexLLM 3, S-LoRA: partition A and B, reduce s, add in the base's sum",
+    (WHOLE, WHOLE): "FlexLLM 4: whole, combine the input",
+    (REPLICATED, REPLICATED): "fully replicated",
+}
+_GATHERED = "fully sharded, weights gathered"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One bypass network of a layer.
+
+    Attributes:
+        name: path of the module that it stands at.
+        nodes: names, in the order of the graph.
+        weights: names of the adapter's weights that they read.
+        is_row: whether what it adds to is a sum over ranks; None where that is whole.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    weights: tuple[str, ...]
+    is_row: bool | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to parallelize a site.
+
+    Attributes:
+        strategy: what it is called, or the layouts of its weights.
+        layouts: of its weights, by name.
+        gathered: weights that are gathered where they are read.
+        bill: what it adds to the layer.
+    """
+
+    strategy: str
+    layouts: Mapping[str, Layout]
+    gathered: frozenset[str]
+    bill: Bill
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return tuple(sorted(self.layouts.items(), key=str)), self.gathered
+
+
+@dataclass(frozen=True)
+class SiteChoice:
+    """A site's candidates, cheapest first, and the one that is chosen."""
+
+    site: Site
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for a layer.
+
+    Attributes:
+        plan: of all nodes.
+        sites: with their candidates.
+    """
+
+    plan: Plan
+    sites: tuple[SiteChoice, ...]
+
+
+def sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[Site, ...]:
+    """The bypass networks of a layer.
+
+    Args:
+        graph: of the layer, with whole tensors.
+        base: ways of the base's nodes, by name.
+    """
+    added = [node for node in graph.nodes if node.name not in base]
+    made = {value.name: node.name for node in added for value in node.outputs}
+    adapter = {p.name for p in graph.parameters if p.role == "adapter"}
+    links = networkx.Graph()
+    links.add_nodes_from(node.name for node in added)
+    for node in added:
+        for name in node.inputs:
+            if name in made:
+                links.add_edge(node.name, made[name])
+            elif name in adapter:
+                links.add_edge(node.name, f"weight {name}")
+    found = []
+    for component in networkx.connected_components(links):
+        nodes = [node for node in added if node.name in component]
+        weights = dict.fromkeys(n for node in nodes for n in node.inputs if n in adapter)
+        if weights:
+            at = nodes[-1]
+            reads = [base[name] for node in nodes for name in node.inputs if name in base]
+            outputs = [rule.outputs[0] for rule in reads]
+            is_row = None if not outputs else any(o.state.value == "+" for o in outputs)
+            if is_row is False and not any(o.dim for o in outputs):
+                is_row = None
+            names = tuple(node.name for node in nodes)
+            found.append(Site(at.scope or at.name, names, tuple(weights), is_row))
+    return tuple(found)
+
+
+class Search:
+    """The search over one layer; what it learns of costs serves all its plans.
+
+    Args:
+        graph: of the layer with bypass networks, of whole tensors.
+        degree: number of ranks.
+        costs: what ranks pay.
+        layouts: of the base's weights.
+        base: ways of the base's nodes, by name.
+        gathers: whether weights may be gathered where they are read; those of a batch's many
+            adapters may not.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        degree: int,
+        costs: Costs,
+        layouts: Mapping[str, Layout],
+        base: Mapping[str, Sharding],
+        gathers: bool = True,
+    ) -> None:
+        self.graph = graph
+        self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
+        self.layouts = layouts
+        self.planner = Planner(graph, degree, costs)
+        self.sites = sites(graph, self.base)
+        weights = {name for site in self.sites for name in site.weights}
+        self._direct = frozenset() if gathers else frozenset(weights)
+
+    def plan(self) -> Plan:
+        """The cheapest plan."""
+        return self.planner.plan(Fixed(self.layouts, self.base, direct=self._direct))
+
+    def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
+        """The cheapest plan that holds adapters' weights in given layouts.
+
+        Args:
+            layouts: of weights by name; those that are not named are free.
+            gathered: of them, those that are gathered where they are read.
+        Raises:
+            TypeCheckError: there is no way to run it so.
+        """
+        direct = frozenset(name for name, layout in layouts.items() if layout.dim) - gathered
+        held = {**self.layouts, **layouts}
+        return self.planner.plan(Fixed(held, self.base, gathered=gathered, direct=direct))
+
+    def find(self) -> Found:
+        """The cheapest plan, and each site's candidates beside it."""
+        best = self.plan()
+        return Found(best, tuple(self._choices(best, site) for site in self.sites))
+
+    def candidate(self, plan: Plan, site: Site) -> Candidate:
+        """What a plan does at a site, with what that adds to the layer."""
+        moved = {name for node in site.nodes for name, _ in plan.choices[node].steps}
+        gathered = frozenset(name for name in site.weights if name in moved and plan.held[name].dim)
+        return self._candidate(plan, plan, site, gathered)
+
+    def _choices(self, best: Plan, site: Site) -> SiteChoice:
+        chosen = self.candidate(best, site)
+        found = {chosen.key: chosen}
+        for held, gathers in self._ways(site, chosen):
+            try:
+                plan = self.force(best, site, held, gathers)
+            except TypeCheckError:
+                continue  # no way to run it so
+            candidate = self._candidate(plan, best, site, gathers)
+            found.setdefault(candidate.key, candidate)
+        ordered = sorted(found.values(), key=lambda candidate: candidate.bill.cost)
+        return SiteChoice(site, chosen, tuple(ordered))
+
+    def _ways(
+        self, site: Site, chosen: Candidate
+    ) -> Iterator[tuple[Mapping[str, Layout], frozenset[str]]]:
+        """Layouts of a site's weights, and which of them are gathered where they are read."""
+        options = {name: list(self._options(name)) for name in site.weights}
+        count = 1
+        for of_one in options.values():
+            count *= len(of_one)
+        ways: Iterator[tuple[tuple[Layout, bool], ...]]
+        if count <= _PARTED_MOST:
+            ways = itertools.product(*options.values())
+        else:
+            ways = self._neighbours(options, chosen)
+        for way in ways:
+            layouts = {name: layout for name, (layout, _) in zip(options, way, strict=True)}
+            yield (
+                layouts,
+                frozenset(
+                    n for n, (_, is_gathered) in zip(options, way, strict=True) if is_gathered
+                ),
+            )
+
+    def _options(self, name: str) -> Iterator[tuple[Layout, bool]]:
+        type_ = self.graph.types[name]
+        yield WHOLE, False
+        yield REPLICATED, False
+        parts = [partitioned(dim) for dim in range(-len(type_.dims), 0)]
+        fitting = [part for part in parts if self.planner.fits(type_, part)]
+        yield from ((part, False) for part in fitting)
+        yield from ((part, True) for part in fitting[:1])
+
+    @staticmethod
+    def _neighbours(
+        options: Mapping[str, Sequence[tuple[Layout, bool]]], chosen: Candidate
+    ) -> Iterator[tuple[tuple[Layout, bool], ...]]:
+        """All weights held alike, and what differs from the chosen in one weight."""
+        now = [(chosen.layouts[name], name in chosen.gathered) for name in options]
+        for same in (WHOLE, REPLICATED):
+            yield tuple((same, False) for _ in options)
+        for place, name in enumerate(options):
+            for other in options[name]:
+                yield (*now[:place], other, *now[place + 1 :])
+
+    def force(
+        self,
+        best: Plan,
+        site: Site,
+        layouts: Mapping[str, Layout],
+        gathered: frozenset[str] = frozenset(),
+    ) -> Plan:
+        """A plan with one site's weights held in given layouts, and all other sites as they were.
+
+        Args:
+            best: the plan of all others.
+            site: of this layer.
+            layouts: of the site's weights by name.
+            gathered: of them, those that are gathered where they are read.
+        Raises:
+            TypeCheckError: there is no way to run it so.
+        """
+        rules = {
+            name: choice.rule for name, choice in best.choices.items() if name not in site.nodes
+        }
+        others = {name: layout for name, layout in best.held.items() if name not in layouts}
+        direct = frozenset(name for name, layout in layouts.items() if layout.dim) - gathered
+        held = {**self.layouts, **others, **layouts}
+        return self.planner.plan(Fixed(held, rules, gathered=gathered, direct=direct))
+
+    def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
+        layouts = {name: plan.held[name] for name in site.weights}
+        bill = best.of(site.nodes) + (plan.total - best.total)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill)
+
+
+def strategy_name(site: Site, layouts: Mapping[str, Layout], gathered: frozenset[str]) -> str:
+    """What a candidate is called: by the papers where it is theirs, else by its layouts."""
+    held = tuple(layouts.values())
+    ends = [name.rpartition(".")[2] for name in layouts]
+    if ends == ["lora_A", "lora_B"]:
+        if len(gathered) == len(layouts):
+            return _GATHERED
+        names = _OF_ROW if site.is_row else _OF_COLUMN
+        if site.is_row is not None and not gathered and held in names:
+            return names[held]
+    if len(set(held)) == 1 and not gathered and held[0] in (WHOLE, REPLICATED):
+        return "whole" if held[0] == WHOLE else "fully replicated"
+    return ", ".join(
+        f"{end} {'gathered ' if name in gathered else ''}{layout}"
+        for end, (name, layout) in zip(ends, layouts.items(), strict=True)
+    )

@@ -1,0 +1,99 @@
+"""Shard a graph over the ranks of a tensor-parallel group, as a plan says.
+
+The graph stays the same but for the layouts in its types and the parallelization operators that
+bring values into them; a parameter that is read in two layouts is two parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout
+from pcg.parallel.parallel_plan import Choice, Plan, Step
+
+_SUFFIX = {
+    "combine": "joined",
+    "partition": "part",
+    "place": "summand",
+    "reduce": "sum",
+    "replicate": "everywhere",
+    "take": "taken",
+}
+
+
+def shard(graph: Graph, degree: int, plan: Plan) -> Graph:
+    """The graph with layouts in its types, and the operators that change them.
+
+    Args:
+        graph: with whole tensors.
+        degree: number of ranks.
+        plan: of this graph.
+    """
+    return _Sharder(graph, degree, plan).run()
+
+
+class _Sharder:
+    def __init__(self, graph: Graph, degree: int, plan: Plan) -> None:
+        self.graph = graph
+        self.degree = degree
+        self.plan = plan
+        self.builder = Builder(graph.name)
+        self.builder.reserved = graph.types
+        self.versions: dict[str, dict[Layout, str]] = {}
+        for value in graph.inputs:
+            layout = plan.inputs.get(value.name, WHOLE)
+            self.builder.input(value.name, layout.of(value.type, degree))
+            self.versions[value.name] = {layout: value.name}
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            self._node(node, self.plan.choices[node.name])
+        self._bring(self.plan.outputs)
+        return self.builder.build([self.versions[name][WHOLE] for name in self.graph.outputs])
+
+    def _node(self, node: Node, choice: Choice) -> None:
+        for name, layout in choice.held:
+            self._hold(self.graph.parameters_by_name[name], layout)
+        self._bring(choice)
+        inputs = []
+        for name, layout in zip(node.inputs, choice.rule.inputs, strict=True):
+            parameter = self.graph.parameters_by_name.get(name)
+            if parameter is not None and parameter.role != "adapter":
+                # It has no gradient, so that whole and replicated are one.
+                layout = REPLICATED if layout == WHOLE else layout
+                if layout not in self.versions.get(name, {}):
+                    self._hold(parameter, layout)
+            inputs.append(self.versions[name][layout])
+        outputs = tuple(
+            Value(value.name, layout.of(value.type, self.degree))
+            for value, layout in zip(node.outputs, choice.rule.outputs, strict=True)
+        )
+        op = choice.rule.op or node.op
+        self.builder.append(Node(op, tuple(inputs), outputs, node.attributes, node.scope))
+        for value, layout in zip(node.outputs, choice.rule.outputs, strict=True):
+            self.versions[value.name] = {layout: value.name}
+
+    def _bring(self, choice: Choice) -> None:
+        for name, steps in choice.steps:
+            for step in steps:
+                if step.after not in self.versions[name]:
+                    self.versions[name][step.after] = self._transition(name, step)
+
+    def _transition(self, name: str, step: Step) -> str:
+        attributes = (("dim", step.dim),) if step.dim else ()
+        made = self.builder.fresh(f"{name}_{_SUFFIX[step.op]}")
+        value = Value(made, step.after.of(self.graph.types[name], self.degree))
+        maker = self.graph.producers.get(name)
+        scope = maker.scope if maker else ""
+        source = self.versions[name][step.before]
+        self.builder.append(Node(step.op, (source,), (value,), attributes, scope))
+        return made
+
+    def _hold(self, parameter: Parameter, layout: Layout) -> None:
+        versions = self.versions.setdefault(parameter.name, {})
+        name = parameter.name if not versions else self.builder.fresh(f"{parameter.name}_again")
+        type_ = layout.of(parameter.type, self.degree)
+        if parameter.role != "adapter" and layout == REPLICATED:
+            type_ = parameter.type
+        versions[layout] = self.builder.parameter(replace(parameter, value=Value(name, type_)))

@@ -1,0 +1,179 @@
+"""What an operator does on one rank, in numbers: operations, bytes, and its shapes.
+
+The operator table has the formulas (`flops`, `moved_bytes`). They are turned into functions of the
+tokens and the context once for an operator's types, so that a search can ask at any sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import sympy
+
+from pcg.errors import CostModelError, IrError
+from pcg.ir.graph import Attribute
+from pcg.ir.operators import operator
+from pcg.ir.operators.collective import Collective, Transition
+from pcg.ir.operators.linear import ExpandAdd, Linear, LoraLinear, Shrink
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.operators.operator import Attributes, Operator, Types
+from pcg.ir.types import TOKENS, Size, TensorType
+
+Pairs = tuple[tuple[str, Attribute], ...]
+"""Attributes that can be looked up."""
+
+_NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
+"""Operators whose attribute of that name chooses the kernel."""
+_FLAGS = ("alibi", "sinks", "softcap", "window")
+"""Attributes of attention that choose the kernel where they are not 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call of an operator.
+
+    Attributes:
+        kernel: the operator, and what else chooses its kernel.
+        is_product: whether it is a matrix product or attention.
+        dtype: of its arithmetic.
+        shapes: types of inputs and outputs, as text; of attention the context, too.
+        rows: leading size of its first output.
+        flops: operations.
+        moved_bytes: read and written.
+    """
+
+    kernel: str
+    is_product: bool
+    dtype: str
+    shapes: str
+    rows: float
+    flops: float
+    moved_bytes: float
+
+
+def work_of(
+    op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
+) -> Work:
+    """What a call does.
+
+    Args:
+        op: an operator of a rank's graph, no collective.
+        inputs: types of one rank, in `T` and `S` alone.
+        outputs: likewise.
+        attributes: of the node.
+        tokens: T.
+        context: S.
+    Raises:
+        CostModelError: the operator or a type has no cost.
+    """
+    if tokens < 1 or context < 1:
+        raise CostModelError(
+            f"{op} of {tokens} tokens in a context of {context} has no cost; use at least 1"
+        )
+    pairs = tuple(attributes.items())
+    numbers = _numbers(op, inputs, outputs, pairs)
+    flops, moved_bytes, *sizes = numbers(tokens, context)
+    left = iter(sizes)
+    texts = [
+        f"{type_.dtype}[{','.join(str(int(next(left))) for _ in type_.dims)}]"
+        for type_ in (*inputs, *outputs)
+    ]
+    entry = operator(op)
+    shapes = f"{' '.join(texts[: len(inputs)])} → {' '.join(texts[len(inputs) :])}"
+    if entry.sees_sequences:
+        shapes += f" of {context}"
+    first = sum(len(type_.dims) for type_ in inputs)
+    return Work(
+        kernel_of(op, attributes),
+        entry.is_product,
+        entry.compute_dtype(inputs),
+        shapes,
+        sizes[first] if outputs[0].dims else 1,
+        flops,
+        moved_bytes,
+    )
+
+
+def kernel_of(op: str, attributes: Attributes) -> str:
+    """The operator's name, with the attributes that choose another kernel."""
+    family = op.removesuffix("_backward")
+    if family == "attention":
+        return "+".join([op, *(flag for flag in _FLAGS if attributes.get(flag))])
+    if family in _NAMED:
+        return f"{op}+{attributes[_NAMED[family]]}"
+    return op
+
+
+@lru_cache(maxsize=16384)
+def is_free(op: str) -> bool:
+    """Whether PyTorch gives a view of what there is already.
+
+    Raises:
+        CostModelError: no operator of a rank's graph that is computed.
+    """
+    entry = _entry(op)
+    if entry.is_view:
+        return True
+    if isinstance(entry, Collective) and entry.rounds:
+        raise CostModelError(f"{op} is no work of one rank; ask collective_seconds for its cost")
+    if isinstance(entry, Transition):
+        raise CostModelError(f"{op} has no cost before the graph is that of one rank: localize it")
+    return op in ("own_part", "taken_part")
+
+
+def parts_of(
+    op: str, inputs: Types, outputs: Types, attributes: Attributes
+) -> Iterator[tuple[str, Types, Types, Attributes]]:
+    """The operator itself; of a fused `lora_linear` the products that it stands for."""
+    if op != LoraLinear.name:
+        yield op, inputs, outputs, attributes
+        return
+    count, x = len(outputs), inputs[0]
+    bases = 1 + (2 * count if attributes["bias"] else count)
+    for i, out in enumerate(outputs):
+        a, b = inputs[bases + i], inputs[bases + count + i]
+        (s,) = Shrink().infer((x, a), {})
+        yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
+        yield Shrink.name, (x, a), (s,), {}
+        yield ExpandAdd.name, (out, s, b), (out,), {}
+
+
+def _entry(op: str) -> Operator:
+    try:
+        return operator(op)
+    except IrError as error:
+        raise CostModelError(f"no cost is known: {error}") from None
+
+
+@lru_cache(maxsize=65536)
+def _numbers(
+    op: str, inputs: Types, outputs: Types, pairs: Pairs
+) -> Callable[[int, int], Sequence[float]]:
+    """Operations, bytes, and the sizes of all dims, as a function of T and S."""
+    entry, attributes = _entry(op), dict(pairs)
+    types = (*inputs, *outputs)
+    for type_ in types:
+        if any(dim.degree != 1 for dim in type_.dims):
+            raise CostModelError(f"{op} of {type_} has no cost; give what one rank holds of it")
+    sizes = [size for type_ in types for size in type_.shape]
+    formulas: list[Size] = [
+        entry.flops(inputs, outputs, attributes),
+        entry.moved_bytes(inputs, outputs, attributes),
+        *sizes,
+    ]
+    unknown = set().union(*(sympy.sympify(f).free_symbols for f in formulas)) - {TOKENS, CONTEXT}
+    if unknown:
+        names = ", ".join(sorted(map(str, unknown)))
+        raise CostModelError(
+            f"{op} of {_text(inputs)} has no cost while {names} is open; put a number in its place"
+        )
+    function: Callable[[int, int], Sequence[float]] = sympy.lambdify(
+        (TOKENS, CONTEXT), formulas, "math"
+    )
+    return function
+
+
+def _text(types: Sequence[TensorType]) -> str:
+    return ", ".join(map(str, types))

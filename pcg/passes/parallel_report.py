@@ -1,0 +1,119 @@
+"""What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
+
+Costs and bytes are of one layer and one rank, for one step: forward, backward, and the sum of
+copied weights' gradients, which is done once an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pcg.ir.layouts import layout_of
+from pcg.parallel.layer_costs import DeviceCosts
+from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.search import Candidate, Search, SiteChoice
+from pcg.passes.parallelize import Sharded
+
+_TOKENS = tuple(4**power for power in range(9))
+"""At which the best strategies are looked for: 1 to 65,536."""
+
+Strategies = tuple[tuple[str, str], ...]
+"""Of each site, by its name."""
+
+
+def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
+    """The `parallel` object of a report, without regions."""
+    base, bypass, sent = [], [], []
+    for place, (search, best) in enumerate(zip(sharded.searches, sharded.plans, strict=True)):
+        block = sharded.typed.blocks[place]
+        for parameter in block.parameters:
+            if parameter.role == "frozen":
+                layout = layout_of(parameter.type)
+                base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
+        found = search.find()
+        bypass += [_site(choice, block.name) for choice in found.sites]
+        added = best.of(name for site in search.sites for name in site.nodes)
+        whole = best.total
+        sent.append(
+            {
+                "block": block.name,
+                "forward_bytes": whole.forward_bytes,
+                "backward_bytes": whole.backward_bytes,
+                "bypass_forward_bytes": added.forward_bytes,
+                "bypass_backward_bytes": added.backward_bytes,
+                "step_bytes": whole.step_bytes,
+            }
+        )
+    return {
+        "costs": costs.model.name,
+        "tokens": costs.tokens,
+        "base": base,
+        "bypass": bypass,
+        "communication": sent,
+    }
+
+
+def _site(choice: SiteChoice, block: str) -> dict[str, Any]:
+    return {
+        "block": block,
+        "site": choice.site.name,
+        "chosen": choice.chosen.strategy,
+        "why": _why(choice),
+        "candidates": [_candidate(candidate) for candidate in choice.candidates],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    bill = candidate.bill
+    return {
+        "strategy": candidate.strategy,
+        "layouts": {
+            name: f"{'gathered ' if name in candidate.gathered else ''}{layout}"
+            for name, layout in candidate.layouts.items()
+        },
+        "cost_us": round(bill.cost * 1e6, 3),
+        "communication_bytes": bill.forward_bytes + bill.backward_bytes,
+        "forward_bytes": bill.forward_bytes,
+        "backward_bytes": bill.backward_bytes,
+        "step_bytes": bill.step_bytes,
+    }
+
+
+def _why(choice: SiteChoice) -> str:
+    """What speaks for the chosen candidate, against the next best."""
+    bill = choice.chosen.bill
+    sends = bill.forward_bytes + bill.backward_bytes
+    text = "sends nothing beside the base" if not sends else f"sends {sends:,} bytes"
+    if bill.step_bytes:
+        text += f", {bill.step_bytes:,} of gradients once an optimizer step"
+    others = [c for c in choice.candidates if c.key != choice.chosen.key]
+    if not others:
+        return text
+    more = (others[0].bill.cost - bill.cost) * 1e6
+    return f"{text}; {others[0].strategy.partition(':')[0]} takes {more:,.1f} µs more"
+
+
+def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> Strategies:
+    """What each site of some blocks does, by the site's name; blocks that say the same, once."""
+    found: dict[str, str] = {}
+    for search, plan in zip(searches, plans, strict=True):
+        for site in search.sites:
+            name = search.candidate(plan, site).strategy.partition(":")[0]
+            found.setdefault(site.name, name)
+    return tuple(found.items())
+
+
+def token_regions(
+    searches_at: Callable[[int], Sequence[Search]],
+) -> list[dict[str, Any]]:
+    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536."""
+    rows: list[dict[str, Any]] = []
+    for tokens in _TOKENS:
+        searches = searches_at(tokens)
+        now = dict(strategies(searches, [search.plan() for search in searches]))
+        if rows and rows[-1]["strategies"] == now:
+            rows[-1]["to_tokens"] = tokens
+        else:
+            rows.append({"from_tokens": tokens, "to_tokens": tokens, "strategies": now})
+    return rows

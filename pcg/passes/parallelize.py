@@ -1,0 +1,106 @@
+"""Parallelize: the graphs of a model over the ranks of a tensor-parallel group.
+
+The base's plan comes first, from each layer's own graph (`pcg.parallel.base_plan`), and does not
+depend on adapters; bypass networks are sharded under it (dependent parallelization, FlexLLM §5.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import Layout
+from pcg.ir.program import ModelGraph, token_embedding
+from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.layer_costs import ByteCosts
+from pcg.parallel.parallel_plan import Costs, Fixed, Plan
+from pcg.parallel.planner import plan
+from pcg.parallel.search import Search
+from pcg.parallel.sharder import shard
+from pcg.passes.localize import localize
+from pcg.passes.repeat_heads import repeat_heads
+from pcg.passes.split import split
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model over ranks.
+
+    Attributes:
+        typed: its graphs with layouts in their types and parallelization operators between.
+        local: the graphs of one rank.
+        searches: of its blocks.
+        plans: of its blocks.
+    """
+
+    typed: ModelGraph
+    local: ModelGraph
+    searches: tuple[Search, ...]
+    plans: tuple[Plan, ...]
+
+
+def parallelize(
+    model: ModelGraph,
+    base: ModelGraph,
+    degree: int,
+    costs: Costs | None = None,
+    trains: bool = True,
+) -> Sharded:
+    """A model over so many ranks.
+
+    Args:
+        model: with bypass networks attached, or without.
+        base: the same without.
+        degree: number of ranks, at least 2.
+        costs: by which bypass networks are parallelized; bytes between ranks by default.
+        trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
+    Raises:
+        ParallelError: the degree divides neither heads nor products; those that do are named.
+    """
+    costs = costs or ByteCosts(degree)
+    searches = tuple(
+        search_layer(block, plain, degree, costs, trains)
+        for block, plain in zip(model.blocks, base.blocks, strict=True)
+    )
+    plans = tuple(search.plan() for search in searches)
+    blocks = tuple(
+        shard(search.graph, degree, found) for search, found in zip(searches, plans, strict=True)
+    )
+    ends = []
+    for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
+        layouts = _vocabulary(model, base, degree, prologue=is_first)
+        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts))
+        ends.append(shard(graph, degree, found))
+    typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
+    local = typed.map(lambda graph: localize(graph, degree))
+    return Sharded(typed, local, searches, plans)
+
+
+def search_layer(
+    block: Graph, plain: Graph, degree: int, costs: Costs, trains: bool = True
+) -> Search:
+    """The search for a layer's bypass networks, under the plan of the base's own layer."""
+    layouts = base_plan(split(plain), degree)
+    base = repeat_heads(split(plain), degree)
+    choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
+    whole = repeat_heads(split(block), degree)
+    rules = {name: choice.rule for name, choice in choices.items()}
+    return Search(whole, degree, costs, layouts, rules, trains)
+
+
+def _vocabulary(
+    model: ModelGraph, base: ModelGraph, degree: int, *, prologue: bool
+) -> dict[str, Layout]:
+    """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
+    graph = base.prologue if prologue else base.epilogue
+    if prologue:
+        node = token_embedding(graph)
+        weight = node.inputs[0] if node is not None else None
+    else:
+        scope = base.output_module
+        products = [n for n in graph.nodes if n.op == "linear"]
+        weight = products[-1].inputs[1] if products and scope else None
+    if weight is None or graph.types[weight].features[0] % degree:
+        return {}
+    return {weight: COLUMN}

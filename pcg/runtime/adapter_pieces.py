@@ -1,0 +1,183 @@
+"""What a rank trains of an adapter: its pieces, their gradients, and the whole again.
+
+How a rank holds a parameter (`pcg.ir.layouts`) says what becomes of the gradient g of its piece,
+once for each step of the optimizer, and how pieces make the whole again:
+
+    -    whole        g on every rank             any rank's
+    =    replicated   the sum of the ranks' g     any rank's
+    |d   partitioned  g                           the pieces joined along d
+
+    |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|²
+
+A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
+pieces are the adapter's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pcg.errors import ParallelError
+from pcg.ir.graph import Parameter
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED
+from pcg.ir.program import ModelGraph
+from pcg.parallel.ranks import Ranks
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.module_weights import AdapterWeight
+from pcg.runtime.pieces import piece_of
+
+
+class AdapterPieces:
+    """A rank's pieces of one adapter at a training program's sites.
+
+    Args:
+        model: of the training program.
+        adapter: to be trained.
+        device: of the pieces.
+        ranks: the group.
+
+    Attributes:
+        tensors: that are trained, by name: their path in the adapter, and the rows in brackets.
+    """
+
+    def __init__(
+        self, model: ModelGraph, adapter: Adapter, device: torch.device, ranks: Ranks
+    ) -> None:
+        self._adapter = adapter
+        self._ranks = ranks
+        self._device = device
+        self._weights: dict[str, AdapterWeight] = {}
+        self._parameters: dict[str, tuple[str, Parameter]] = {}
+        for parameter, layer in model.parameters():
+            if parameter.role == "adapter":
+                path = parameter.source.format(layer=layer)
+                self._parameters.setdefault(_name(path, parameter), (path, parameter))
+        for name, (path, parameter) in self._parameters.items():
+            whole = adapter.parameter(path)
+            if whole is not None:
+                self._weights[name] = replace(whole, weight=self._own(whole.weight, parameter))
+        self.tensors = {
+            name: weight.weight
+            for name, weight in self._weights.items()
+            if self._parameters[name][0] not in adapter.shared
+        }
+        for name in self.tensors:
+            if self._parameters[name][1].part == PRE_REDUCE:
+                raise ParallelError(f"{name} is held as summands, of which no rank can train one")
+
+    def _own(self, whole: Tensor, parameter: Parameter) -> Tensor:
+        if self._ranks.size == 1:
+            return whole
+        piece = piece_of(whole, parameter, self._ranks)
+        return piece.detach().clone().contiguous().to(self._device)
+
+    def weight(self, parameter: Parameter, layer: int) -> AdapterWeight | None:
+        """The piece that a rank's graph reads; None where the adapter has none there."""
+        return self._weights.get(_name(parameter.source.format(layer=layer), parameter))
+
+    # ------------------------------------------------------------------------------ gradients
+
+    def sum_gradients(self) -> None:
+        """Give replicated pieces their whole gradient, which is the sum of the ranks'."""
+        if self._ranks.size == 1:
+            return
+        summands = [
+            tensor.grad
+            for name, tensor in self.tensors.items()
+            if self._parameters[name][1].part == REPLICATED and tensor.grad is not None
+        ]
+        if summands:
+            sums = self._ranks.all_reduce(torch.cat([g.reshape(-1) for g in summands]))
+            for gradient, total in zip(summands, sums.split(_sizes(summands)), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def norm(self) -> Tensor:
+        """Of the whole adapter's gradients, which are summed already."""
+        whole: list[Tensor] = []
+        parted: list[Tensor] = []
+        for name, tensor in self.tensors.items():
+            assert tensor.grad is not None
+            (parted if self._is_parted(name) else whole).append(tensor.grad)
+        norm = torch.nn.utils.get_total_norm(whole)
+        if self._ranks.size == 1:
+            return norm
+        others = torch.nn.utils.get_total_norm(parted).to(self._device, torch.float64)
+        squares = self._ranks.all_reduce(others.square().reshape(1))[0]
+        return (norm.to(squares) ** 2 + squares).sqrt()
+
+    # ------------------------------------------------------------------------- whole tensors
+
+    def publish(self) -> None:
+        """Write the pieces of all ranks into the adapter."""
+        if self._ranks.size > 1:
+            for path, tensor in self.joined(self.tensors).items():
+                weight = self._adapter.parameter(path)
+                assert weight is not None
+                weight.weight.copy_(tensor)
+
+    def take(self) -> None:
+        """Take the pieces anew from the adapter, after that has changed."""
+        if self._ranks.size > 1:
+            for name, weight in self._weights.items():
+                path, parameter = self._parameters[name]
+                whole = self._adapter.parameter(path)
+                assert whole is not None
+                weight.weight.copy_(piece_of(whole.weight, parameter, self._ranks))
+
+    def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by path, of what each rank has for its pieces by name."""
+        if self._ranks.size == 1:
+            return dict(values)
+        everywhere = self._gathered({n: v for n, v in values.items() if self._is_parted(n)})
+        pieces: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
+        for name, value in values.items():
+            path, parameter = self._parameters[name]
+            parts = everywhere.get(name)
+            whole = value if parts is None else torch.cat(parts, parameter.part.dim)
+            pieces.setdefault(path, []).append((parameter.rows or (0, 0), whole))
+        return {
+            path: torch.cat([piece for _, piece in sorted(found, key=lambda entry: entry[0])])
+            for path, found in pieces.items()
+        }
+
+    def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Cut this rank's pieces, by name, out of whole tensors by path; some may be missing."""
+        return {
+            name: piece_of(wholes[path], parameter, self._ranks).clone()
+            for name, (path, parameter) in self._parameters.items()
+            if name in self.tensors and path in wholes
+        }
+
+    def path_of(self, name: str) -> str:
+        """Path in the adapter of a piece."""
+        return self._parameters[name][0]
+
+    def _is_parted(self, name: str) -> bool:
+        return bool(self._parameters[name][1].part.dim)
+
+    def _gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Every rank's pieces, in one exchange."""
+        if not values:
+            return {}
+        flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
+        by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
+        return {
+            name: [parts[index].view(value.shape) for parts in by_rank]
+            for index, (name, value) in enumerate(values.items())
+        }
+
+
+def _name(path: str, parameter: Parameter) -> str:
+    if not parameter.rows:
+        return path
+    start, stop = parameter.rows
+    return f"{path}[{start}:{stop}]"
+
+
+def _sizes(tensors: Iterable[Tensor]) -> list[int]:
+    return [prod(tensor.shape) for tensor in tensors]

@@ -1,0 +1,75 @@
+"""What a started rank does: `python -m torch.distributed.run … rank_process.py OUTPUT`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from pcg.errors import FinetuneInterrupted
+from pcg.parallel.ranks import join
+from pcg.runtime.finetune_result import StepRecord
+
+DEGREE = 2
+
+
+def job(output: str) -> None:
+    """The job of `ranked.py`, what the rank exchanged on the way, and a Ctrl-C on rank 1 alone."""
+    from tests.parallel.ranked import EXAMPLES, JOB, make_executor, make_program, work
+
+    name = "qwen2"
+    executor = make_executor(make_program(name, DEGREE), name)
+    sent = dict(executor.ranks.moved_bytes)
+    executor.logits([3] * 8)
+    now = executor.ranks.moved_bytes
+    of_logits = {kind: now[kind] - sent[kind] for kind in now}
+    outcome = work(executor)
+    executor.save_adapter("b", Path(output) / "adapter")
+    options = dict(JOB, checkpoint_dir=Path(output) / "checkpoints", eval_data=None)
+
+    def interrupt(record: StepRecord) -> None:
+        if executor.ranks.rank == 1 and record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped_at = 0
+    try:
+        executor.finetune(EXAMPLES, "a", on_step=interrupt, **options)
+    except FinetuneInterrupted as error:
+        stopped_at = error.step
+    resumed = executor.finetune(EXAMPLES, "a", resume=True, **options)
+    path = Path(output) / f"rank-{executor.ranks.rank}.pt"
+    torch.save((outcome, of_logits, (stopped_at, resumed.resumed_from, resumed.steps)), path)
+
+
+def lose_one() -> None:
+    """Rank 1 is killed while the others wait for it."""
+    ranks = join(DEGREE, torch.device("cpu"))
+    ranks.all_reduce(torch.ones(1))
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.all_reduce(torch.ones(1))
+
+
+def fail_on_one() -> None:
+    """Rank 1 ends with an error of its own."""
+    from pcg.errors import WeightsError
+
+    ranks = join(DEGREE, torch.device("cpu"))
+    if ranks.rank == 1:
+        raise WeightsError("model.safetensors cannot be read here")
+    ranks.all_reduce(torch.ones(1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "job":
+        job(sys.argv[2])
+    elif sys.argv[1] == "lose-one":
+        lose_one()
+    else:
+        from pcg.parallel.launch import launch
+        from tests.parallel import rank_process
+
+        launch(DEGREE, getattr(rank_process, sys.argv[2]), {})

@@ -1,0 +1,139 @@
+"""One job at any degree: what it gives on a rank, to be compared with what it gives on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pcg.compiler as compiler
+from pcg.ir.program import Program
+from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import recipe_of_fields
+from pcg.parallel.ranks import Ranks
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.data import Example
+from pcg.runtime.executor import Executor
+from pcg.runtime.weights import StateDictCheckpoint
+from tests.families import oracle
+from tests.families.families import BY_NAME, Family
+from tests.families.test_numbers import prompts
+
+LAYERS = 2
+SEQUENCES = prompts((13, 7, 9, 5))
+EXAMPLES = [Example(ids, ids) for ids in SEQUENCES]
+USED = ("a", None, "b", "a")
+JOB: Mapping[str, Any] = {
+    # eps above the gradients' rounding errors, which AdamW's first steps else are made of.
+    "epochs": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+    "max_grad_norm": 0.1, "eps": 1e-4, "eval_data": EXAMPLES[:1], "progress": False,
+}  # fmt: skip
+
+
+def recipes(family: Family) -> dict[str, Any]:
+    """`a` on every linear module, `b` of a rank that no degree divides on the usual ones."""
+    excluded = tuple(family.excluded) or None
+    return {
+        "a": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", exclude_modules=excluded),
+        "b": LoraRecipe(rank=3, alpha=6, target_modules=family.usual_targets),
+    }
+
+
+def make_program(name: str, degree: int, **options: Any) -> Program:
+    family = BY_NAME[name]
+    options = {"dtype": "float32", "peft": recipes(family), "batch": 2, "seq": 16, **options}
+    config = oracle.random_model(family.config(LAYERS)).config.to_dict()
+    return compiler.compile_program(config, tp=degree, **options)
+
+
+def make_executor(program: Program, name: str, ranks: Ranks | None = None) -> Executor:
+    """An executor of random weights, whose adapters do something."""
+    state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
+    weights = StateDictCheckpoint(state, program.base_prefix)
+    peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
+    executor = compiler.make_executor(program, weights, peft, None, "cpu", ranks)
+    for adapter in executor.adapters.values():
+        fill(adapter.tensors)
+        executor.refresh_adapter(adapter.name)
+    return executor
+
+
+def fill(tensors: Iterable[Tensor]) -> None:
+    """Random numbers, the same each time."""
+    generator = torch.Generator().manual_seed(7)
+    for tensor in tensors:
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the job gives."""
+
+    logits: list[Tensor]
+    tokens: list[tuple[int, ...]]
+    sampled: list[tuple[int, ...]]
+    loss: float
+    gradients: dict[str, Tensor]
+    losses: tuple[float, ...]
+    eval_losses: tuple[tuple[int, float], ...]
+    trained: tuple[Tensor, ...]
+    served: Tensor
+
+
+def work(executor: Executor) -> Outcome:
+    """Generate for mixed adapters, take one's gradients, finetune another, and serve that."""
+    logits = executor.logits(SEQUENCES, USED)
+    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    tokens = executor.generate(SEQUENCES, USED, **options)
+    sampled = executor.generate(SEQUENCES, USED, temperature=1.0, seed=3, **options)
+    runner = executor.training_runner("a")
+    targets = sum(len(ids) - 1 for ids in SEQUENCES)
+    loss = sum(runner.forward_backward([example], targets) for example in EXAMPLES)
+    runner.sum_gradients()
+    gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
+    found = {n: g.clone() for n, g in runner.pieces.joined(gradients).items()}
+    result = executor.finetune(EXAMPLES, "b", **JOB)
+    return Outcome(
+        logits,
+        [c.token_ids for c in tokens],
+        [c.token_ids for c in sampled],
+        loss,
+        found,
+        result.losses,
+        result.eval_losses,
+        executor.adapters["b"].tensors,
+        executor.logits(SEQUENCES[0], "b"),
+    )
+
+
+def worst_error(found: Outcome, expected: Outcome) -> float:
+    """The largest relative error of all numbers; infinite where tokens differ."""
+    if (found.tokens, found.sampled) != (expected.tokens, expected.sampled):
+        return float("inf")
+    assert found.gradients.keys() == expected.gradients.keys()
+    pairs = [
+        *zip(found.logits, expected.logits, strict=True),
+        *((found.gradients[name], expected.gradients[name]) for name in found.gradients),
+        *zip(found.trained, expected.trained, strict=True),
+        (found.served, expected.served),
+        *(
+            (torch.tensor(a), torch.tensor(b))
+            for a, b in (
+                (found.losses, expected.losses),
+                ([found.loss], [expected.loss]),
+                ([x for _, x in found.eval_losses], [x for _, x in expected.eval_losses]),
+            )
+        ),
+    ]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def check_same(found: Adapter, expected: Adapter) -> None:
+    """The same weights at the same modules; files have them in any order."""
+    assert found.weights.keys() == expected.weights.keys()
+    for path, weights in expected.weights.items():
+        for a, b in zip(found.weights[path].tensors, weights.tensors, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,139 @@
+"""Run a graph whole and in parts on ranks that are threads, with gradients, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pcg.ir.graph import Graph, Parameter
+from pcg.ir.layouts import Layout, State
+from pcg.ir.verifier import verify
+from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.sharder import shard
+from pcg.passes.differentiate import differentiate
+from pcg.passes.localize import localize
+from pcg.passes.prune import prune
+from pcg.runtime.batch import whole_sequences
+from tests.passes.evaluate import evaluate, random_values
+from tests.threads import ThreadRanks, run_ranks
+
+LENGTHS = (7, 5)
+
+
+def held(tensor: Tensor, layout: Layout, ranks: ThreadRanks) -> Tensor:
+    """What a rank holds of a parameter."""
+    if layout.state is State.PARTITIONED:
+        return tensor.chunk(ranks.size, layout.dim)[ranks.rank].contiguous()
+    if layout.state is State.PRE_REDUCE and ranks.rank:
+        return torch.zeros_like(tensor)
+    return tensor
+
+
+def whole_gradient(parts: Sequence[Tensor], parameter: Parameter | None) -> Tensor:
+    """The gradient of the whole tensor, from those of the ranks."""
+    if parameter is None or parameter.part.state is State.WHOLE:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    if parameter.part.dim:
+        return torch.cat(list(parts), parameter.part.dim)
+    return torch.stack(list(parts)).sum(0)
+
+
+def run(
+    graph: Graph, values: Mapping[str, Tensor], ranks: ThreadRanks | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and gradients of the carried input and of adapters' parameters by name."""
+    batch = whole_sequences(
+        [[1] * length for length in LENGTHS], torch.device("cpu"), [0] * len(LENGTHS)
+    )
+    if ranks is not None:
+        batch.ranks = ranks  # type: ignore[attr-defined]
+    carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
+    found = prune(differentiate(graph, carried), carried)
+    count = len(graph.outputs)
+    results = evaluate(graph.replace(outputs=(*graph.outputs, *found.needed)), values, batch)
+    outputs, kept = results[:count], results[count:]
+    upstream = {
+        f"d_{name}": torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+        for name, out in zip(graph.outputs, outputs, strict=True)
+    }
+    known = {**values, **dict(zip(found.needed, kept, strict=True)), **upstream}
+    gradients = evaluate(found.backward, known, batch)
+    names = [*found.wrt, *found.trained]
+    return list(outputs), dict(zip(names, gradients, strict=True))
+
+
+def errors(
+    graph: Graph, degree: int, plan: Plan, sent: dict[str, int] | None = None
+) -> dict[str, float]:
+    """Relative errors of outputs and gradients on ranks, by name.
+
+    Into `sent` goes what rank 0 sends, by kind of collective.
+    """
+    values = random_values(graph, sum(LENGTHS))
+    outputs, gradients = run(graph, values)
+    local = localize(shard(graph, degree, plan), degree)
+    verify(local)
+
+    def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
+        own = {value.name: values[value.name] for value in local.inputs}
+        own |= {p.name: held(values[_of(p, graph)], p.part, ranks) for p in local.parameters}
+        result = run(local, own, ranks)
+        if sent is not None and ranks.rank == 0:
+            sent.update(ranks.moved_bytes)
+        return result
+
+    found = run_ranks(degree, on_rank)
+    result = {}
+    for i, (name, expected) in enumerate(zip(graph.outputs, outputs, strict=True)):
+        for rank in range(degree):
+            result[f"{name} on rank {rank}"] = _error(found[rank][0][i], expected)
+    for name, expected in gradients.items():
+        parameter = local.parameters_by_name.get(name)
+        whole = whole_gradient([own[name] for _, own in found], parameter)
+        result[f"gradient of {name}"] = _error(whole, expected)
+    return result
+
+
+def _of(parameter: Parameter, graph: Graph) -> str:
+    (name,) = (p.name for p in graph.parameters if p.source == parameter.source)
+    return name
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def layer_errors(whole: Graph, local: Graph, degree: int) -> dict[str, float]:
+    """Relative errors of a rank's graph against the whole layer's, by name."""
+    values = random_values(whole, sum(LENGTHS))
+    outputs, gradients = run(whole, values)
+
+    def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
+        own = {value.name: values[value.name] for value in local.inputs}
+        own |= {p.name: _own(values[_of(p, whole)], p, ranks) for p in local.parameters}
+        return run(local, own, ranks)
+
+    found = run_ranks(degree, on_rank)
+    result = {
+        f"output on rank {rank}": _error(found[rank][0][0], outputs[0]) for rank in range(degree)
+    }
+    sources = {p.name: p.source for p in whole.parameters}
+    for name, expected in gradients.items():
+        pieces = [p for p in local.parameters if p.source == sources.get(name)]
+        if not pieces:
+            result[name] = _error(found[0][1][name], expected)
+            continue
+        pieces.sort(key=lambda piece: piece.rows or (0, 0))
+        parts = [whole_gradient([own[p.name] for _, own in found], p) for p in pieces]
+        whole_one = torch.cat(parts) if pieces[0].rows else sum(parts, torch.zeros(()))
+        result[name] = _error(whole_one, expected)
+    return result
+
+
+def _own(tensor: Tensor, parameter: Parameter, ranks: ThreadRanks) -> Tensor:
+    if parameter.rows:
+        tensor = tensor[parameter.rows[0] : parameter.rows[1]]
+    return held(tensor, parameter.part, ranks)

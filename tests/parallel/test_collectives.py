@@ -1,0 +1,119 @@
+"""Collectives of a rank's graph, and their gradients, against what they mean on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.ir.graph import Builder, Graph
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
+from pcg.ir.types import TOKENS, tensor
+from pcg.passes.differentiate import differentiate
+from tests.ir.test_shardings import held, joined
+from tests.passes.evaluate import evaluate
+from tests.threads import ThreadRanks, run_ranks
+
+DEGREE = 2
+PART = partitioned(-1)
+
+
+class Spread:
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self.ranks = ranks
+
+
+def one_node(op: str, width: int, with_dim: bool) -> Graph:
+    builder = Builder("g")
+    x = builder.input("x", tensor("f64", TOKENS, width))
+    attributes = {"dim": -1, "degree": DEGREE} if with_dim else {}
+    return builder.build([builder.add(op, [x], name="y", **attributes)])
+
+
+@pytest.mark.parametrize(
+    ("op", "before", "after"),
+    [
+        ("replicate", WHOLE, REPLICATED),
+        ("all_reduce", PRE_REDUCE, WHOLE),
+        ("own_part", WHOLE, PART),
+        ("all_gather", PART, WHOLE),
+        ("taken_part", REPLICATED, PART),
+        ("placed_part", PART, PRE_REDUCE),
+    ],
+)
+def test_a_transition_changes_how_a_tensor_is_held_and_no_number(
+    op: str, before: Layout, after: Layout
+) -> None:
+    x, dy = torch.randn(2, 5, 6, dtype=torch.float64).unbind()
+    graph = one_node(op, 3 if before == PART else 6, with_dim=PART in (before, after))
+    found = differentiate(graph, ["x"])
+    assert found.needed == ()
+    parts = held(x, before, DEGREE, "x")
+    upstream = held(dy, dual(after), DEGREE, "dy")
+
+    def on_rank(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
+        batch = Spread(ranks)
+        (y,) = evaluate(graph, {"x": parts[ranks.rank]}, batch)
+        (dx,) = evaluate(found.backward, {"d_y": upstream[ranks.rank]}, batch)
+        return y, dx
+
+    ys, dxs = zip(*run_ranks(DEGREE, on_rank), strict=True)
+    for expected, whole in ((x, joined(ys, after)), (dy, joined(dxs, dual(before)))):
+        assert whole is not None
+        torch.testing.assert_close(whole, expected)
+
+
+def test_rows_of_a_parted_table() -> None:
+    table, ids = torch.randn(8, 3), torch.tensor([0, 7, 3, 4, 4])
+    builder = Builder("g")
+    names = [builder.input("table", tensor("f32", 8 // DEGREE, 3))]
+    names.append(builder.input("ids", tensor("i64", TOKENS)))
+    graph = builder.build([builder.add("embedding_part", names)])
+
+    def on_rank(ranks: ThreadRanks) -> Tensor:
+        values = {"table": table.chunk(DEGREE)[ranks.rank], "ids": ids}
+        return evaluate(graph, values, Spread(ranks))[0]
+
+    torch.testing.assert_close(sum(run_ranks(DEGREE, on_rank)), F.embedding(ids, table))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_loss_of_parted_logits(degree: int) -> None:
+    logits = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 7, -100, 3, 4, -1])
+    dloss = torch.rand(6, dtype=torch.float64)
+    expected = F.cross_entropy(
+        logits, targets.masked_fill(targets < 0, -100), ignore_index=-100, reduction="none"
+    )
+    (wanted,) = torch.autograd.grad(expected, logits, dloss)
+    builder = Builder("g")
+    names = [builder.input("logits", tensor("f64", TOKENS, 8 // degree))]
+    names.append(builder.input("targets", tensor("i64", TOKENS)))
+    graph = builder.build([builder.add("cross_entropy_part", names, name="loss")])
+    found = differentiate(graph, ["logits"])
+
+    def on_rank(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
+        own = logits.detach().chunk(degree, -1)[ranks.rank]
+        values = {"logits": own, "targets": targets}
+        (loss,) = evaluate(graph, values, Spread(ranks))
+        (dlogits,) = evaluate(found.backward, values | {"d_loss": dloss}, Spread(ranks))
+        return loss, dlogits
+
+    losses, gradients = zip(*run_ranks(degree, on_rank), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(torch.cat(gradients, -1), wanted)
+
+
+def test_an_error_on_one_rank_ends_the_others() -> None:
+    def on_rank(ranks: ThreadRanks) -> None:
+        if ranks.rank:
+            raise ValueError("out of numbers")
+        ranks.all_reduce(torch.ones(1))
+
+    run: Callable[[], object] = lambda: run_ranks(DEGREE, on_rank)  # noqa: E731
+    with pytest.raises(ValueError, match="out of numbers"):
+        run()

@@ -1,0 +1,278 @@
+"""Executors over ranks that are threads give what an executor on one rank gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pcg.compiler as compiler
+from pcg.errors import ParallelError, UnsupportedError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout
+from pcg.ir.program_folder import load_program, save_program
+from pcg.ir.recipe import LoraRecipe
+from pcg.parallel.base_plan import COLUMN, ROW
+from pcg.parallel.sharder import shard
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.executor import Executor
+from pcg.runtime.weights import Checkpoint
+from pcg.source import resolve
+from tests.families import oracle
+from tests.families.families import BY_NAME
+from tests.parallel.ranked import (
+    EXAMPLES,
+    JOB,
+    LAYERS,
+    SEQUENCES,
+    USED,
+    Outcome,
+    check_same,
+    fill,
+    make_executor,
+    make_program,
+    recipes,
+    work,
+    worst_error,
+)
+from tests.passes.test_kept_memory import BATCH, SEQ, measured
+from tests.threads import ThreadRanks, run_ranks
+
+FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
+FAST = (("llama3", 2), ("gpt2", 4))
+
+
+@cache
+def on_one(name: str) -> Outcome:
+    return work(make_executor(make_program(name, 1), name))
+
+
+def check(name: str, degree: int) -> None:
+    program = make_program(name, degree)
+    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
+    for outcome in found:
+        assert worst_error(outcome, on_one(name)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "degree"), FAST)
+def test_a_job_over_ranks(name: str, degree: int) -> None:
+    check(name, degree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
+    check(name, degree)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_memory_of_a_rank_is_what_is_predicted(name: str) -> None:
+    recipe = recipes(BY_NAME[name])["a"]
+    options: dict[str, Any] = {"batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    program = make_program(name, 2, **options)
+    report = compiler.explain(program.config, recipe, tp=2, **options)
+    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+
+    def bytes_of(ranks: ThreadRanks) -> dict[str, int]:
+        executor = make_executor(program, name, ranks)
+        runner = executor.training_runner("a")
+        constants = sum(tensor.nbytes for tensor in program.constants.values())
+        return {
+            "weights": executor.weights_bytes - constants,
+            "activations": measured(executor),
+            "adapters": sum(t.nbytes for t in runner.parameters.values()),
+        }
+
+    for found in run_ranks(2, bytes_of):
+        assert found["activations"] == stage.bytes
+        for kind in ("weights", "adapters"):
+            assert found[kind] == report.memory_bytes[kind], kind
+
+
+def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
+    program = make_program("gpt2", 2)
+    save_program(program, tmp_path / "program")
+    loaded = load_program(tmp_path / "program")
+    assert loaded.tp == 2
+    assert loaded.serving == program.serving
+    assert loaded.training == program.training
+
+
+def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = oracle.random_model(BY_NAME["llama3"].config(LAYERS))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    source = resolve(tmp_path, weights=True)
+    program = make_program("llama3", 2)
+
+    def read(ranks: ThreadRanks) -> tuple[int, int]:
+        weights = Checkpoint.open(source, program.base_prefix)
+        compiler.make_executor(program, weights, None, None, "cpu", ranks)
+        return weights.read_bytes, len(weights.unused())
+
+    sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    for found in run_ranks(2, read):
+        assert found == ((sum(sizes.values()) - norms) // 2 + norms, 0)
+
+
+def test_ranks_save_one_adapter(tmp_path: Path) -> None:
+    expected = make_executor(make_program("gpt2", 1), "gpt2")
+    expected.finetune(EXAMPLES, "b", **JOB)
+    program = make_program("gpt2", 2)
+
+    def save(ranks: ThreadRanks) -> None:
+        executor = make_executor(program, "gpt2", ranks)
+        executor.finetune(EXAMPLES, "b", **JOB)
+        executor.save_adapter("b", tmp_path / "b")
+
+    run_ranks(2, save)
+    loaded = expected.add_adapter("loaded", tmp_path / "b")
+    check_same(loaded, expected.adapters["b"])
+    assert len(list((tmp_path / "b").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 2)])
+def test_a_job_is_resumed_at_any_degree(first: int, then: int, tmp_path: Path) -> None:
+    name = "gpt2"
+    options = dict(JOB, checkpoint_dir=tmp_path, save_every=1, schedule="constant")
+
+    def run(degree: int, steps: int) -> list[Adapter]:
+        def on_rank(ranks: ThreadRanks | None) -> Adapter:
+            executor = make_executor(programs[degree], name, ranks)
+            more = {"epochs": None, "max_steps": steps}
+            executor.finetune(EXAMPLES, "b", resume="auto", **{**options, **more})
+            return executor.adapters["b"]
+
+        return [on_rank(None)] if degree == 1 else run_ranks(degree, on_rank)
+
+    programs = {degree: make_program(name, degree) for degree in (1, 2)}
+    run(first, 2)
+    resumed = run(then, 4)
+    options["checkpoint_dir"] = tmp_path / "whole"
+    (expected,) = run(1, 4)
+    for adapter in resumed:
+        check_same(adapter, expected)
+
+
+def test_one_process_is_refused_with_how_to_start_more() -> None:
+    message = r"tp=2 takes 2 processes, and this is one of 1; run it under torchrun --nproc-per-nod"
+    with pytest.raises(ParallelError, match=message):
+        compiler.compile(oracle.random_model(BY_NAME["llama3"].config(LAYERS)), tp=2)
+    with pytest.raises(ParallelError, match="tp=0; use an int of at least 1"):
+        compiler.compile(BY_NAME["llama3"].config(LAYERS), tp=0)
+
+
+METHODS: Mapping[str, Any] = {
+    "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
+    "bitfit": "bitfit",
+    "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "ia3": "ia3",
+    "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "prefix": "prefix",
+    "prompt": "prompt",
+    "vera": "vera",
+}
+
+
+def method_work(executor: Executor, recipe: Any) -> list[Tensor]:
+    executor.add_adapter("m", recipe, seed=3)
+    # Around what they start as: scales are near one.
+    noise = torch.Generator().manual_seed(1)
+    for tensor in executor.adapters["m"].tensors:
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=noise))
+    executor.refresh_adapter("m")
+    logits = executor.logits(SEQUENCES, ["m", None, "m", "m"])
+    result = executor.finetune(EXAMPLES, "m", **JOB)
+    return [*logits, torch.tensor(result.losses), *executor.adapters["m"].tensors]
+
+
+def check_method(name: str, method: str) -> None:
+    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
+    program = make_program(name, 2, peft=None)
+    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
+    for found in run_ranks(2, run):
+        for a, b in zip(found, one, strict=True):
+            assert (a - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("gpt2", "bias"), ("llama3", "ia3"), ("llama3", "prefix")]
+)
+def test_a_method_over_ranks(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_every_method_over_ranks(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+def test_adalora_is_refused_by_name() -> None:
+    program = make_program("llama3", 2, peft=None)
+
+    def train(ranks: ThreadRanks) -> None:
+        with pytest.raises(UnsupportedError, match=r"AdaLoRA .* has 2; compile with tp=1"):
+            make_executor(program, "llama3", ranks).finetune(EXAMPLES, "m", peft="adalora", **JOB)
+
+    run_ranks(2, train)
+
+
+LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
+PAIRS = [pair for pair in itertools.product(LAYOUTS, repeat=2) if pair != (REPLICATED, WHOLE)]
+
+
+def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving adapters of two ranks in one batch, and training one of them."""
+
+    def forced(graph: Graph, degree: int, layouts: Mapping[str, Layout], *rest: Any) -> Graph:
+        kinds = {".lora_A": a, ".lora_B": b}
+        wanted = {
+            parameter.name: layout
+            for parameter in graph.parameters
+            for kind, layout in kinds.items()
+            if parameter.source.endswith(kind) and "{layer}" in parameter.source
+        }
+        return shard(graph, degree, {**layouts, **wanted}, *rest)
+
+    def act(executor: Executor) -> list[Tensor]:
+        recipe = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
+        executor.add_adapter("a", recipe)
+        executor.add_adapter("b", dataclasses.replace(recipe, rank=3))
+        for adapter in executor.adapters.values():
+            fill(adapter.tensors)
+            executor.refresh_adapter(adapter.name)
+        logits = executor.logits(SEQUENCES, USED)
+        executor.finetune(EXAMPLES, "a", **JOB)
+        return [*logits, *executor.adapters["a"].tensors]
+
+    one = act(make_executor(make_program("llama3", 1, peft=None), "llama3"))
+    program = make_program("llama3", 2, peft=None)
+    monkeypatch.setattr("pcg.passes.parallelize.shard", forced)
+    for found in run_ranks(2, lambda ranks: act(make_executor(program, "llama3", ranks))):
+        for x, y in zip(found, one, strict=True):
+            assert (x - y).norm() < 1e-5 * y.norm()
+
+
+@pytest.mark.parametrize(("a", "b"), [(COLUMN, ROW), (COLUMN, COLUMN)], ids=str)
+def test_lora_held_otherwise(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_layouts(a, b, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+def test_lora_held_in_every_way(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_layouts(a, b, monkeypatch)

@@ -1,0 +1,212 @@
+"""Layers over ranks: their plans, and outputs and gradients equal to those of one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+
+import pytest
+import sympy
+
+import pcg
+import pcg.compiler as compiler
+from pcg.errors import CostModelError, ParallelError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
+from pcg.ir.parser import parse_graph
+from pcg.ir.verifier import verify
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan
+from pcg.parallel.layer_costs import ByteCosts
+from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.planner import plan
+from pcg.passes.bypasses import Bypasses
+from pcg.passes.parallelize import Sharded, parallelize
+from pcg.passes.repeat_heads import repeat_heads
+from pcg.passes.split import split
+from pcg.source import resolve
+from tests.families.families import BY_NAME, FAMILIES
+from tests.parallel.sharded import errors, layer_errors
+
+RANK = 4
+LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
+
+
+@cache
+def attached(name: str) -> compiler.Compilation:
+    """A family's model of two layers with LoRA on every linear of them."""
+
+    def bypasses(base: compiler.ModelGraph) -> Bypasses:
+        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), RANK))
+
+    state = compiler.Compilation(name, BY_NAME[name].config(2), bypasses, "float32")
+    return compiler.run_passes(state, last="attach")
+
+
+def sharded(name: str, degree: int) -> Sharded:
+    state = attached(name)
+    assert state.training_model is not None
+    assert state.base is not None
+    return parallelize(state.training_model, state.base, degree)
+
+
+def transitions(graph: Graph) -> Counter[str]:
+    found = Counter(node.op for node in graph.nodes)
+    kinds = ("combine", "partition", "place", "reduce", "take")
+    return Counter({op: found[op] for op in kinds if found[op]})
+
+
+def test_llamas_plan_is_megatrons() -> None:
+    base = attached("llama3").base
+    assert base is not None
+    layouts = base_plan(base.blocks[0], 2)
+    names = {name.removesuffix(".weight").rpartition(".")[2]: v for name, v in layouts.items()}
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMN)
+    assert names == columns | dict.fromkeys(("o_proj", "down_proj"), ROW)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma2", "olmo2", "cohere", "phi3"])
+def test_plans_are_those_of_transformers(name: str) -> None:
+    """Where transformers has a plan, by module, it parts the same products the same way."""
+    from transformers import AutoConfig
+
+    config = BY_NAME[name].config(2)
+    theirs = AutoConfig.for_model(**config).base_model_tp_plan
+    base = attached(name).base
+    assert base is not None
+    ours = base_plan(split(base.blocks[0]), 2)
+    styles = {COLUMN: "colwise", ROW: "rowwise"}
+    for module, style in theirs.items():
+        kind = module.removeprefix("layers.*.")
+        mine = {layout for n, layout in ours.items() if n.startswith(f"{kind}.weight")}
+        if mine and not style.startswith(("replicated", "sequence", "packed")):
+            assert {styles[layout] for layout in mine} == {style.partition("_")[0]}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "name", [family.name for family in FAMILIES if family.name not in ("mpt", "bloom")]
+)
+def test_a_base_layer_says_two_words_to_the_others(name: str, degree: int) -> None:
+    """One sum after attention and one after the MLP, or one after both, and no more."""
+    base = attached(name).base
+    assert base is not None
+    try:
+        found = parallelize(base, base, degree)
+    except ParallelError:
+        pytest.skip("the degree divides neither heads nor products")
+    for graph in found.local.graphs:
+        verify(graph)
+        assert parse_graph(str(graph)) == graph
+    if "norm" in name or name == "olmo2":
+        return  # a norm over all heads gathers them
+    for block in found.typed.blocks:
+        words = transitions(block)
+        assert words["reduce"] in (1, 2)
+        assert set(words) <= {"place", "reduce", "take"}
+    assert transitions(found.typed.prologue) == {"reduce": 1}
+    assert transitions(found.typed.epilogue) == {"combine": 1}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2", "falcon-40b", "gpt_bigcode"]
+)
+def test_outputs_and_gradients_are_those_of_one_rank(name: str, degree: int) -> None:
+    state = attached(name)
+    assert state.training_model is not None
+    found = sharded(name, degree)
+    pairs = zip(state.training_model.blocks, found.local.blocks, strict=True)
+    for whole, local in pairs:
+        worst = layer_errors(whole, local, degree)
+        assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(LAYOUTS, repeat=2)], ids=str)
+def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
+    state = attached("llama3")
+    assert state.base is not None
+    assert state.training_model is not None
+    block = repeat_heads(state.training_model.blocks[0], 2)
+    layouts = dict(base_plan(state.base.blocks[0], 2))
+    for parameter in block.parameters:
+        if parameter.role == "adapter":
+            layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
+    found = plan(block, 2, ByteCosts(2), Fixed(layouts))
+    assert found.held.items() <= layouts.items()
+    assert max(errors(block, 2, found).values()) < 1e-5
+
+
+def test_a_fused_projection_is_split_by_its_rows() -> None:
+    base = attached("gpt2").base
+    assert base is not None
+    rows = [p.rows for p in split(base.blocks[0]).parameters if p.name.startswith("attn.c_attn.w")]
+    assert rows == [(0, 64), (64, 128), (128, 192)]
+
+
+def test_a_degree_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    message = r"tp=3 does not divide num_attention_heads=32 of block_0; use one of 1, 2, 4, 8, 16"
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=3)
+    with pytest.raises(ParallelError, match="tp=0; use an int of at least 1"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=0)
+
+
+def test_explain_of_ranks() -> None:
+    one, four = (pcg.explain("meta-llama/Llama-3.1-8B", tp=tp) for tp in (1, 4))
+    assert (four.tp, four.parameters) == (4, one.parameters)
+    # All that is whole on each rank is the norms.
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert 4 * (four.memory_bytes["weights"] - norms) == one.memory_bytes["weights"] - norms
+    assert 4 * four.memory_bytes["kv_cache"] == one.memory_bytes["kv_cache"]
+    # A beside a column-parallel product, and B beside a row-parallel one, are copies.
+    assert one.memory_bytes["adapters"] / 4 < four.memory_bytes["adapters"]
+    assert four.memory_bytes["adapters"] < one.memory_bytes["adapters"]
+    assert "4 ranks" in four.to_text()
+
+
+def test_partitioned_dims_are_counted_from_the_end() -> None:
+    assert str(partitioned(-2)) == "|-2"
+
+
+def test_formulas_in_the_degree_give_the_bytes_of_each() -> None:
+    config = {**resolve("meta-llama/Llama-3.1-8B").config, "num_hidden_layers": 2}
+    report = pcg.explain(config, tp=4, seq=256, find_region=True)
+    names = {
+        name: sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S", "tp", "r")
+    }
+    assert report.formula_degrees["activations"] == (2, 4, 8)
+    assert report.formula_degrees["weights"] == (2, 4, 8)
+    for degree in (2, 8):
+        found = pcg.explain(config, tp=degree, seq=256).memory_bytes
+        at = {names["B"]: 1, names["S"]: 256, names["tp"]: degree, names["r"]: 16}
+        for name, degrees in report.formula_degrees.items():
+            if degree in degrees:
+                formula = sympy.sympify(report.formulas[name], locals=names)
+                assert formula.subs(at) == found[name], name
+
+
+def test_the_report_of_ranks_has_every_site() -> None:
+    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, gpus=["A100-80"])
+    parallel = report.to_json()["parallel"]
+    assert parallel["costs"] == "A100-80"
+    assert {row["layout"] for row in parallel["base"]} == {"-", "|-2", "|-1"}
+    assert len(parallel["bypass"]) == 7
+    for site in parallel["bypass"]:
+        strategies = {row["strategy"]: row for row in site["candidates"]}
+        assert len(strategies) == 25
+        least = min(row["cost_us"] for row in site["candidates"])
+        assert strategies[site["chosen"]]["cost_us"] == least
+    (sent,) = parallel["communication"]
+    # An all-reduce of the hidden states after attention and after the MLP, each way.
+    assert sent["forward_bytes"] == sent["backward_bytes"] == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    page = report.to_html()
+    assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
+    text = report.to_text()
+    assert "row-parallel     o_proj, down_proj" in text
+    assert "down_proj        FlexLLM 1, Punica: partition A, replicate B" in text
+
+
+def test_a_device_without_costs_is_refused_by_name() -> None:
+    with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")

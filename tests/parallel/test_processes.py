@@ -1,0 +1,115 @@
+"""Ranks that are processes: torchrun over gloo, and what becomes of ranks when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcg.runtime.adapters import read_adapter
+from tests import tiny_llama
+from tests.parallel.ranked import check_same, make_executor, make_program, work, worst_error
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("rank_process.py"))
+
+
+def start(*command: str, **environment: object) -> subprocess.Popen[str]:
+    environ = {**os.environ, **{key: str(value) for key, value in environment.items()}}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_a_job_under_torchrun(tmp_path: Path) -> None:
+    options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    options += ["--local-addr", "127.0.0.1"]
+    torchrun = start("-m", "torch.distributed.run", *options, SCRIPT, "job", str(tmp_path))
+    executor = make_executor(make_program("qwen2", 1), "qwen2")
+    expected = work(executor)
+    _, errors = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, errors
+    config = executor.program.config
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    for rank in range(2):
+        outcome, sent, steps = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        assert worst_error(outcome, expected) < 1e-5
+        # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
+        assert sent["all_reduce"] == (2 * layers + 1) * 8 * hidden * 4
+        assert sent["all_gather"] == 8 * config["vocab_size"] // 2 * 4
+        # All ranks stopped after the step in which one was interrupted, and went on from there.
+        assert steps == (2, 2, 4)
+    check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])
+
+
+def test_a_rank_that_dies_ends_the_others_with_its_number() -> None:
+    port = free_port()
+    ranks = [
+        start(
+            SCRIPT, "lose-one",
+            RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ranks[1].communicate(timeout=60)
+    died = time.monotonic()
+    _, errors = ranks[0].communicate(timeout=30)
+    assert time.monotonic() - died < 10
+    assert ranks[0].returncode == 1
+    assert "RankLostError: rank 1 of 2 ended" in errors
+    assert "rank 0 was in an all-reduce" in errors
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("lose_one", "ParallelError: rank 1 of 2 was ended by SIGKILL, and the others with it"),
+        ("fail_on_one", "ParallelError: model.safetensors cannot be read here (on rank 1 of 2)"),
+    ],
+)
+def test_a_launched_rank_that_fails_says_why(act: str, message: str) -> None:
+    launcher = start(SCRIPT, "launch", act)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert message in errors
+
+
+@pytest.mark.slow
+def test_pcg_starts_the_ranks_itself(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "model")
+    compiled = start("-m", "pcg_cli", "compile", str(tmp_path / "model"), "--tp", "2",
+                     "-o", str(tmp_path / "program"))  # fmt: skip
+    compiled.communicate(timeout=60)
+    assert compiled.returncode == 0
+    prompt = ("--prompt", "hello", "-n", "8", "--ignore-eos", "--json")
+    found = []
+    for where in ("program", "model"):
+        run = start("-m", "pcg_cli", "run", str(tmp_path / where), *prompt)
+        output, errors = run.communicate(timeout=60)
+        assert run.returncode == 0, errors
+        found.append(json.loads(output)["completions"])
+    assert found[0] == found[1]
+    refused = start("-m", "pcg_cli", "run", str(tmp_path / "program"), "--tp", "4", *prompt)
+    _, errors = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert "Invalid value for --tp" in errors

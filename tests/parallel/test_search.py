@@ -1,0 +1,202 @@
+"""The search for bypass networks: exact, complete, right in numbers, and true in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import Sharding
+from pcg.ir.operators import operator
+from pcg.ir.types import TOKENS
+from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
+from pcg.parallel.parallel_plan import Fixed, Plan
+from pcg.parallel.planner import Planner
+from pcg.parallel.search import Candidate, Found, Search, Site
+from pcg.passes.parallelize import search_layer
+from tests.parallel.sharded import LENGTHS, errors
+from tests.parallel.test_parallelize import RANK, attached
+
+PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
+OTHERS = ("fully sharded, weights gathered", "fully replicated")
+
+
+class Machine:
+    """Rooflines of a machine that there is not."""
+
+    def __init__(self, alpha: float = 1e-6, link: float = 1e11) -> None:
+        self.alpha = alpha
+        self.link = link
+
+    def operator_seconds(
+        self, op: str, ins: Any, outs: Any, attributes: Any, tokens: int, context: int
+    ) -> float:
+        flops = operator(op).flops(ins, outs, attributes)
+        free = getattr(flops, "free_symbols", ())
+        flops = float(flops.subs({s: tokens if s == TOKENS else context for s in free}))
+        moved = sum(size_bytes(type_, tokens) for type_ in (*ins, *outs))
+        return max(flops / 1e14, moved / 1e12)
+
+    def collective_seconds(self, kind: str, size: int, degree: int) -> float:
+        messages = degree - 1 if kind == "all_gather" else 2 * (degree - 1)
+        return messages * self.alpha + ring_bytes(kind, size, degree) / self.link
+
+
+def costs(degree: int, tokens: int = sum(LENGTHS), **options: Any) -> DeviceCosts:
+    return DeviceCosts(Machine(), degree, tokens, 1024, **options)
+
+
+@cache
+def searched(name: str, degree: int = 2) -> tuple[Search, Found]:
+    state = attached(name)
+    assert state.training_model is not None
+    assert state.base is not None
+    search = search_layer(
+        state.training_model.blocks[0], state.base.blocks[0], degree, costs(degree)
+    )
+    return search, search.find()
+
+
+def test_a_site_lists_every_way_of_the_papers() -> None:
+    _, found = searched("llama3")
+    assert [choice.site.name.rpartition(".")[2] for choice in found.sites] == [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]
+    for choice in found.sites:
+        strategies = [candidate.strategy for candidate in choice.candidates]
+        assert all(any(paper in name for name in strategies) for paper in PAPERS)
+        assert set(OTHERS) <= set(strategies)
+        assert len(strategies) == 25  # 4 layouts, or gathered, of A and of B; none is rejected
+        bills = [candidate.bill.cost for candidate in choice.candidates]
+        assert bills == sorted(bills)
+        assert choice.chosen.bill.cost == pytest.approx(bills[0])
+
+
+@pytest.mark.parametrize("name", ["llama3", "falcon-7b", "gemma2"])
+def test_nothing_costs_less(name: str) -> None:
+    """Without dropping states, and over all ways of a site alone."""
+
+    class Exhaustive(Planner):
+        def _undominated(self, states: Iterable[Any]) -> list[Any]:
+            return list(states)
+
+    search, found = searched(name)
+    every = Exhaustive(search.graph, 2, search.planner.costs)
+    for site in search.sites[:4]:
+        others = {n: h for n, h in found.plan.held.items() if n not in site.weights}
+        rules = {n: c.rule for n, c in found.plan.choices.items() if n not in site.nodes}
+        fixed = Fixed({**search.layouts, **others}, rules)
+        assert every.plan(fixed).cost == pytest.approx(found.plan.cost, rel=1e-12)
+
+
+SITES = {"q_proj", "down_proj"}
+"""The others in the slow run."""
+
+
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        pytest.param(
+            name,
+            site,
+            marks=() if name == "llama3" and site in SITES else pytest.mark.slow,
+        )
+        for name, sites in {
+            "llama3": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+            "qwen2": ("q_proj", "o_proj", "down_proj"),
+            "opt": ("q_proj", "out_proj", "fc1", "fc2"),
+            "gpt2": ("c_attn", "c_proj", "c_fc"),
+            "falcon-7b": ("query_key_value", "dense"),
+            "gemma2": ("q_proj", "o_proj", "down_proj"),
+        }.items()
+        for site in sites
+    ],
+)
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_candidate_is_right_and_sends_what_it_says(name: str, site: str, degree: int) -> None:
+    search, found = searched(name, degree)
+    choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
+    assert choices
+    base = sent_by(search.graph, degree, found.plan)
+    for choice in choices:
+        for candidate in choice.candidates:
+            plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
+            sent: dict[str, int] = {}
+            worst = errors(search.graph, degree, plan, sent)
+            assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
+            extra = sum(sent.values()) - base
+            said = candidate.bill - choice.chosen.bill
+            assert extra == said.forward_bytes + said.backward_bytes, candidate.strategy
+
+
+def sent_by(graph: Graph, degree: int, plan: Plan) -> int:
+    """Bytes that rank 0 sends, forward and backward."""
+    sent: dict[str, int] = {}
+    errors(graph, degree, plan, sent)
+    return sum(sent.values())
+
+
+def by_name(found: Found, site: str) -> dict[str, Candidate]:
+    (choice,) = (choice for choice in found.sites if choice.site.name.endswith(site))
+    return {candidate.strategy: candidate for candidate in choice.candidates}
+
+
+def test_flexllms_best_sends_the_bases_alone() -> None:
+    _, found = searched("llama2", 4)
+    for choice in found.sites:
+        (best,) = (c for c in choice.candidates if c.strategy.startswith("FlexLLM 1"))
+        assert (best.bill.forward_bytes, best.bill.backward_bytes) == (0, 0)
+        # facts: the copy's gradient is summed once a step, r · h
+        (copy,) = (n for n, layout in best.layouts.items() if not layout.dim)
+        state = attached("llama2")
+        assert state.training_model is not None
+        size = size_bytes(state.training_model.blocks[0].types[copy], 1)
+        assert best.bill.step_bytes == ring_bytes("all_reduce", size, 4)
+
+
+def test_s_loras_bytes() -> None:
+    """5 (N - 1) B r / N for attention, forward (S-LoRA §6.2); B is tokens."""
+    degree = 4
+    _, found = searched("llama2", degree)
+    total = 0
+    for site in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        (slora,) = (c for name, c in by_name(found, site).items() if "S-LoRA" in name)
+        total += slora.bill.forward_bytes
+        assert slora.bill.step_bytes == 0
+    assert total == 5 * (degree - 1) * sum(LENGTHS) * RANK * 4 // degree
+
+
+def test_a_search_names_what_each_site_is() -> None:
+    search, _ = searched("llama3")
+    assert [site.is_row for site in search.sites] == [False] * 3 + [True] + [False] * 2 + [True]
+    assert all(isinstance(site, Site) and len(site.weights) == 2 for site in search.sites)
+
+
+def test_what_is_best_changes_with_tokens() -> None:
+    """Few tokens: no messages. Very many: to compute what is parted once is worth them."""
+    state = attached("llama3")
+    assert state.training_model is not None
+    assert state.base is not None
+    layer, base = state.training_model.blocks[0], state.base.blocks[0]
+    names = []
+    for tokens in (1, 10**7):
+        search = search_layer(layer, base, 2, DeviceCosts(Machine(1e-5, 1e15), 2, tokens, 1024))
+        found = search.find()
+        names.append(found.sites[0].chosen.strategy)
+    assert names[0].startswith("FlexLLM 1")
+    assert names[0] != names[1]
+
+
+def test_a_type_error_names_operator_layouts_and_ways() -> None:
+    from pcg.errors import TypeCheckError
+    from pcg.ir.layouts import PRE_REDUCE, WHOLE
+
+    search, found = searched("llama3")
+    site = found.sites[0].site
+    rule = Sharding((WHOLE, WHOLE, PRE_REDUCE), (WHOLE,))
+    fixed = Fixed(search.layouts, {**search.base, site.nodes[-1]: rule})
+    with pytest.raises(TypeCheckError, match=r"'expand_add' \(in self_attn.q_proj\).*it takes "):
+        search.planner.plan(fixed)

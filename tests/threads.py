@@ -1,0 +1,65 @@
+"""Ranks as threads of one process: collectives without a process group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ThreadRanks:
+    """One rank of a group of threads, `pcg.parallel.ranks.Ranks`.
+
+    Attributes:
+        device: of the tensors that they exchange.
+        moved_bytes: what this rank has sent by ring algorithms, per kind of collective.
+    """
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cpu")
+        self._barrier = barrier
+        self._slots = slots
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0}
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._slots[self.rank] = x.clone()
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        size_bytes = x.numel() * x.element_size()
+        self.moved_bytes["all_reduce"] += 2 * size_bytes * (self.size - 1) // self.size
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self.moved_bytes["all_gather"] += x.numel() * x.element_size() * (self.size - 1)
+        return self._exchange(x)
+
+
+def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """What `run` gives on each rank; an error on one ends all."""
+    barrier = threading.Barrier(size)
+    slots: list[Any] = [None] * size
+
+    def one(rank: int) -> Any:
+        try:
+            return run(ThreadRanks(rank, size, barrier, slots))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+        errors = [e for future in futures if (e := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
