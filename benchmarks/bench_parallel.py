@@ -32,7 +32,6 @@ from measure import write
 from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
-from pcg.compiler import Compilation, run_passes
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED
@@ -49,6 +48,7 @@ from pcg.passes.differentiate import differentiate
 from pcg.passes.localize import localize
 from pcg.passes.parallelize import search_layer
 from pcg.passes.prune import prune
+from pcg.pipeline import Compilation, run_passes
 from pcg.runtime.batch import Batch, whole_sequences
 
 CONFIG = {

@@ -25,8 +25,8 @@ from .arguments import (
 from .console import busy, count_text, err, print_json, size_text, table, time_text
 
 if TYPE_CHECKING:
-    from pcg.compiler import PassRecord
     from pcg.ir.program_manifest import Manifest
+    from pcg.pipeline import PassRecord
     from pcg.source import ModelSource
 
 
@@ -72,16 +72,16 @@ def compile_command(
     recipe = peft_of(peft, rank, alpha, targets)
 
     with busy("starting"):
-        from pcg import compiler
+        from pcg import compiler, explaining, pipeline
         from pcg.ir.program_folder import save_program
-    names = [name for name, _ in compiler.PIPELINE]
+    names = [name for name, _ in pipeline.PIPELINE]
     unknown = sorted(set(print_after or ()) - set(names))
     if unknown:
         raise typer.BadParameter(
             f"there is no pass {unknown[0]!r}; the passes are {', '.join(names)}",
             param_hint="--print-after",
         )
-    dump = compiler.dump_to(dump_dir) if dump_dir is not None else None
+    dump = pipeline.dump_to(dump_dir) if dump_dir is not None else None
     records: list[PassRecord] = []
 
     def observe(record: PassRecord) -> None:
@@ -103,7 +103,7 @@ def compile_command(
         program = compiler.compile_program(model, recipe, observe=observe, **options)
         manifest = None
         if output is not None:
-            report = compiler.explain(model, recipe, **options).to_json()
+            report = explaining.explain(model, recipe, **options).to_json()
             manifest = save_program(
                 program,
                 output,

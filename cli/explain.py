@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pcg.errors import PcgError
-from pcg.report import comparison
+from pcg.report_text import comparison
 
 from .arguments import (
     Alpha,
@@ -116,18 +116,18 @@ def explain_command(
             name.strip(): peft_of(name.strip(), option="--compare") for name in compare.split(",")
         }
         with busy(f"tracing {source.name}"):
-            from pcg import compiler
+            from pcg import explaining
 
-            reports = compiler.compare(model, methods, **options)
+            reports = explaining.compare(model, methods, **options)
         if json:
             print_json({name: report.to_json() for name, report in reports.items()})
         else:
             print(comparison(reports))
         return
     with busy(f"tracing {source.name}"):
-        from pcg import compiler
+        from pcg import explaining
 
-        report = compiler.explain(model, recipe, peers=peers, **options)
+        report = explaining.explain(model, recipe, peers=peers, **options)
     if json:
         print_json(report.to_json())
     else:

@@ -42,7 +42,8 @@ from pcg.errors import (
 )
 
 if TYPE_CHECKING:
-    from pcg.compiler import compile, explain, load, trace
+    from pcg.compiler import compile, load, trace
+    from pcg.explaining import explain
     from pcg.ir.recipe import LoraRecipe
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling_params import SamplingParams
@@ -90,7 +91,7 @@ _HOMES = {
     "LoraRecipe": "pcg.ir.recipe",
     "SamplingParams": "pcg.runtime.sampling_params",
     "compile": "pcg.compiler",
-    "explain": "pcg.compiler",
+    "explain": "pcg.explaining",
     "load": "pcg.compiler",
 }
 

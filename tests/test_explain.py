@@ -16,9 +16,11 @@ import sympy
 
 import pcg
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.ir.recipe import LoraRecipe
 from pcg.passes.step_memory import LOSS_CHUNK_BYTES
-from pcg.report import KINDS, Report, bar, comparison, count_text, gib
+from pcg.report import KINDS, Report
+from pcg.report_text import bar, comparison, count_text, gib
 from pcg.runtime.training_runner import CHUNK_BYTES
 from pcg.source import resolve
 
@@ -203,7 +205,7 @@ TRAINED = {
 
 
 def test_every_method_is_accounted_for() -> None:
-    reports = compiler.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
+    reports = explaining.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
     assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
     for name, report in reports.items():
         stages = [stage.stage for stage in report.activations]

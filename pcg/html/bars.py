@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pcg.html.element import Markup, element, joined, row, section, table
-from pcg.report import KINDS, Report, gib
+from pcg.report import KINDS, Report
+from pcg.report_text import gib
 
 WORDS = {
     "weights": "the base model, frozen",

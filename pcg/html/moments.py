@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pcg.html.element import Markup, element, row, scroll, section, table
 from pcg.html.plot import Scale, area, columns, line, mark, percent, plot, rows, stretched, text
-from pcg.report import Moment, Report, gib
+from pcg.report import Moment, Report
+from pcg.report_text import gib
 
 _DOT = "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z"
 _ROOM = 1.18

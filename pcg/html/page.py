@@ -11,7 +11,8 @@ from pcg.html.pareto import pareto
 from pcg.html.script import SCRIPT
 from pcg.html.style import STYLE
 from pcg.html.tensors import tensors
-from pcg.report import Report, count_text, gib
+from pcg.report import Report
+from pcg.report_text import count_text, gib
 
 _NAV = {
     "memory": "Memory",

@@ -9,7 +9,8 @@ from typing import TypeAlias
 from pcg.html.bars import chosen_stage
 from pcg.html.element import Child, Markup, element, row, scroll, section, table
 from pcg.html.plot import Scale, columns, line, mark, percent, plot, rows, stretched, text
-from pcg.report import PeerPoint, Report, gib
+from pcg.report import PeerPoint, Report
+from pcg.report_text import gib
 
 _DOT = "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0z"
 _RING = "M-7 0a7 7 0 1 0 14 0a7 7 0 1 0-14 0z"

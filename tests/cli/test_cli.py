@@ -225,7 +225,7 @@ def test_compile_shows_the_passes(model: Path, tmp_path: Path) -> None:
     result = run("compile", model, "-o", tmp_path / "p", "--dump-dir", tmp_path / "dumps")
     assert result.exit_code == 0
     assert result.stdout == ""
-    passes = [name for name, _ in pcg.compiler.PIPELINE]
+    passes = [name for name, _ in pcg.pipeline.PIPELINE]
     lines = [line.split() for line in result.stderr.splitlines() if line.strip()]
     assert [line[0] for line in lines[1 : len(passes) + 1]] == passes
     assert all(int(line[1].replace(",", "")) > 0 for line in lines[1 : len(passes) + 1])
@@ -296,7 +296,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
         calls.append((args, options))
         return FakeReport()
 
-    monkeypatch.setattr("pcg.compiler.explain", explain)
+    monkeypatch.setattr("pcg.explaining.explain", explain)
     assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
     options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]

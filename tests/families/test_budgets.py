@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.ir.recipe import LoraRecipe
 from pcg.report import Report
 from pcg.runtime.data import Example
@@ -37,7 +38,7 @@ def planned(
     model = oracle.random_model(family.config(LAYERS), dtype)
     executor = compiler.compile(model, {"a": recipe}, **options)
     name = str(dtype).removeprefix("torch.")
-    report = compiler.explain(family.config(LAYERS), recipe, dtype=name, **options)
+    report = explaining.explain(family.config(LAYERS), recipe, dtype=name, **options)
     return executor, report
 
 

@@ -14,6 +14,7 @@ from peft.utils import constants
 from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.ir.adalora_recipe import FAMILY_TARGETS
 from pcg.runtime.adapters import Adapter, recipe_from
@@ -233,7 +234,7 @@ def test_defaults_of_families_are_pefts() -> None:
 def test_explain_counts_what_peft_trains() -> None:
     config = BY_NAME["llama3"].config(2)
     wrapped = peft.get_peft_model(oracle.random_model(config), peft.AdaLoraConfig(**FIELDS))
-    report = compiler.explain(config, DICT, batch=1, seq=16)
+    report = explaining.explain(config, DICT, batch=1, seq=16)
     assert report.parameters["trainable"] == sum(p.numel() for p in trained(wrapped).values())
     assert report.peft == "AdaLoRA r4 on q_proj, down_proj"
 

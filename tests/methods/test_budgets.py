@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.ir.recipes import SHORTHANDS
 from pcg.runtime.adapter_config import recipe_from
 from pcg.runtime.data import Example
@@ -72,6 +73,6 @@ def test_what_is_kept_is_predicted(family: str, method: str, budget: float) -> N
     options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": seq}
     base = oracle.random_model(config, torch.bfloat16)
     executor = compiler.compile(base, {"a": METHODS[method]}, **options)
-    report = compiler.explain(config, METHODS[method], dtype="bfloat16", **options)
+    report = explaining.explain(config, METHODS[method], dtype="bfloat16", **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
     assert stage.bytes == measured(executor)

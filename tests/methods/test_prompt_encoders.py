@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.ir.prompt_encoder import PromptEncoder
 from pcg.runtime.adapters import recipe_from
@@ -113,7 +114,7 @@ def test_a_fresh_encoder_is_as_in_peft(name: str) -> None:
     for key, tensor in ours.encoder.items():
         if tensor.numel() > 500:
             assert float(tensor.std()) == pytest.approx(float(theirs[key].std()), rel=0.15), key
-    report = compiler.explain(config, CONFIGS[name], batch=1, seq=16)
+    report = explaining.explain(config, CONFIGS[name], batch=1, seq=16)
     assert report.parameters["trainable"] == sum(p.numel() for p in theirs.values())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
@@ -79,7 +80,7 @@ def test_memory_of_a_rank_is_what_is_predicted(name: str) -> None:
     recipe = recipes(BY_NAME[name])["a"]
     options: dict[str, Any] = {"batch": BATCH, "seq": SEQ, "dtype": "float32"}
     program = make_program(name, 2, **options)
-    report = compiler.explain(program.config, recipe, tp=2, **options)
+    report = explaining.explain(program.config, recipe, tp=2, **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
 
     def bytes_of(ranks: ThreadRanks) -> dict[str, int]:

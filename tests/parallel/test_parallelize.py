@@ -10,11 +10,12 @@ import pytest
 import sympy
 
 import pcg
-import pcg.compiler as compiler
+import pcg.pipeline as pipeline
 from pcg.errors import CostModelError, ParallelError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
+from pcg.ir.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan
 from pcg.parallel.layer_costs import ByteCosts
@@ -33,14 +34,14 @@ LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
 
 
 @cache
-def attached(name: str) -> compiler.Compilation:
+def attached(name: str) -> pipeline.Compilation:
     """A family's model of two layers with LoRA on every linear of them."""
 
-    def bypasses(base: compiler.ModelGraph) -> Bypasses:
+    def bypasses(base: ModelGraph) -> Bypasses:
         return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), RANK))
 
-    state = compiler.Compilation(name, BY_NAME[name].config(2), bypasses, "float32")
-    return compiler.run_passes(state, last="attach")
+    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, "float32")
+    return pipeline.run_passes(state, last="attach")
 
 
 def sharded(name: str, degree: int) -> Sharded:

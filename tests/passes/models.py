@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from pcg.compiler import Compilation, run_passes
 from pcg.ir.program import ModelGraph
 from pcg.passes.bypasses import Bypasses
+from pcg.pipeline import Compilation, run_passes
 from pcg.trace import Trace
 from tests.families.families import BY_NAME
 

@@ -16,7 +16,6 @@ import pytest
 import sympy
 import torch
 
-from pcg.compiler import Compilation, run_passes
 from pcg.ir.bitfit_recipe import BitfitRecipe
 from pcg.ir.graph import Builder
 from pcg.ir.operators.model import CONTEXT
@@ -28,6 +27,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.eager_kept import Eager
 from pcg.passes.eager_memory import EagerMemory, eager_memory
 from pcg.passes.storages import SEQUENCES, Storages
+from pcg.pipeline import Compilation, run_passes
 from pcg.runtime.adapter_config import recipe_from
 from pcg.source import resolve
 from tests.families.families import FAMILIES, Family

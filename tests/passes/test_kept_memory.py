@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.ir.recipe import LoraRecipe
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
@@ -47,7 +48,7 @@ def check(family: Family, dtype: torch.dtype, targets: str | tuple[str, ...]) ->
     )
     executor = compiler.compile(oracle.random_model(family.config(3), dtype), {"a": recipe})
     name = str(dtype).removeprefix("torch.")
-    report = compiler.explain(family.config(3), recipe, batch=BATCH, seq=SEQ, dtype=name)
+    report = explaining.explain(family.config(3), recipe, batch=BATCH, seq=SEQ, dtype=name)
     (kept,) = [stage for stage in report.activations if stage.stage == "compressed"]
     assert kept.bytes == measured(executor)
     # A tensor that two layers share, one's output and the other's input, has two rows.
@@ -67,7 +68,7 @@ def peak_error(family: Family, dtype: str, budget: float, layers: int = 4) -> fl
     options: dict[str, Any] = {"memory_budget": budget, "batch": batch, "seq": seq}
     model = oracle.random_model(config, getattr(torch, dtype))
     runner = compiler.compile(model, {"a": recipe}, **options).training_runner("a")
-    memory = compiler.explain(config, recipe, dtype=dtype, **options).memory_bytes
+    memory = explaining.explain(config, recipe, dtype=dtype, **options).memory_bytes
     examples = [Example([3] * seq, [3] * seq)] * batch
 
     def two_micro_batches() -> None:

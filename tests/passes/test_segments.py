@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
 from pcg.errors import MemoryBudgetError
 from pcg.ir.program_folder import load_program, save_program
 from pcg.ir.recipe import LoraRecipe
@@ -73,7 +74,7 @@ def planned(
     torch.manual_seed(0)
     model = oracle.random_model(family.config(LAYERS))
     executor = compiler.compile(model, {"a": recipe}, **options)
-    return executor, compiler.explain(family.config(LAYERS), recipe, dtype="float32", **options)
+    return executor, explaining.explain(family.config(LAYERS), recipe, dtype="float32", **options)
 
 
 def least_with_an_input_each(family: Family) -> int:

@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
-from pcg.compiler import Compilation, run_passes
 from pcg.passes.bypasses import Bypasses
+from pcg.pipeline import Compilation, run_passes
 from pcg.runtime.executor import Executor
 
 RECIPES = {

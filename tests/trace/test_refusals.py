@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.compiler import Compilation, run_passes
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.program import ModelGraph
 from pcg.passes.bypasses import Bypasses
+from pcg.pipeline import Compilation, run_passes
 from tests.families import oracle
 
 SMALL = {

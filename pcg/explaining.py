@@ -1,0 +1,313 @@
+"""`pcg.explain`: the pipeline without weights or emitted source, and a report of what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pcg.compiler import adapter_dtype, check_degree, costs_name, dtype_name, recipes_of
+from pcg.errors import (
+    ParallelError,
+    UnsupportedError,
+)
+from pcg.ir.memory_budget import MemoryBudget
+from pcg.ir.program import ModelGraph
+from pcg.ir.recipes import Recipe
+from pcg.parallel.costs import cost_model
+from pcg.parallel.layer_costs import DeviceCosts
+from pcg.passes.bypasses import Bypasses
+from pcg.passes.parallelize import search_layer
+from pcg.passes.plan import MemoryPlan, frontiers
+from pcg.passes.train import LayerKind
+from pcg.pipeline import Compilation, made, run_passes
+from pcg.runtime.adapter_config import config_fields
+from pcg.source import resolve
+
+if TYPE_CHECKING:
+    import sympy
+
+    from pcg.parallel.devices import Device
+    from pcg.parallel.search import Search
+    from pcg.passes.step_memory import Account, Asked
+    from pcg.report import Report
+
+
+def explain(
+    model: Any,
+    peft: object = "lora",
+    *,
+    tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    gpus: Sequence[str] = (),
+    find_region: bool = False,
+    peers: bool = False,
+) -> Report:
+    """Account for the memory of a finetuning step, and say what is kept for backward and why.
+
+    Args:
+        model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
+            no weights are needed.
+        peft: None, "lora" or another word of `pcg.ir.recipes.SHORTHANDS`, a configuration of
+            peft's, or {name: one of these, or an adapter directory}.
+        tp: tensor-parallel degree.
+        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype; the configuration's own by default.
+        memory_budget: as for `compile`.
+        gpus: names of GPUs to fit the step to.
+        find_region: give formulas in the rank, too, where there is one, and find for which sequence
+            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
+            change with tokens, rank, degree and link. Takes seconds.
+        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
+            them to import functorch and inductor.
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
+    options["find_region"] = find_region
+    found = compare(model, {"": peft}, tp=tp, costs=costs, gpus=gpus, **options)  # type: ignore[arg-type]
+    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+
+
+def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+    """The report with what torch's partitioner keeps."""
+    from pcg.passes.peers import with_peers
+
+    if report.tp > 1:
+        raise UnsupportedError(
+            f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
+            "use tp=1"
+        )
+    is_module = isinstance(model, torch.nn.Module)
+    config = model.config.to_dict() if is_module else resolve(model).config
+    adapters = {
+        name: config_fields(recipe, recipe.target_modules or (), "", {})
+        | ({"target_modules": None} if recipe.target_modules is None else {})
+        for name, recipe in recipes.items()
+    }
+    return with_peers(report, config, recipes, adapters)
+
+
+def compare(
+    model: Any,
+    pefts: Mapping[str, object],
+    *,
+    tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    gpus: Sequence[str] = (),
+    find_region: bool = False,
+) -> dict[str, Report]:
+    """`explain` of several recipes over one model, which is traced once; by their names.
+
+    Args:
+        model: as for `explain`.
+        pefts: by name, what `explain` takes as `peft`.
+        tp: and all others: as for `explain`.
+        costs: the device that bypass networks are parallelized for.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype.
+        memory_budget: as for `compile`.
+        gpus: names of GPUs to fit the step to.
+        find_region: as for `explain`.
+    """
+    from pcg.parallel.devices import device_of
+
+    check_degree(tp)
+    if isinstance(model, torch.nn.Module):
+        model = model.config.to_dict()  # type: ignore[union-attr,operator]
+    devices = [device_of(name) for name in gpus]
+    recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
+    budget = MemoryBudget.parse(memory_budget, batch, seq)
+    source = resolve(model)
+    state = Compilation(
+        source.name,
+        source.config,
+        lambda base: Bypasses(),
+        dtype_name(dtype),
+        budget=budget,
+        tp=tp,
+        costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
+    )
+    folded = run_passes(state, last="fold")
+    return {
+        name: _explained(folded, found, devices, find_region) for name, found in recipes.items()
+    }
+
+
+def _explained(
+    folded: Compilation,
+    recipes: Mapping[str, Recipe],
+    devices: Sequence[Device],
+    find_region: bool,
+) -> Report:
+    """The report of a folded model and recipes."""
+    from pcg.passes.account import account
+    from pcg.passes.fit import fit
+    from pcg.passes.parallel_report import parallel_rows
+    from pcg.passes.step_memory import Asked
+
+    what = _account_of(folded, recipes)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp)
+    report = account(what, asked)
+    if find_region and what.frontiers is not None:
+        report = _with_regions(report, folded, what, asked)
+    if what.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(what.sharded, made(folded.device_costs(trains=True)))
+        if find_region:
+            rows["regions"] = _parallel_regions(folded, recipes)
+        report = dataclasses.replace(report, parallel=rows)
+    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+
+
+def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
+    """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
+    from pcg.passes.account import formula_text
+    from pcg.passes.degree_formulas import in_degree
+    from pcg.passes.plan import replanned
+    from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
+    from pcg.passes.region import MOST_RANK, MOST_TOKENS, region
+    from pcg.passes.step_memory import step_formulas
+
+    budget, plan, kinds = folded.budget, made(what.plan), made(what.frontiers).kinds
+    rank = rank_of(asked.recipes)
+
+    def at_length(seq: int) -> MemoryPlan:
+        found = frontiers(made(what.training), kinds, budget.batch, seq)
+        return found.plan(dataclasses.replace(budget, seq=seq))
+
+    def formulas_of(state: Compilation, recipes: Mapping[str, Recipe]) -> dict[str, sympy.Expr]:
+        then = _account_of(state, recipes)
+        then = dataclasses.replace(then, plan=replanned(plan, made(then.frontiers)))
+        return step_formulas(then, dataclasses.replace(asked, tp=state.tp))
+
+    def at_degree(degree: int) -> dict[str, sympy.Expr] | None:
+        state = dataclasses.replace(folded, tp=degree)
+        try:
+            if rank is None:
+                return formulas_of(state, asked.recipes)
+            return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
+        except KeyError:
+            return None  # its graphs are others
+
+    degrees: dict[str, tuple[int, ...]] = {}
+    if folded.tp > 1:
+        formulas, degrees = in_degree(at_degree, folded.tp)
+    else:
+        formulas = made(at_degree(1))
+    ranks = None
+    if rank is not None:
+
+        def at_rank(other: int) -> MemoryPlan:
+            return made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+
+        ranks = region(at_rank, rank, MOST_RANK)
+    return dataclasses.replace(
+        report,
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
+        region=region(at_length, budget.seq, MOST_TOKENS),
+        rank_region=ranks,
+        formula_degrees=degrees,
+    )
+
+
+def _parallel_regions(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> dict[str, list[dict[str, Any]]]:
+    """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
+    from pcg.parallel.costs import SheetModel
+    from pcg.passes.parallel_report import token_regions
+    from pcg.passes.rank_formulas import rank_of, with_rank
+
+    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        bypasses = _bypasses_of(state, then)
+        attached = run_passes(
+            dataclasses.replace(state, bypasses=bypasses), first="raise", last="attach"
+        )
+        pairs = zip(made(attached.training_model).blocks, made(attached.base).blocks, strict=True)
+        layers = list(pairs)
+
+        def searches_at(tokens: int) -> list[Search]:
+            costs = DeviceCosts(made(state.costs), state.tp, tokens, state.budget.seq)
+            return [search_layer(block, plain, state.tp, costs) for block, plain in layers]
+
+        return token_regions(searches_at)
+
+    found = {"as asked": at(folded, recipes)}
+    rank = rank_of(recipes)
+    for other in (8, 64, 256):
+        if rank is not None and other != rank:
+            found[f"rank {other}"] = at(folded, with_rank(recipes, other))
+    for degree in (2, 4, 8):
+        if degree != folded.tp:
+            try:
+                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+            except ParallelError:
+                continue  # it does not divide the model
+    model = folded.costs
+    if isinstance(model, SheetModel):
+        for link in model.sheet.links:
+            if link != model.link_name:
+                costs = SheetModel(model.name, model.sheet, link, model.achieved)
+                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+    return found
+
+
+def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
+    """What a report of a folded model and recipes accounts for."""
+    from pcg.passes.adapter_use import AdapterUse, adapter_use
+    from pcg.passes.step_memory import Account
+
+    def use_of(base: ModelGraph) -> AdapterUse:
+        model_type = str(folded.config["model_type"])
+        return adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))
+
+    state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
+    attached = run_passes(state, first="raise", last="parallelize")
+    refusal = ""
+    kinds: tuple[LayerKind, ...] = ()
+    try:
+        attached = run_passes(attached, first="differentiate", last="prune")
+        kinds = attached.kinds
+        attached = run_passes(attached, first="compress", last="rematerialize")
+    except UnsupportedError as error:
+        refusal = str(error)
+    unraised = made(folded.base)
+    return Account(
+        unraised,
+        made(attached.base),
+        made(attached.local_base),
+        attached.training_model,
+        kinds,
+        attached.frontiers,
+        attached.plan,
+        attached.training_epilogue[0] if attached.training_epilogue else None,
+        use_of(unraised),
+        adapter_dtype(unraised.dtype),
+        made(folded.traced).attention,
+        refusal,
+        attached.sharded,
+    )
+
+
+def _bypasses_of(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> Callable[[ModelGraph], Bypasses]:
+    from pcg.passes.adapter_use import adapter_use
+
+    model_type = str(folded.config["model_type"])
+    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype)).bypasses
