@@ -109,7 +109,7 @@ class JointGraph:
 
     def partition(self, budget: float) -> Partition:
         """Divide a copy of the graph under an activation memory budget, from 0 to 1."""
-        joint = copy.deepcopy(self.graph)
+        joint = copied(self.graph)
         last = self.carried + self.parameters + self.shared
         with functorch_config.patch(activation_memory_budget=budget):
             forward, backward = partitioners.min_cut_rematerialization_partition(
@@ -157,10 +157,15 @@ def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
     """A partitioner that keeps the joint graph and ends the tracing."""
 
     def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
-        found.append(copy.deepcopy(joint))
+        found.append(copied(joint))
         raise _Captured
 
     return partition
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own, over the same constants, of which fake ones cannot be copied."""
+    return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
 def storages(node: fx.Node) -> dict[int, int]:
