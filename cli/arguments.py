@@ -204,3 +204,13 @@ Costs = Annotated[
         metavar="NAME|FILE",
     ),
 ]
+TpPlan = Annotated[
+    Path | None,
+    typer.Option(
+        "--tp-plan",
+        help="JSON file with the base's plan over ranks: colwise, rowwise or replicated for each "
+        "module path, as self_attn.q_proj.",
+        show_default=False,
+        metavar="FILE",
+    ),
+]

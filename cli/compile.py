@@ -20,6 +20,7 @@ from .arguments import (
     Seq,
     Targets,
     TensorParallel,
+    TpPlan,
     peft_of,
 )
 from .console import busy, count_text, err, print_json, size_text, table, time_text
@@ -42,6 +43,7 @@ def compile_command(
     targets: Targets = None,
     tp: TensorParallel = 1,
     costs: Costs = None,
+    tp_plan: TpPlan = None,
     dtype: Dtype = None,
     memory_budget: Budget = None,
     batch: Batch = 1,
@@ -95,6 +97,7 @@ def compile_command(
         options: dict[str, Any] = {
             "tp": tp,
             "costs": costs,
+            "tp_plan": tp_plan,
             "dtype": dtype,
             "memory_budget": memory_budget,
             "batch": batch,

@@ -25,6 +25,7 @@ from .arguments import (
     Seq,
     Targets,
     TensorParallel,
+    TpPlan,
     peft_of,
 )
 from .console import busy, print_json, size_text
@@ -38,6 +39,7 @@ def explain_command(
     targets: Targets = None,
     tp: TensorParallel = 1,
     costs: Costs = None,
+    tp_plan: TpPlan = None,
     batch: Batch = 1,
     seq: Seq = 1024,
     memory_budget: Budget = None,
@@ -100,6 +102,7 @@ def explain_command(
     options: dict[str, Any] = {
         "tp": tp,
         "costs": costs,
+        "tp_plan": tp_plan,
         "batch": batch,
         "seq": seq,
         "dtype": dtype,

@@ -22,6 +22,7 @@ from pcg.ir.program_folder import load_program
 from pcg.ir.program_manifest import read_manifest
 from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
 from pcg.ir.types import TORCH_NAMES
+from pcg.parallel.base_plan import read_tp_plan
 from pcg.parallel.costs import SHEETS, cost_model, own_sheet
 from pcg.parallel.ranks import Ranks, check_started, join, own_device
 from pcg.passes.bypasses import Bypasses
@@ -54,6 +55,7 @@ def compile_program(
     *,
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -69,6 +71,8 @@ def compile_program(
         tp: tensor-parallel degree.
         costs: the device that adapters are parallelized for: a name, as H100 (the default), or a
             file of `pcg profile`.
+        tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
+            or a JSON file of such; Megatron's, read off the graph, by default.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -96,6 +100,7 @@ def compile_program(
         budget=budget,
         tp=tp,
         costs=cost_model(name) if name else None,
+        tp_plan=read_tp_plan(tp_plan),
     )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, made(state.base))
@@ -114,6 +119,7 @@ def compile_program(
         traced.dtype,
         tp,
         name,
+        state.tp_plan,
     )
 
 
@@ -123,6 +129,7 @@ def compile(
     *,
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
@@ -140,6 +147,8 @@ def compile(
             them, and all of them make the same calls.
         costs: the device that adapters are parallelized for: a name, as H100, or a file of
             `pcg profile`; the sheet of the device that there is by default.
+        tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
+            or a JSON file of such; Megatron's, read off the graph, by default.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
@@ -160,6 +169,7 @@ def compile(
     options: dict[str, Any] = {
         "tp": tp,
         "costs": costs,
+        "tp_plan": tp_plan,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -372,6 +382,7 @@ class _Specialiser:
             budget=program.memory_budget,
             tp=program.tp,
             costs=cost_model(program.costs) if program.costs else None,
+            tp_plan=program.tp_plan,
             base=program.base,
         )
         return run_passes(state, first="attach")

@@ -17,6 +17,7 @@ from pcg.errors import (
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
+from pcg.parallel.base_plan import read_tp_plan
 from pcg.parallel.costs import cost_model
 from pcg.parallel.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
@@ -42,6 +43,7 @@ def explain(
     *,
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -60,6 +62,7 @@ def explain(
         tp: tensor-parallel degree.
         costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
             `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
+        tp_plan: the base's plan over ranks, as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
@@ -73,9 +76,15 @@ def explain(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    options = {"batch": batch, "seq": seq, "dtype": dtype, "memory_budget": memory_budget}
+    options: dict[str, Any] = {
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "memory_budget": memory_budget,
+    }
     options["find_region"] = find_region
-    found = compare(model, {"": peft}, tp=tp, costs=costs, gpus=gpus, **options)  # type: ignore[arg-type]
+    options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
+    found = compare(model, {"": peft}, **options)
     return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
 
 
@@ -104,6 +113,7 @@ def compare(
     *,
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -118,6 +128,7 @@ def compare(
         pefts: by name, what `explain` takes as `peft`.
         tp: and all others: as for `explain`.
         costs: the device that bypass networks are parallelized for.
+        tp_plan: the base's plan over ranks, as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype.
@@ -142,6 +153,7 @@ def compare(
         budget=budget,
         tp=tp,
         costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
+        tp_plan=read_tp_plan(tp_plan),
     )
     folded = run_passes(state, last="fold")
     return {
@@ -243,7 +255,8 @@ def _parallel_regions(
 
         def searches_at(tokens: int) -> list[Search]:
             costs = DeviceCosts(made(state.costs), state.tp, tokens, state.budget.seq)
-            return [search_layer(block, plain, state.tp, costs) for block, plain in layers]
+            given = (state.tp, costs, True, state.tp_plan)
+            return [search_layer(block, plain, *given) for block, plain in layers]
 
         return token_regions(searches_at)
 

@@ -59,6 +59,7 @@ class Compilation:
         whole: trace every layer, not one of each kind.
         tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
         costs: of the device and links that bypass networks are parallelized for.
+        tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Compilation:
     whole: bool = False
     tp: int = 1
     costs: CostModel | None = None
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
@@ -136,7 +138,8 @@ def _parallelize(state: Compilation) -> Compilation:
     def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
         if model is None:
             return None
-        return parallelize(model, base, state.tp, state.device_costs(trains), trains)
+        costs = state.device_costs(trains)
+        return parallelize(model, base, state.tp, costs, trains, state.tp_plan)
 
     serving, training = (
         over_ranks(state.serving_model, False),
@@ -144,7 +147,7 @@ def _parallelize(state: Compilation) -> Compilation:
     )
     return dataclasses.replace(
         state,
-        local_base=parallelize(base, base, state.tp).local,
+        local_base=parallelize(base, base, state.tp, tp_plan=state.tp_plan).local,
         serving_model=serving.local if serving else None,
         training_model=training.local if training else None,
         sharded=training or serving,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +219,7 @@ class Program:
         dtype: of weights and activations.
         tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
         costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
+        tp_plan: the base's plan over ranks, by module, where the user gave one.
     """
 
     name: str
@@ -233,6 +234,7 @@ class Program:
     dtype: str
     tp: int = 1
     costs: str = ""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 def python_name(name: str) -> str:

@@ -106,6 +106,7 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             facts.dtype,
             int(plan.get("tp", 1)),  # older folders are of one rank
             str(plan.get("costs", "")),
+            dict(plan.get("tp_plan", {})),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -243,6 +244,7 @@ def _plan(program: Program) -> dict[str, Any]:
         "symbols": {"T": "tokens of the step"},
         "tp": program.tp,
         "costs": program.costs,
+        "tp_plan": dict(program.tp_plan),
         "layers": list(program.base.layers),
         "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),

@@ -9,12 +9,17 @@ row-parallel. So are q, k, v and o of attention, and up (gate) and down of an ML
 calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads
 than ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
 
+Or as the user says, by transformers' words for it (`base_model_tp_plan`).
+
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
@@ -23,16 +28,50 @@ from pcg.ir.layouts import REPLICATED, Layout, partitioned
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 
 
-def base_plan(graph: Graph, degree: int) -> dict[str, Layout]:
+STYLES = {"colwise": COLUMN, "rowwise": ROW, "replicated": REPLICATED}
+"""transformers' words that a plan of the user's may have."""
+
+
+def read_tp_plan(plan: str | os.PathLike[str] | Mapping[str, str] | None) -> dict[str, str]:
+    """A plan of the user's: a style for each module path of a layer, as "self_attn.q_proj".
+
+    Args:
+        plan: a mapping, or a JSON file of one; with transformers' keys, such as
+            "layers.*.self_attn.q_proj", too.
+    Raises:
+        ParallelError: the file cannot be read, or a style is none of `STYLES`.
+    """
+    if plan is None:
+        return {}
+    if not isinstance(plan, Mapping):
+        path = Path(plan).expanduser()
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ParallelError(f"tp_plan {path} cannot be read as JSON: {error}") from error
+    if not isinstance(plan, Mapping) or not plan:
+        raise ParallelError("a tp_plan is an object with a style for each module path")
+    for module, style in plan.items():
+        if style not in STYLES:
+            raise ParallelError(f"tp_plan: {module} is {style!r}; use one of {', '.join(STYLES)}")
+    return {str(module): str(style) for module, style in plan.items()}
+
+
+def base_plan(
+    graph: Graph, degree: int, given: Mapping[str, str] | None = None
+) -> dict[str, Layout]:
     """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
 
     Args:
         graph: of a layer, without bypass networks.
         degree: number of ranks.
+        given: a plan of the user's, as `read_tp_plan` gives it; products that it does not name are
+            replicated.
     Raises:
-        ParallelError: the degree divides neither heads nor products; those that do are named.
+        ParallelError: the degree divides neither heads nor products; those that do are named. Or a
+            given module is no linear operator of the layer.
     """
-    plan = _pairs(graph, degree)
+    plan = _given(graph, given) if given else _pairs(graph, degree)
     sizes = list(_sizes(graph, plan))
     if any(size % degree for _, size in sizes):
         what, size = next((what, size) for what, size in sizes if size % degree)
@@ -42,6 +81,27 @@ def base_plan(graph: Graph, degree: int) -> dict[str, Layout]:
             f"{', '.join(map(str, fitting))}"
         )
     return plan
+
+
+def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
+    weights = [w for node in graph.nodes if (w := _frozen_weight(graph, node)) is not None]
+    paths = {w: _path(graph.parameters_by_name[w].source) for w in weights}
+    plan = dict.fromkeys(weights, REPLICATED)
+    for module, style in given.items():
+        wanted = f".{module.rpartition('*.')[2]}"
+        named = [w for w in weights if f".{paths[w]}".endswith(wanted)]
+        if not named:
+            known = ", ".join(dict.fromkeys(paths.values()))
+            raise ParallelError(
+                f"tp_plan: {module} is no linear operator of {graph.name}; it has {known}"
+            )
+        plan |= dict.fromkeys(named, STYLES[style])
+    return plan
+
+
+def _path(source: str) -> str:
+    """The module of a weight, within its layer."""
+    return source.removesuffix(".weight").rpartition("{layer}.")[2]
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:

@@ -7,6 +7,7 @@ depend on adapters; bypass networks are sharded under it (dependent parallelizat
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph
@@ -46,6 +47,7 @@ def parallelize(
     degree: int,
     costs: Costs | None = None,
     trains: bool = True,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Sharded:
     """A model over so many ranks.
 
@@ -55,12 +57,13 @@ def parallelize(
         degree: number of ranks, at least 2.
         costs: by which bypass networks are parallelized; bytes between ranks by default.
         trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
+        tp_plan: the base's plan, where the user gives one.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
     """
     costs = costs or ByteCosts(degree)
     searches = tuple(
-        search_layer(block, plain, degree, costs, trains)
+        search_layer(block, plain, degree, costs, trains, tp_plan)
         for block, plain in zip(model.blocks, base.blocks, strict=True)
     )
     plans = tuple(search.plan() for search in searches)
@@ -78,10 +81,15 @@ def parallelize(
 
 
 def search_layer(
-    block: Graph, plain: Graph, degree: int, costs: Costs, trains: bool = True
+    block: Graph,
+    plain: Graph,
+    degree: int,
+    costs: Costs,
+    trains: bool = True,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
-    layouts = base_plan(split(plain), degree)
+    layouts = base_plan(split(plain), degree, tp_plan)
     base = repeat_heads(split(plain), degree)
     choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
     whole = repeat_heads(split(block), degree)

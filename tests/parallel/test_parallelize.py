@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sympy
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pcg
 import pcg.pipeline as pipeline
@@ -17,17 +23,19 @@ from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, read_tp_plan
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Fixed
 from pcg.parallel.planner import plan
+from pcg.parallel.ranks import ProcessRanks
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.repeat_heads import repeat_heads
 from pcg.passes.split import split
 from pcg.source import resolve
 from tests.families.families import BY_NAME, FAMILIES
-from tests.parallel.sharded import errors, layer_errors
+from tests.parallel.sharded import LENGTHS, errors, layer_errors, run
+from tests.passes.evaluate import random_values
 
 RANK = 4
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
@@ -145,6 +153,47 @@ def test_a_fused_projection_is_split_by_its_rows() -> None:
     assert rows == [(0, 64), (64, 128), (128, 192)]
 
 
+PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "self_attn.o_proj": "rowwise",
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+    "mlp.down_proj": "rowwise",
+}
+
+
+def test_the_users_plan_is_taken(tmp_path: Path) -> None:
+    base = attached("llama2").base
+    assert base is not None
+    megatron = parallelize(base, base, 2).typed
+    assert parallelize(base, base, 2, tp_plan=PLAN).typed == megatron
+    without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(without_mlp))
+    given = read_tp_plan(path)
+    assert given == without_mlp
+    found = parallelize(base, base, 2, tp_plan=given)
+    # The MLP is whole on each rank: its sum is gone.
+    assert transitions(found.typed.blocks[0])["reduce"] == 1
+    for whole, local in zip(base.blocks, found.local.blocks, strict=True):
+        assert max(layer_errors(whole, local, 2).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"self_attn.q_proj": "sideways"}, "'sideways'; use one of colwise, rowwise, replicated"),
+        (
+            {"self_attn.qq_proj": "colwise"},
+            "qq_proj is no linear operator of block_0; it has",
+        ),
+        ({}, "an object with a style for each module path"),
+        ("nowhere.json", "tp_plan nowhere.json cannot be read as JSON"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(plan: Any, message: str) -> None:
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain(BY_NAME["llama3"].config(2), tp=2, tp_plan=plan)
+
+
 def test_a_degree_that_does_not_fit_is_refused_with_those_that_do() -> None:
     message = r"tp=3 does not divide num_attention_heads=32 of block_0; use one of 1, 2, 4, 8, 16"
     with pytest.raises(ParallelError, match=message):
@@ -168,6 +217,44 @@ def test_explain_of_ranks() -> None:
 
 def test_partitioned_dims_are_counted_from_the_end() -> None:
     assert str(partitioned(-2)) == "|-2"
+
+
+def test_64_ranks_by_shapes() -> None:
+    """Llama-3.1-70B's layer, on one rank of a group that is none."""
+    degree = 64
+    config = {**resolve("meta-llama/Llama-3.1-70B").config, "num_hidden_layers": 1}
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
+
+    state = pipeline.Compilation("70b", config, bypasses, "float32")
+    state = pipeline.run_passes(state, last="attach")
+    assert state.training_model is not None
+    assert state.base is not None
+    found = parallelize(state.training_model, state.base, degree)
+    for graph in found.local.graphs:
+        verify(graph)
+    for whole, local in zip(state.training_model.graphs, found.local.graphs, strict=True):
+        for parameter in whole.parameters:
+            pieces = [p for p in local.parameters if p.source == parameter.source]
+            assert pieces
+            for piece in pieces:
+                ranks = degree if piece.part.dim else 1
+                assert ranks * piece.type.size_bytes == parameter.type.size_bytes
+    (block,) = found.local.blocks
+    dist.init_process_group("fake", rank=5, world_size=degree, store=FakeStore())
+    try:
+        ranks = ProcessRanks(dist.group.WORLD, torch.device("cpu"))
+        outputs, gradients = run(block, random_values(block, sum(LENGTHS)), ranks)
+    finally:
+        dist.destroy_process_group()
+    assert outputs[0].shape == (sum(LENGTHS), 8192)
+    for parameter in block.parameters:
+        if parameter.role == "adapter":
+            assert gradients[parameter.name].shape == parameter.type.shape
+    hidden = outputs[0].nbytes
+    # Two all-reduces of the hidden states each way, for the base, and at most as for S-LoRA's more.
+    assert ranks.moved_bytes["all_reduce"] >= 4 * 2 * hidden * (degree - 1) // degree
 
 
 def test_formulas_in_the_degree_give_the_bytes_of_each() -> None:
