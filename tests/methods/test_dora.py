@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, PcgError
 from pcg.ir.recipe import LoraRecipe
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
@@ -122,7 +122,7 @@ def test_another_recipe_is_not_gone_on_with() -> None:
     executor = compiler.compile(base)
     executor.add_adapter("a", FIELDS)
     data = [Example(s, s) for s in prompts((5,))]
-    with pytest.raises(compiler.PcgError, match=r"none|rank 4 with scale 2 at .* and DoRA"):
+    with pytest.raises(PcgError, match=r"none|rank 4 with scale 2 at .* and DoRA"):
         executor.finetune(data, "a", peft={**FIELDS, "use_dora": False}, max_steps=1)
 
 
