@@ -307,7 +307,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
-        "gpus": ["L4"], "find_region": False, "peers": False, "costs": None,
+        "gpus": ["L4"], "find_region": False, "peers": False, "costs": None, "tp_plan": None,
     }  # fmt: skip
     output_of("explain", model, "--peers")
     assert calls.pop()[1]["peers"] is True
