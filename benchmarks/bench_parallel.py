@@ -5,7 +5,8 @@
 One layer of a Llama of hidden size 512 in fp32, LoRA on every linear, forward, backward and the sum
 of copied weights' gradients. For each number of ranks, tokens and LoRA rank, every strategy of the
 papers is forced at all sites, and the search's own choice runs beside them, in turn in every round;
-all ranks start together, and the slowest counts. The costs are those of a profile of this machine,
+all ranks start together, and the slowest counts. Where the choice is one of them, the two are the
+same plan measured twice, which shows the noise. The costs are those of a profile of this machine,
 which is measured first unless one is given.
 
 The result has for each case the seconds, measured and predicted, and how much slower the chosen
@@ -161,7 +162,7 @@ def measure_case(
     batch.ranks = ranks
     steps = {name: step(search, plan, batch, ranks) for name, plan in found.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    repeats = max(1, 256 // tokens)
+    repeats = max(1, 16 // tokens)
     for turn in range(rounds + 1):
         for name, one in steps.items():
             ranks.all_reduce(torch.zeros(1))
