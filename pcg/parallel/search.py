@@ -184,9 +184,14 @@ class Search:
         Raises:
             TypeCheckError: there is no way to run it so.
         """
-        direct = frozenset(name for name, layout in layouts.items() if layout.dim) - gathered
+        direct = self._direct_of(layouts, gathered)
         held = {**self.layouts, **layouts}
         return self.planner.plan(Fixed(held, self.base, gathered=gathered, direct=direct))
+
+    def _direct_of(self, layouts: Mapping[str, Layout], gathered: frozenset[str]) -> frozenset[str]:
+        """Weights that are read as they are held."""
+        parted = frozenset(name for name, layout in layouts.items() if layout.dim)
+        return (parted - gathered) | self._direct
 
     def find(self) -> Found:
         """The cheapest plan, and each site's candidates beside it."""
@@ -276,7 +281,7 @@ class Search:
             name: choice.rule for name, choice in best.choices.items() if name not in site.nodes
         }
         others = {name: layout for name, layout in best.held.items() if name not in layouts}
-        direct = frozenset(name for name, layout in layouts.items() if layout.dim) - gathered
+        direct = self._direct_of(layouts, gathered)
         held = {**self.layouts, **others, **layouts}
         return self.planner.plan(Fixed(held, rules, gathered=gathered, direct=direct))
 

@@ -56,7 +56,9 @@ def run(
     results = evaluate(graph.replace(outputs=(*graph.outputs, *found.needed)), values, batch)
     outputs, kept = results[:count], results[count:]
     upstream = {
-        f"d_{name}": torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+        f"d_{name}": torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype
+        )
         for name, out in zip(graph.outputs, outputs, strict=True)
     }
     known = {**values, **dict(zip(found.needed, kept, strict=True)), **upstream}
@@ -79,7 +81,7 @@ def errors(
 
     def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
         own = {value.name: values[value.name] for value in local.inputs}
-        own |= {p.name: held(values[_of(p, graph)], p.part, ranks) for p in local.parameters}
+        own |= {p.name: held(values[_same(p, graph)], p.part, ranks) for p in local.parameters}
         result = run(local, own, ranks)
         if sent is not None and ranks.rank == 0:
             sent.update(ranks.moved_bytes)
@@ -95,6 +97,13 @@ def errors(
         whole = whole_gradient([own[name] for _, own in found], parameter)
         result[f"gradient of {name}"] = _error(whole, expected)
     return result
+
+
+def _same(parameter: Parameter, graph: Graph) -> str:
+    """The parameter that it is a part of, of a graph whose fused weights are split."""
+    wanted = (parameter.source, parameter.rows)
+    (name,) = (p.name for p in graph.parameters if (p.source, p.rows) == wanted)
+    return name
 
 
 def _of(parameter: Parameter, graph: Graph) -> str:

@@ -42,13 +42,14 @@ LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
 
 
 @cache
-def attached(name: str) -> pipeline.Compilation:
+def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
     """A family's model of two layers with LoRA on every linear of them."""
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), RANK))
+        sites = (site for site in base.linear_sites() if "{layer}" in site)
+        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
 
-    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, "float32")
+    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
     return pipeline.run_passes(state, last="attach")
 
 

@@ -51,7 +51,7 @@ def costs(degree: int, tokens: int = sum(LENGTHS), **options: Any) -> DeviceCost
 
 @cache
 def searched(name: str, degree: int = 2) -> tuple[Search, Found]:
-    state = attached(name)
+    state = attached(name, "float64")
     assert state.training_model is not None
     assert state.base is not None
     search = search_layer(
@@ -151,7 +151,7 @@ def test_flexllms_best_sends_the_bases_alone() -> None:
         assert (best.bill.forward_bytes, best.bill.backward_bytes) == (0, 0)
         # facts: the copy's gradient is summed once a step, r · h
         (copy,) = (n for n, layout in best.layouts.items() if not layout.dim)
-        state = attached("llama2")
+        state = attached("llama2", "float64")
         assert state.training_model is not None
         size = size_bytes(state.training_model.blocks[0].types[copy], 1)
         assert best.bill.step_bytes == ring_bytes("all_reduce", size, 4)
@@ -166,7 +166,7 @@ def test_s_loras_bytes() -> None:
         (slora,) = (c for name, c in by_name(found, site).items() if "S-LoRA" in name)
         total += slora.bill.forward_bytes
         assert slora.bill.step_bytes == 0
-    assert total == 5 * (degree - 1) * sum(LENGTHS) * RANK * 4 // degree
+    assert total == 5 * (degree - 1) * sum(LENGTHS) * RANK * 8 // degree
 
 
 def test_a_search_names_what_each_site_is() -> None:
