@@ -1,0 +1,103 @@
+"""The event log: every state transition of requests, jobs and adapters, in order.
+
+Metrics and tests read what happened here and nowhere else.
+
+Kinds by subject:
+
+    requests   submitted → refused
+               submitted → admitted → token … → finished
+               admitted or submitted → cancelled | timed_out | failed
+               admitted → preempted → admitted
+    jobs       queued → started → stepped … → completed | cancelled | failed
+               started → paused → resumed;  evaluated, saved and published between
+    adapters   added, published, removed;  paged_in, evicted
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Kind(StrEnum):
+    """What happened."""
+
+    SUBMITTED = "submitted"
+    REFUSED = "refused"
+    ADMITTED = "admitted"
+    TOKEN = "token"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    QUEUED = "queued"
+    STARTED = "started"
+    STEPPED = "stepped"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    EVALUATED = "evaluated"
+    SAVED = "saved"
+    PUBLISHED = "published"
+    COMPLETED = "completed"
+    ADDED = "added"
+    REMOVED = "removed"
+    PAGED_IN = "paged_in"
+    EVICTED = "evicted"
+
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A transition.
+
+    Attributes:
+        time_s: on the engine's clock, seconds.
+        kind: what happened.
+        subject: id of the request or job, or name of the adapter.
+        details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
+            `tokens` of a job's step, `reason` of a refusal.
+    """
+
+    time_s: float
+    kind: Kind
+    subject: str
+    details: Mapping[str, object] = field(default=_NOTHING)
+
+
+class EventLog:
+    """Events in order of time; holds the latest, and tells listeners of each.
+
+    Args:
+        kept: how many to hold; None for all.
+    """
+
+    def __init__(self, kept: int | None = None) -> None:
+        self._events: deque[Event] = deque(maxlen=kept)
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def add(self, event: Event) -> None:
+        """Append an event."""
+        self._events.append(event)
+        for listener in self._listeners:
+            listener(event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Have a function called with each event from now on; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(tuple(self._events))
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def of(self, subject: str) -> tuple[Event, ...]:
+        """The events of one subject."""
+        return tuple(event for event in self._events if event.subject == subject)
