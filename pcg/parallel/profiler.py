@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class _Span:
     length: int
     start: int = 0
     context: int = 0
-    row: int = 0
+    origin: int = 0
 
 
 class _Ranks:
@@ -62,6 +63,9 @@ class _Step:
     tokens: int
     device: torch.device
     virtual: int = 8
+    keeps: bool = True
+    cached: None = None
+    chosen: None = None
     ranks: _Ranks = field(default_factory=_Ranks)
 
     def __post_init__(self) -> None:
@@ -70,8 +74,10 @@ class _Step:
         rows = torch.arange(min(self.virtual, self.tokens), device=self.device)
         self.virtual_rows, self.virtual_places = rows, rows
 
-    def generator(self, key: int) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(key)
+    def dropped_parts(self, key: int) -> list[SimpleNamespace]:
+        generator = torch.Generator(self.device).manual_seed(key)
+        count = self.tokens
+        return [SimpleNamespace(start=0, count=count, skipped=0, whole=count, generator=generator)]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep no cache."""

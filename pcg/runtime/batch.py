@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pcg.parallel.ranks import ALONE, Ranks
-from pcg.runtime.kv_cache import KvCache
+from pcg.runtime.kv_cache import KvCache, KvGradients
+from pcg.runtime.page_pool import PageTable
 
+DROPOUT_TOKENS = 64
+"""Tokens of a sequence that dropout draws random numbers for at a time."""
 ANY_TOKEN = 0
 """What stands for the id of a virtual token; every vocabulary has it."""
 
@@ -24,21 +27,25 @@ class Span:
         start: index of its first token in the batch.
         length: tokens in the batch.
         context: tokens before them, in the KV cache.
-        row: first row of the sequence in the KV cache; 0 without one.
+        table: pages of the sequence in the KV cache; None without one.
         virtual: how many of its tokens, the first, are virtual: those of its adapter's prompt, and
             their ids mean nothing.
+        origin: in training, tokens of the pass before the sequence's first.
+        number: in training, which sequence of the pass it is.
     """
 
     start: int
     length: int
     context: int = 0
-    row: int = 0
+    table: PageTable | None = None
     virtual: int = 0
+    origin: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Consecutive sequences of one new token each whose cache rows lie at equal distances.
+    """Consecutive sequences of one new token each that attention takes in one call.
 
     Attributes:
         start: index of the first one's span.
@@ -47,6 +54,7 @@ class DecodeGroup:
         stride: rows from one sequence's first to the next one's.
         longest: rows that the longest attends to.
         mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+        rows: [count, longest], which rows they attend to, where these lie at no equal distances.
     """
 
     start: int
@@ -55,6 +63,29 @@ class DecodeGroup:
     stride: int
     longest: int
     mask: Tensor | None
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedPart:
+    """Tokens that dropout draws random numbers for together.
+
+    Random numbers are drawn for `DROPOUT_TOKENS` tokens of a sequence at a time, so that those of a
+    token do not depend on how its sequence is cut into windows.
+
+    Attributes:
+        start: index of the first in the batch.
+        count: how many are in the batch.
+        skipped: tokens of the part that come before them.
+        whole: tokens of the part.
+        generator: of the part's random numbers.
+    """
+
+    start: int
+    count: int
+    skipped: int
+    whole: int
+    generator: torch.Generator
 
 
 class Batch:
@@ -70,27 +101,44 @@ class Batch:
         virtual_rows: indices of the virtual tokens, [v]; None where there are none.
         virtual_places: which token of its prompt each of them is, [v]; None likewise.
         dropout_seed: of the batch's random numbers; None where nothing is dropped.
+        chosen: which tokens the epilogue gets, where it gets some; None for all.
+        keeps: whether it is trained on, so that attention hands out what backward reads.
+        gradients: of the keys and values of the layer whose backward runs; None where whole
+            sequences are trained on, without a cache.
     """
 
     def __init__(
-        self, input_ids: Tensor, spans: Sequence[Span], cache: KvCache | None = None
+        self,
+        input_ids: Tensor,
+        spans: Sequence[Span],
+        cache: KvCache | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.input_ids = input_ids
         self.spans = tuple(spans)
         self.layer = 0
         self.ranks: Ranks = ALONE
         self.dropout_seed: int | None = None
+        self.chosen: Tensor | None = None
+        self.keeps = keeps
+        self.gradients: KvGradients | None = None
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
-        positions = [s.context + i for s in self.spans for i in range(s.length)]
+        self._seen: dict[int, slice | Tensor] = {}
+        positions: list[int] = []
+        for span in self.spans:
+            positions += range(span.context, span.context + span.length)
         self.positions = torch.tensor(positions, device=input_ids.device)
         if cache is not None:
-            rows = [s.row + s.context + i for s in self.spans for i in range(s.length)]
+            rows: list[int] = []
+            for span in self.spans:
+                rows += _rows(span, span.context, span.context + span.length)
             self._rows = torch.tensor(rows, device=input_ids.device)
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(span.virtual for span in self.spans):
-            found = [(s.start + i, i) for s in self.spans for i in range(s.virtual)]
+            found = [(s.start + i, s.context + i) for s in self.spans for i in range(s.virtual)]
             self.virtual_rows, self.virtual_places = torch.tensor(
                 list(zip(*found, strict=True)), device=input_ids.device
             )
@@ -98,16 +146,28 @@ class Batch:
         whole = not any(span.context for span in self.spans)
         self.uniform_length = lengths.pop() if len(lengths) == 1 and whole else 0
 
-    def generator(self, key: int) -> torch.Generator | None:
+    def dropped_parts(self, key: int) -> list[DroppedPart]:
         """What a random operator of the layer draws from, the same each time it asks.
 
         Args:
             key: of the operator in its layer.
+        Returns:
+            Parts that cover all tokens in order; none where nothing is dropped.
         """
+        found: list[DroppedPart] = []
         if self.dropout_seed is None:
-            return None
-        seed = mixed_seed(self.dropout_seed, self.layer, key)
-        return torch.Generator(self.input_ids.device).manual_seed(seed)
+            return found
+        for span in self.spans:
+            done, end = span.context, span.context + span.length
+            while done < end:
+                part, skipped = divmod(done, DROPOUT_TOKENS)
+                count = min(end - done, DROPOUT_TOKENS - skipped)
+                seed = mixed_seed(self.dropout_seed, span.number, part, self.layer, key)
+                generator = torch.Generator(self.input_ids.device).manual_seed(seed)
+                start = span.start + done - span.context
+                found.append(DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator))
+                done += count
+        return found
 
     @property
     def last_tokens(self) -> Tensor:
@@ -125,69 +185,117 @@ class Batch:
             window: rows that a token attends to at most; 0 for all.
         """
         if window not in self._groups:
-            runs = [self._seen(span, window) for span in self.spans]
-            self._groups[window] = [self._group(runs, *bounds) for bounds in self._cuts(runs)]
+            seen = [self._attended(span, window) for span in self.spans]
+            self._groups[window] = [self._group(seen, *bounds) for bounds in self._cuts(seen)]
         return self._groups[window]
 
     @staticmethod
-    def _seen(span: Span, window: int) -> tuple[int, int]:
-        """First row and number of rows that a span's token attends to."""
+    def _attended(span: Span, window: int) -> tuple[int, int]:
+        """First token and number of tokens that a span's token attends to."""
         length = span.context + 1
         seen = min(length, window) if window else length
-        return span.row + length - seen, seen
+        return length - seen, seen
 
-    def _cuts(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _cuts(self, seen: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Start and end of each group."""
         assert self._cache is not None
-        cuts: list[tuple[int, int]] = []
+        tables = [_table(span) for span in self.spans]
+        # Of a sequence whose pages are no run, no row; it joins those like it.
+        rows = [
+            table.first_row + first if table.is_run else -1
+            for table, (first, _) in zip(tables, seen, strict=True)
+        ]
         start, total, longest = 0, 0, 0
-        for i, (row, seen) in enumerate(runs):
-            stride = runs[start + 1][0] - runs[start][0] if i > start + 1 else row - runs[start][0]
-            longest, total = max(longest, seen), total + seen
+        for i, (_, count) in enumerate(seen):
+            longest, total = max(longest, count), total + count
             joins = i == start or (
-                stride > 0
-                and row - runs[i - 1][0] == stride
-                and 2 * longest * (i - start + 1) <= 3 * total
-                and longest <= stride
-                and row + longest <= self._cache.rows
+                2 * longest * (i - start + 1) <= 3 * total
+                and self._is_reached(rows[start : i + 1], longest)
             )
             if not joins:
-                cuts.append((start, i))
-                start, total, longest = i, seen, seen
-        return [*cuts, (start, len(runs))]
+                yield start, i
+                start, total, longest = i, count, count
+        yield start, len(seen)
 
-    def _group(self, runs: Sequence[tuple[int, int]], start: int, end: int) -> DecodeGroup:
-        lengths = [seen for _, seen in runs[start:end]]
+    def _is_reached(self, rows: Sequence[int], longest: int) -> bool:
+        """Whether one call reaches these rows: all at equal distances, or all gathered."""
+        assert self._cache is not None
+        if rows[0] < 0 or rows[-1] < 0:
+            return rows[0] == rows[-1]
+        stride = rows[1] - rows[0]
+        return rows[-1] - rows[-2] == stride >= longest and rows[-1] + longest <= self._cache.rows
+
+    def _group(self, seen: Sequence[tuple[int, int]], start: int, end: int) -> DecodeGroup:
+        lengths = [count for _, count in seen[start:end]]
         longest = max(lengths)
-        stride = runs[start + 1][0] - runs[start][0] if end - start > 1 else 0
+        device = self.input_ids.device
         mask = None
         if min(lengths) < longest:
-            device = self.input_ids.device
             hidden = (
                 torch.arange(longest, device=device)
                 >= torch.tensor(lengths, device=device)[:, None]
             )
             mask = torch.zeros(hidden.shape, dtype=self._cache_dtype, device=device)
             mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-        return DecodeGroup(start, end - start, runs[start][0], stride, longest, mask)
+        tables = [_table(span) for span in self.spans[start:end]]
+        if tables[0].is_run:
+            first = [t.first_row + f for t, (f, _) in zip(tables, seen[start:end], strict=True)]
+            stride = first[1] - first[0] if end - start > 1 else 0
+            return DecodeGroup(start, end - start, first[0], stride, longest, mask)
+        rows = torch.zeros((end - start, longest), dtype=torch.long)
+        for i, (table, (f, count)) in enumerate(zip(tables, seen[start:end], strict=True)):
+            rows[i, :count] = torch.tensor(table.rows(f, f + count))
+        return DecodeGroup(start, end - start, 0, 0, longest, mask, rows.to(device))
 
     @property
     def _cache_dtype(self) -> torch.dtype:
         assert self._cache is not None
         return self._cache.keys[0].dtype
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write this layer's keys and values of the tokens; returns all rows, or None uncached."""
+    def seen(self, span: Span) -> slice | Tensor:
+        """The rows of the cache that hold a sequence up to the end of its span."""
+        found = self._seen.get(span.start)
+        if found is None:
+            rows = _rows(span, 0, span.context + span.length)
+            if isinstance(rows, range):
+                found = slice(rows.start, rows.stop)
+            else:
+                found = torch.tensor(rows, device=self.input_ids.device)
+            self._seen[span.start] = found
+        return found
+
+    @property
+    def cached(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of all rows, [K, rows, D], of this layer; None uncached."""
         if self._cache is None:
             return None
-        keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
+        return self._cache.keys[self.layer], self._cache.values[self.layer]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Write this layer's keys and values of the tokens; returns all rows, or None uncached."""
+        if self.cached is None:
+            return None
+        keys, values = self.cached
         keys.index_copy_(1, self._rows, k.transpose(0, 1))
         values.index_copy_(1, self._rows, v.transpose(0, 1))
         return keys, values
 
 
+def _table(span: Span) -> PageTable:
+    assert span.table is not None
+    return span.table
+
+
+def _rows(span: Span, start: int, stop: int) -> range | list[int]:
+    return _table(span).rows(start, stop)
+
+
 def whole_sequences(
-    sequences: Sequence[Sequence[int]], device: torch.device, virtual: Sequence[int] = ()
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    virtual: Sequence[int] = (),
+    *,
+    keeps: bool = False,
 ) -> Batch:
     """A batch of whole sequences without a KV cache, for logits and finetuning.
 
@@ -195,14 +303,15 @@ def whole_sequences(
         sequences: token ids.
         device: of the batch.
         virtual: virtual tokens before each sequence; none by default.
+        keeps: whether they are trained on.
     """
     spans: list[Span] = []
     ids: list[int] = []
     for sequence, count in zip(sequences, virtual or (0,) * len(sequences), strict=True):
-        spans.append(Span(len(ids), count + len(sequence), virtual=count))
+        spans.append(Span(len(ids), count + len(sequence), virtual=count, number=len(spans)))
         ids += [ANY_TOKEN] * count
         ids += sequence
-    return Batch(torch.tensor(ids, dtype=torch.long, device=device), spans)
+    return Batch(torch.tensor(ids, dtype=torch.long, device=device), spans, keeps=keeps)
 
 
 def mixed_seed(*numbers: int) -> int:

@@ -18,8 +18,9 @@ from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
 from pcg.runtime.detokenizer import StreamDecoder
-from pcg.runtime.kv_cache import KvCache, Run, bytes_of_row, kv_types
+from pcg.runtime.kv_cache import KvCache, bytes_of_page, kv_types
 from pcg.runtime.model_runner import ModelRunner
+from pcg.runtime.page_pool import PageTable, pages_for
 from pcg.runtime.sampling import make_generator, sample
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.stopping import StopChecker
@@ -95,7 +96,7 @@ class _Running:
 
     index: int
     request: Request
-    run: Run
+    table: PageTable
     generator: torch.Generator | None
     decoder: StreamDecoder | None
     stop: StopChecker
@@ -115,7 +116,7 @@ class _Running:
     def next_span(self, start: int) -> Span:
         """Where those lie in a batch, of which they are the tokens from `start`."""
         virtual = 0 if self.generated else self.request.virtual_tokens
-        return Span(start, len(self.next_tokens), self.cached, self.run.start, virtual)
+        return Span(start, len(self.next_tokens), self.cached, self.table, virtual)
 
     def accept(self, token: int) -> Chunk:
         """Take a sampled token; the chunk carries the completion if it was the last."""
@@ -179,7 +180,7 @@ class Generator:
                 chunk = sequence.accept(token)
                 if chunk.completion is not None:
                     running.remove(sequence)
-                    cache.release(sequence.run)
+                    cache.pool.close(sequence.table)
                 yield chunk
 
     def _limit(self, index: int, request: Request) -> int:
@@ -200,10 +201,9 @@ class Generator:
 
     def _make_cache(self, needs: Sequence[int]) -> KvCache:
         types = kv_types(self._runner.model)
-        row_bytes = sum(bytes_of_row(type_) for pair in types for type_ in pair)
-        most = max(needs)
-        rows = most * min(len(needs), max(1, CACHE_BYTES // (row_bytes * most)))
-        return KvCache(types, rows, self._device)
+        most = pages_for(max(needs))
+        at_once = max(1, CACHE_BYTES // (bytes_of_page(types) * most))
+        return KvCache(types, most * min(len(needs), at_once), self._device)
 
     def _admit(
         self,
@@ -215,7 +215,8 @@ class Generator:
     ) -> list[_Running]:
         chosen: list[int] = []
         tokens = 0
-        room = cache.free_runs_of(max(needs))
+        pages = pages_for(max(needs))
+        room = cache.pool.free // pages
         while waiting and len(chosen) < room:
             tokens += requests[waiting[0]].length
             if chosen and tokens > PREFILL_TOKENS:
@@ -224,17 +225,23 @@ class Generator:
         # Rows in the order of the batch, so that decoding reads them at equal distances.
         chosen.sort(key=lambda index: _adapter_order(requests[index].adapter))
         return [
-            self._start(index, requests[index], limits[index], cache.allocate(max(needs)))
+            self._start(index, requests[index], limits[index], self._pages(cache, index, pages))
             for index in chosen
         ]
 
-    def _start(self, index: int, request: Request, limit: int, run: Run) -> _Running:
+    @staticmethod
+    def _pages(cache: KvCache, index: int, count: int) -> PageTable:
+        table = cache.pool.open(f"prompt {index}", count)
+        cache.pool.extend(table, count)
+        return table
+
+    def _start(self, index: int, request: Request, limit: int, table: PageTable) -> _Running:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids)
         return _Running(
             index,
             request,
-            run,
+            table,
             None if params.greedy else make_generator(params.seed),
             self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
             StopChecker(params.stop),

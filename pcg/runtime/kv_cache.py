@@ -1,22 +1,21 @@
-"""The KV cache: rows of keys and values, each sequence's in one run, none padded.
+"""The KV cache: rows of keys and values in pages, and what backward adds up of their gradients.
 
-A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token. Heads come first,
-so that what one head reads of a sequence lies together. A sequence owns
-`capacity` consecutive rows from its admission to its end.
+A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, a page
+`PAGE_TOKENS` of them in every layer. Heads come first, so that what one head reads of a sequence
+lies together where its pages do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from pcg.errors import OutOfMemoryError
 from pcg.ir.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
+from pcg.runtime.page_pool import PAGE_TOKENS, PagePool
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -33,61 +32,61 @@ def bytes_of_row(type_: TensorType) -> int:
     return prod(type_.features) * DTYPE_BYTES[type_.dtype]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Consecutive rows of one sequence."""
-
-    start: int
-    capacity: int
-
-
 class KvCache:
-    """Rows of keys and values for every layer, given out in runs."""
+    """Rows of keys and values for every layer, and the pool that gives their pages out.
+
+    Attributes:
+        pool: of the pages.
+        keys: of each layer, [kv_heads, rows, head_dim].
+        values: likewise.
+    """
 
     def __init__(
-        self, types: Sequence[tuple[TensorType, TensorType]], rows: int, device: torch.device
+        self, types: Sequence[tuple[TensorType, TensorType]], pages: int, device: torch.device
     ) -> None:
-        self.rows = rows
+        self.pool = PagePool(pages)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for pair in types:
             for store, type_ in zip((self.keys, self.values), pair, strict=True):
                 dtype = getattr(torch, TORCH_NAMES[type_.dtype])
                 heads, size = type_.features
-                store.append(torch.zeros((heads, rows, size), dtype=dtype, device=device))
-        self._free = [Run(0, rows)] if rows else []
+                shape = (heads, self.rows, size)
+                store.append(torch.zeros(shape, dtype=dtype, device=device))
 
     @property
-    def free_rows(self) -> int:
-        return sum(run.capacity for run in self._free)
+    def rows(self) -> int:
+        return self.pool.size * PAGE_TOKENS
 
-    def free_runs_of(self, capacity: int) -> int:
-        """How many runs of that many rows are free."""
-        return sum(run.capacity // capacity for run in self._free)
 
-    def allocate(self, capacity: int) -> Run:
-        """Rows for one sequence, by first fit.
+def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
+    """Bytes of one page, in all layers."""
+    return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
 
-        Raises:
-            OutOfMemoryError: no run of free rows is long enough.
+
+class KvGradients:
+    """One layer's gradients of the keys and values of all tokens of a training pass.
+
+    They are those of keys after rotary embedding, and add up from the last window to the first;
+    what a window finds of its own tokens is final (FlexLLM v2 §6.1, figure 8).
+
+    Attributes:
+        keys: [tokens, kv_heads, head_dim], in fp32 at least.
+        values: likewise.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        """Start with zeros.
+
+        Args:
+            keys: of the layer's cache.
+            values: likewise.
+            tokens: of the pass.
         """
-        for index, run in enumerate(self._free):
-            if run.capacity >= capacity:
-                rest = Run(run.start + capacity, run.capacity - capacity)
-                self._free[index : index + 1] = [rest] if rest.capacity else []
-                return Run(run.start, capacity)
-        raise OutOfMemoryError(
-            f"a sequence of {capacity} tokens does not fit: {self.free_rows} of {self.rows} KV "
-            "cache rows are free, not all in one run; generate fewer tokens, or fewer prompts at "
-            "once"
-        )
+        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
 
-    def release(self, run: Run) -> None:
-        """Give rows back; neighbouring free runs join."""
-        merged: list[Run] = []
-        for free in sorted([*self._free, run], key=lambda r: r.start):
-            if merged and merged[-1].start + merged[-1].capacity == free.start:
-                merged[-1] = Run(merged[-1].start, merged[-1].capacity + free.capacity)
-            else:
-                merged.append(free)
-        self._free = merged
+
+def _zeros(rows: Tensor, tokens: int) -> Tensor:
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    heads, _, size = rows.shape
+    return torch.zeros((tokens, heads, size), dtype=wide, device=rows.device)

@@ -114,7 +114,7 @@ class LayerInputs:
         count = len(model.blocks[0].outputs)
         return [(graph, count) for graph in (*model.blocks, model.epilogue)]
 
-    def of(self, graph: Graph, shared: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
         """The prologue's outputs that a graph reads."""
         return [shared[index] for index in self._indices[graph.name]]
 

@@ -1,9 +1,9 @@
-"""One finetuning step's gradients: forward that saves, loss in chunks, backward layer by layer.
+"""The training program with one adapter: forward that saves, loss in chunks, backward.
 
-The loss is the sum over target tokens divided by a normaliser that the caller gives, as all target
-tokens of a mini-batch, so that gradients of its parts add up. The epilogue runs forward and
-backward for a chunk of tokens at a time, on tokens with a target only, so logits never exist for
-all tokens.
+`TrainingPass` takes sequences through it. The loss is the sum over target tokens divided by a
+normaliser that the caller gives, as all target tokens of a mini-batch, so that gradients of its
+parts add up. The epilogue runs forward and backward for a chunk of tokens at a time, on tokens with
+a target only, so logits never exist for all tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pcg.runtime.adapter_binding import bind
 from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.base_weights import BaseWeights
-from pcg.runtime.batch import Batch, whole_sequences
+from pcg.runtime.batch import Batch
 from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.model_runner import LayerInputs, load_functions
 from pcg.runtime.prompt_encoder import EncodedTraining
+from pcg.runtime.training_pass import TrainingPass
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk in fp32; backward holds their gradient beside them."""
@@ -50,12 +51,11 @@ class TrainingRunner:
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
         model = training.model
-        self.pieces = pieces = AdapterPieces(model, adapter, self._device, ranks)
+        self.pieces = pieces = AdapterPieces(model, adapter, self.device, ranks)
         self._layers = [
             bind(model.blocks[block].parameters, pieces, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
-        self._restored = frozenset(training.restored)
         self._first = bind(model.prologue.parameters, pieces, 0, weights.prologue)
         self._outer = bind(model.epilogue.parameters, pieces, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = pieces.tensors
@@ -80,23 +80,23 @@ class TrainingRunner:
         Returns:
             The sum of the target tokens' losses.
         """
+        whole = TrainingPass(self, examples, normaliser, dropout_seed)
+        whole.forward(whole.tokens)
+        while not whole.is_done:
+            whole.backward()
+        return whole.loss
+
+    def make_prompts(self) -> None:
+        """Have the encoder, where the recipe has one, make the virtual tokens of a pass."""
         if self._encoder is not None:
             self._encoder.make()
             self.pieces.take()
-        with torch.no_grad():
-            batch, targets = self._shifted(examples)
-            batch.dropout_seed = dropout_seed
-            shared, carried, kept = self._forward(batch)
-            loss, gradients = self._loss(batch, targets, carried, shared, 1.0 / normaliser)
-            del carried
-            if not self.training.restored:
-                shared = ()
-            gradients = self._backward(batch, gradients, kept, shared)
-            self._backward_prologue(batch, gradients)
+
+    def hand_on_prompts(self) -> None:
+        """Give the encoder, where the recipe has one, the gradients of what it made for a pass."""
         if self._encoder is not None:
             self._hand_encoder_gradients()
             self._encoder.backward()
-        return loss
 
     def sum_gradients(self) -> None:
         """End a step's gradients: those of replicated pieces are summed over the ranks."""
@@ -136,11 +136,9 @@ class TrainingRunner:
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Sum of the target tokens' losses, and their number."""
-        with torch.no_grad():
-            batch, targets = self._shifted(examples)
-            shared, carried, _ = self._forward(batch, keep=False)
-            loss, _ = self._loss(batch, targets, carried, shared, None)
-        return loss, int((targets >= 0).sum())
+        whole = TrainingPass(self, examples)
+        whole.forward(whole.tokens)
+        return whole.loss, whole.targets
 
     def count_targets(self, examples: Sequence[Example]) -> int:
         """Target tokens; the first is one where a prompt comes before it, as in peft."""
@@ -148,46 +146,35 @@ class TrainingRunner:
         of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
         return sum(example.targets for example in examples) + of_prompt
 
-    def _shifted(self, examples: Sequence[Example]) -> tuple[Batch, Tensor]:
-        """The batch, and for each token the token that it has to predict; negative for none."""
-        count = self.adapter.prompt_tokens
-        batch = whole_sequences([e.ids for e in examples], self._device, [count] * len(examples))
-        batch.ranks = self.ranks
+    def targets_of(self, example: Example) -> list[int]:
+        """What each token has to predict, virtual ones first; negative for nothing."""
         skipped = 0 if self.adapter.recipe.learns_first_token else 1
-        targets: list[int] = []
-        for example in examples:
-            unlearned = [IGNORED] * (count + skipped)
-            targets += [*unlearned, *example.labels[skipped:], IGNORED][1:]
-        return batch, torch.tensor(targets, dtype=torch.long, device=self._device)
+        unlearned = [IGNORED] * (self.adapter.prompt_tokens + skipped)
+        return [*unlearned, *example.labels[skipped:], IGNORED][1:]
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(iter(vars(self.weights.prologue).values())).device  # type: ignore[no-any-return]
 
-    def _forward(
-        self, batch: Batch, keep: bool = True
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any]]:
-        model = self.training.model
-        prologue = self._functions["prologue"]
-        shared = prologue(
+    # --------------------------------------------------------------------------------- a program
+
+    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """What the first layer is handed, and what all graphs may read."""
+        function = self._functions["prologue"]
+        shared = function(
             self.weights.prologue, self._first, batch, batch.input_ids, batch.positions
         )
         shared = shared if isinstance(shared, tuple) else (shared,)
         count = self._inputs.carried
-        carried: Sequence[Tensor] = shared[:count]
         # Nobody but the first layer reads these, and it frees them if it need not keep them.
-        shared = (*(None,) * count, *shared[count:])
-        kept: list[Any] = []
-        for layer in range(len(model.layers)):
-            carried, saved = self._layer(layer, batch, carried, shared)
-            kept.append(list(saved) if keep else None)
-            del saved
-            if keep and layer in self._restored:
-                self._hand(layer, kept[layer], (None,) * count)
-        return shared, carried, kept
+        return shared[:count], (*(None,) * count, *shared[count:])
 
-    def _layer(
-        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor]
+    def layer(
+        self,
+        layer: int,
+        batch: Batch,
+        carried: Sequence[Tensor],
+        shared: Sequence[Tensor | None],
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A layer's forward: what it hands on, and what it keeps."""
         training = self.training
@@ -202,23 +189,12 @@ class TrainingRunner:
             *self._inputs.of(graph, shared),
         )
 
-    def _hand(self, layer: int, kept: list[Any], carried: Sequence[Tensor | None]) -> None:
-        """Put what a layer is handed in its place among what the layer keeps."""
-        for index, value in zip(self._input_places(layer), carried, strict=True):
-            kept[index] = value
-
-    def _input_places(self, layer: int) -> list[int]:
-        training = self.training
-        graph = training.model.blocks[training.model.layers[layer]]
-        plan = training.plans[training.layers[layer]]
-        return [plan.kept.index(value.name) for value in graph.inputs[: self._inputs.carried]]
-
-    def _loss(
+    def loss(
         self,
         batch: Batch,
         targets: Tensor,
         carried: Sequence[Tensor],
-        shared: Sequence[Tensor],
+        shared: Sequence[Tensor | None],
         weight: float | None,
     ) -> tuple[float, list[Tensor]]:
         """The summed loss, and with a weight the gradient of each carried value."""
@@ -227,9 +203,9 @@ class TrainingRunner:
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        for index, chunk in enumerate(rows.split(self._chunk)):
-            # Behind the layers, and each chunk drops other elements.
-            batch.layer = len(self._layers) + index
+        batch.layer = len(self._layers)  # behind the layers
+        for chunk in rows.split(self._chunk):
+            batch.chosen = chunk
             part = [x[chunk] for x in inputs]
             arguments = (self.weights.epilogue, self._outer, batch, *part, targets[chunk])
             if weight is None:
@@ -242,58 +218,34 @@ class TrainingRunner:
             for gradient, d in zip(gradients, dx, strict=True):
                 gradient[chunk] = d
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
+        batch.chosen = None
         return float(total), gradients
 
-    def _restore(self, layer: int, batch: Batch, kept: list[Any], shared: Sequence[Tensor]) -> None:
-        """Make a layer's input again, from that of the nearest layer before that kept its own."""
-        first = layer
-        while first in self._restored:
-            first -= 1
-        carried: Sequence[Tensor] = [kept[first][index] for index in self._input_places(first)]
-        for i in range(first, layer):
-            carried, _ = self._layer(i, batch, carried, shared)
-            self._hand(i + 1, kept[i + 1], carried)
-
-    def _backward(
-        self,
-        batch: Batch,
-        gradients: list[Tensor],
-        kept: list[Any],
-        shared: Sequence[Tensor],
+    def layer_backward(
+        self, layer: int, batch: Batch, kept: list[Any], gradients: list[Tensor]
     ) -> list[Tensor]:
-        """Layer by layer from the last; each empties what it is given.
+        """A layer's backward, which empties what it is given.
 
-        Args:
-            batch: the batch.
-            gradients: of what the last layer hands on.
-            kept: of each layer.
-            shared: what all layers read, where layers run again.
         Returns:
-            The gradients of what the first layer was handed; none where nobody needs them.
+            The gradients of what the layer was handed; none below all that is trained.
         """
-        training = self.training
-        for layer in reversed(range(len(training.layers))):
-            plan = training.plans[training.layers[layer]]
-            if plan.backward is None:
-                return []
-            if layer in self._restored and kept[layer][self._input_places(layer)[0]] is None:
-                self._restore(layer, batch, kept, shared)
-            batch.layer = layer
-            below, trained = self._functions[plan.backward.name](
-                self.weights.layers[layer], self._layers[layer], batch, kept.pop(), gradients
-            )
-            gradients = list(below)
-            del below
-            self._accumulate(self._layers[layer], plan.trained, trained)
-        return gradients
+        plan = self.training.plans[self.training.layers[layer]]
+        if plan.backward is None:
+            return []
+        batch.layer = layer
+        below, trained = self._functions[plan.backward.name](
+            self.weights.layers[layer], self._layers[layer], batch, kept, gradients
+        )
+        self._accumulate(self._layers[layer], plan.trained, trained)
+        return list(below)
 
-    def _backward_prologue(self, batch: Batch, gradients: list[Tensor]) -> None:
+    def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
+        """The prologue's backward, where something in it is trained."""
         training = self.training
         if training.prologue is None:
             return
         batch.layer = 0  # as it was forward
-        backward = self._functions[training.prologue.name]
-        trained = backward(
+        trained = self._functions[training.prologue.name](
             self.weights.prologue,
             self._first,
             batch,

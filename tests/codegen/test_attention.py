@@ -14,7 +14,8 @@ from torch import Tensor
 from pcg.codegen.kernels.attention import attention, attention_backward
 from pcg.ir.types import TOKENS, tensor
 from pcg.runtime.batch import Batch, Span, whole_sequences
-from pcg.runtime.kv_cache import KvCache
+from pcg.runtime.kv_cache import KvCache, KvGradients
+from pcg.runtime.page_pool import pages_for
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class Options:
         }
 
     def tensors(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         shapes = (
             (self.heads, self.size),
             (self.kv_heads, self.size),
@@ -123,17 +124,21 @@ NAMED = {
 }
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def check_whole(chosen: Options, lengths: Sequence[int]) -> None:
     """Forward and backward of whole sequences."""
     q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
     keywords = chosen.keywords()
-    batch = whole_sequences([[0] * length for length in lengths], CPU)
+    batch = whole_sequences([[0] * length for length in lengths], CPU, keeps=True)
     with torch.no_grad():
         out, lse = attention(batch, q, k, v, **keywords)
     expected, sums = reference_of_all(lengths, q, k, v, **keywords)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(lse, sums, rtol=1e-10, atol=1e-12)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    dout = torch.randn(out.shape, generator=seeded(1), dtype=out.dtype)
     gradients = torch.autograd.grad(expected, (q, k, v), dout)
     with torch.no_grad():
         found = attention_backward(batch, dout, out, lse, q, k, v, **keywords)
@@ -160,7 +165,8 @@ def check_cached(
     Args:
         chosen: what attention does.
         chunks: for each sequence the lengths of its chunks; step i takes everyone's i-th.
-        spare: rows that each sequence has in the cache beyond what it needs.
+        spare: pages that each sequence is expected to grow into; its pages lie apart where it
+            outgrows them.
         dtype: of all tensors.
     """
     torch_dtype = {"f64": torch.float64, "f32": torch.float32}[dtype]
@@ -172,16 +178,17 @@ def check_cached(
         tensor(dtype, TOKENS, chosen.kv_heads, chosen.size),
         tensor(dtype, TOKENS, chosen.kv_heads, chosen.value_size),
     )
-    needs = [length + extra for length, extra in zip(lengths, spare, strict=True)]
-    cache = KvCache([types], sum(needs), CPU)
-    runs = [cache.allocate(need) for need in needs]
+    cache = KvCache([types], 100, CPU)
+    tables = [cache.pool.open(f"sequence {i}", max(n, 0)) for i, n in enumerate(spare)]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     done = [0] * len(lengths)
     for step in range(max(map(len, chunks))):
         spans, rows, total = [], [], 0
         for i, parts in enumerate(chunks):
             if step < len(parts):
-                spans.append(Span(total, parts[step], done[i], runs[i].start))
+                table = tables[i]
+                cache.pool.extend(table, pages_for(done[i] + parts[step]) - len(table.pages))
+                spans.append(Span(total, parts[step], done[i], table))
                 rows += range(starts[i] + done[i], starts[i] + done[i] + parts[step])
                 total += parts[step]
                 done[i] += parts[step]
@@ -194,27 +201,31 @@ def check_cached(
 
 @pytest.mark.parametrize("name", NAMED)
 def test_chunked_prefill_then_decode(name: str) -> None:
-    chunks = [[4, 3, 1, 1, 1], [2, 5, 1, 1], [7, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+    chunks = [[14, 3, 1, 1, 1], [20, 5, 1, 1], [7, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
     check_cached(NAMED[name], chunks, spare=(0, 3, 1, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("dtype", ["f64", "f32"])
 def test_decode_of_sequences_at_equal_distances(window: int, dtype: str) -> None:
-    """Equal capacities put sequences at equal distances in the cache: they decode in one call."""
-    chunks = [[prompt, *[1] * 6] for prompt in (5, 6, 4, 6, 1)]
-    spare = [6 - parts[0] for parts in chunks]
-    check_cached(Options(window=window), chunks, spare, dtype)
+    """Equal expectations put sequences at equal distances in the cache: they decode in one call."""
+    chunks = [[prompt, *[1] * 6] for prompt in (15, 14, 16, 13, 12)]
+    check_cached(Options(window=window), chunks, [2] * 5, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_decode_of_pages_that_lie_apart(window: int) -> None:
+    chunks = [[prompt, *[1] * 20] for prompt in (15, 14, 16, 3, 12)]
+    check_cached(Options(window=window), chunks, [0, 0, 4, 4, 0])
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     count = draw(st.integers(1, 5))
-    parts = st.lists(st.sampled_from([1, 1, 1, 2, 4]), min_size=1, max_size=6)
+    parts = st.lists(st.sampled_from([1, 1, 1, 2, 4, 15, 18]), min_size=1, max_size=6)
     chunks = [draw(parts) for _ in range(count)]
     if draw(st.booleans()):
-        capacity = max(map(sum, chunks)) + draw(st.integers(0, 2))
-        return chunks, [capacity - sum(parts) for parts in chunks]
+        return chunks, [pages_for(max(map(sum, chunks)))] * count
     return chunks, [draw(st.integers(0, 4)) for _ in chunks]
 
 
@@ -225,11 +236,79 @@ def test_any_chunks_of_any_options(
     check_cached(chosen, *arriving)
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 5), st.booleans())
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 5), st.booleans())
 def test_plain_decode(contexts: list[int], window: int, equal: bool) -> None:
     """Each sequence has a prompt and decodes: the path of every serving step."""
-    spare = [max(contexts) - n for n in contexts] if equal else [n % 3 for n in contexts]
+    spare = [2 if equal else n % 3 for n in contexts]
     check_cached(Options(window=window), [[n, 1, 1] for n in contexts], spare)
+
+
+def check_windows(
+    chosen: Options, chunks: Sequence[Sequence[int]], spare: Sequence[int], ends: Sequence[int]
+) -> None:
+    """Sequences are trained on window by window: forward from the first, backward from the last.
+
+    Args:
+        chosen: what attention does.
+        chunks: lengths of the sequences' parts; windows end with some of them.
+        spare: pages that each sequence is expected to grow into.
+        ends: numbers of parts, of all sequences one behind the other, that end a window.
+    """
+    lengths = [sum(parts) for parts in chunks]
+    q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
+    keywords = chosen.keywords()
+    expected, sums = reference_of_all(lengths, q, k, v, **keywords)
+    dout = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=seeded(1), dtype=q.dtype)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    types = tuple(tensor("f64", TOKENS, *x.shape[1:]) for x in (k, v))
+    cache = KvCache([types], 100, CPU)
+    windows: list[list[Span]] = [[]]
+    number = done = 0
+    for i, parts in enumerate(chunks):
+        table = cache.pool.open(f"sequence {i}", spare[i])
+        origin = done
+        for part in parts:
+            start = sum(span.length for span in windows[-1])
+            if windows[-1] and windows[-1][-1].table is table:
+                before = windows[-1].pop()
+                start, part, done = before.start, part + before.length, done - before.length
+            cache.pool.extend(table, pages_for(done - origin + part) - len(table.pages))
+            windows[-1].append(Span(start, part, done - origin, table, origin=origin))
+            done += part
+            if number in ends:
+                windows.append([])
+            number += 1
+    batches = []
+    with torch.no_grad():
+        for spans in filter(None, windows):
+            rows = slice(spans[0].origin + spans[0].context, None)
+            rows = slice(rows.start, rows.start + sum(span.length for span in spans))
+            batch = Batch(torch.zeros(rows.stop - rows.start).long(), spans, cache, keeps=True)
+            out, lse = attention(batch, q[rows], k[rows], v[rows], **keywords)
+            assert lse is not None
+            torch.testing.assert_close(out, expected[rows], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(lse, sums[rows], rtol=1e-10, atol=1e-12)
+            batches.append((batch, rows, out, lse))
+        total = KvGradients(*batches[0][0].cached, done)
+        for batch, rows, out, lse in reversed(batches):
+            batch.gradients = total
+            own = attention_backward(
+                batch, dout[rows], out, lse, q[rows], k[rows], v[rows], **keywords
+            )
+            for found, wanted in zip(own, gradients, strict=True):
+                torch.testing.assert_close(found, wanted[rows], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_windows(name: str) -> None:
+    check_windows(NAMED[name], [[4, 17, 1], [1, 1], [30]], [0, 0, 3], [0, 1, 3])
+
+
+@given(options(), arrivals(), st.sets(st.integers(0, 30)))
+def test_any_windows_of_any_options(
+    chosen: Options, arriving: tuple[list[list[int]], list[int]], ends: set[int]
+) -> None:
+    check_windows(chosen, *arriving, sorted(ends))
 
 
 def test_bf16_rounds_once() -> None:
@@ -237,7 +316,7 @@ def test_bf16_rounds_once() -> None:
     for name in ("gqa", "softcap", "sinks", "window"):
         chosen = NAMED[name]
         q, k, v = (x.bfloat16() for x in chosen.tensors(15))
-        batch = whole_sequences([[0] * 9, [0] * 6], CPU)
+        batch = whole_sequences([[0] * 9, [0] * 6], CPU, keeps=True)
         out, lse = attention(batch, q, k, v, **chosen.keywords())
         exact, sums = reference_of_all(
             (9, 6), *(x.double() for x in (q, k, v)), **chosen.keywords()

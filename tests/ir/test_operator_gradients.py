@@ -26,15 +26,17 @@ from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
 from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
+from pcg.runtime.batch import DroppedPart
 
 
 class OneStep:
     """A batch that draws the same numbers whenever it is asked, of two prompts among tokens."""
 
     @staticmethod
-    def generator(key: int) -> torch.Generator:
-        return torch.Generator().manual_seed(key)
+    def dropped_parts(key: int) -> list[DroppedPart]:
+        return [DroppedPart(0, COUNT, 2, 8, torch.Generator().manual_seed(key))]
 
+    chosen = None
     virtual_rows = torch.tensor([0, 1, 3])
     virtual_places = torch.tensor([0, 1, 0])
 
@@ -172,7 +174,9 @@ def dropout_reference(p: float, key: int) -> Callable[..., Tensor]:
     """Dropout as a product with the step's mask."""
 
     def reference(x: Tensor) -> Tensor:
-        kept = torch.rand(x.shape).bernoulli_(1 - p, generator=OneStep.generator(key))
+        (part,) = OneStep.dropped_parts(key)
+        drawn = x.new_empty(part.whole, *x.shape[1:]).bernoulli_(1 - p, generator=part.generator)
+        kept = drawn[part.skipped : part.skipped + part.count]
         return x.double() * kept / (1 - p) if p < 1 else x * 0.0
 
     return reference

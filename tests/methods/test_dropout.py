@@ -99,6 +99,7 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
                 ones = torch.ones(len(rows), node.output.type.features[0], dtype=dtype)
                 p, key = node.attribute("p"), node.attribute("key")
                 mask = torch.ones(len(batch.input_ids), ones.shape[1], dtype=dtype)
+                batch.chosen = None if is_layer else rows
                 mask[rows] = torch_ops.dropout(batch, ones, p, key)
                 found[source.format(layer=layer).rpartition(".")[0]] = mask
     return found

@@ -6,6 +6,9 @@ rounding, 1e-7. Both run here without fp32 (`wide.widen`): eager autograd of tra
 fp64, and what pcg traces from the same code. ALiBi's slopes alone stay in fp32, where they are
 exact: they are powers of two where the number of heads is one.
 
+Each case runs as whole sequences, and in windows of random sizes over pages of the KV cache that
+lie apart.
+
 peft has neither BitFit nor bottlenecks. Their oracle is transformers' model whose biases alone are
 trained, and one into which plain modules are hooked.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import peft
@@ -25,6 +29,10 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.kv_cache import KvCache, kv_types
+from pcg.runtime.page_pool import pages_for
+from pcg.runtime.training_pass import TrainingPass
+from pcg.runtime.training_runner import TrainingRunner
 from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import prompts
@@ -151,16 +159,47 @@ def test_gradients_of_every_parameter(
         parameter.copy_(values[name].reshape(parameter.shape))
     executor.refresh_adapter(method)
 
-    sequences = prompts((13, 7, 4))
+    sequences = prompts((13, 7, 21))
     examples = [Example(s, s) for s in sequences]
-    loss = runner.forward_backward(examples, runner.count_targets(examples))
+    targets = runner.count_targets(examples)
     expected_loss, _ = oracle.loss_and_gradients(model, sequences)
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     expected = named(method, {name: tensor.grad for name, tensor in tensors.items()})
+    loss = runner.forward_backward(examples, targets)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    check_gradients(runner, expected)
+    draw = random.Random(f"{family} {method} {budget}")
+    loss = in_windows(runner, examples, targets, lambda: draw.choice((1, 2, 5, 9, 17)))
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    check_gradients(runner, expected)
+
+
+def check_gradients(runner: TrainingRunner, expected: Mapping[str, Tensor]) -> None:
+    """The gradients of an adapter are these; they are dropped then."""
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name, parameter in runner.parameters.items():
         theirs = expected[name].reshape(parameter.shape)
         # A key's bias that moves all scores of a token alike has a gradient of rounding alone.
         least = 1e-3 * largest if "bias" in name else 0.0
         scale = max(float(theirs.norm()), least)
+        assert parameter.grad is not None
         assert float((parameter.grad - theirs).norm()) < TOLERANCE * scale, name
+        parameter.grad = None
+
+
+def in_windows(
+    runner: TrainingRunner, examples: Sequence[Example], targets: int, size: Callable[[], int]
+) -> float:
+    """The gradients of examples whose tokens go forward so many at a time; returns the loss."""
+    virtual = runner.adapter.prompt_tokens
+    needs = [pages_for(virtual + len(example.ids)) for example in examples]
+    cache = KvCache(kv_types(runner.training.model), sum(needs), torch.device("cpu"))
+    tables = [cache.pool.open(f"example {i}") for i in range(len(needs))]
+    for page in range(max(needs)):  # in turn, so that no sequence's pages lie together
+        for table, need in zip(tables, needs, strict=True):
+            cache.pool.extend(table, int(page < need))
+    windows = TrainingPass(runner, examples, targets, cache=cache, tables=tables)
+    while windows.forwarded < windows.tokens:
+        windows.forward(size())
+    while not windows.is_done:
+        windows.backward()
+    return windows.loss

@@ -12,6 +12,7 @@ import pcg.explaining as explaining
 from pcg.ir.recipe import LoraRecipe
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.training_pass import TrainingPass
 from tests.families import oracle
 from tests.families.families import BY_NAME, FAMILIES, Family
 from tests.passes.live_memory import peak_of
@@ -24,10 +25,11 @@ def measured(executor: Executor) -> int:
     """Bytes of the storages that a forward leaves for backward and the loss, weights apart."""
     runner = executor.training_runner("a")
     examples = [Example([3] * SEQ, [3] * SEQ)] * BATCH
-    batch, targets = runner._shifted(examples)
-    with torch.no_grad():
-        _, carried, kept = runner._forward(batch)
-    tensors = [x for saved in kept for x in saved if x is not None]
+    whole = TrainingPass(runner, examples, normaliser=1.0)
+    window = whole.begin(whole.tokens)
+    for layer in range(len(runner.training.layers)):
+        whole.forward_layer(layer, window)
+    tensors = [x for saved in window.kept for x in saved if x is not None]
     weights = executor.base_weights
     resident = {
         value.untyped_storage().data_ptr()
@@ -37,7 +39,7 @@ def measured(executor: Executor) -> int:
     }
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in [*tensors, *carried, targets]
+        for tensor in [*tensors, *window.carried, window.targets]
     }
     return sum(size for pointer, size in storages.items() if pointer not in resident)
 

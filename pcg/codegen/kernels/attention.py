@@ -29,17 +29,17 @@ class Span(Protocol):
         start: its first token in the batch.
         length: tokens in the batch, n.
         context: tokens before them, in the cache.
-        row: first row of the sequence in the cache.
+        origin: its sequence's first token among those of a training pass.
     """
 
     start: int
     length: int
     context: int
-    row: int
+    origin: int
 
 
 class DecodeGroup(Protocol):
-    """Sequences of one new token each whose cache rows lie at equal distances.
+    """Sequences of one new token each that attention takes in one call.
 
     Attributes:
         start: index of the first one's span; the others follow.
@@ -48,6 +48,7 @@ class DecodeGroup(Protocol):
         stride: rows from one sequence's first to the next one's.
         longest: rows that the longest attends to.
         mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+        rows: [count, longest], rows that they attend to, where these lie at no equal distances.
     """
 
     start: int
@@ -56,6 +57,14 @@ class DecodeGroup(Protocol):
     stride: int
     longest: int
     mask: Tensor | None
+    rows: Tensor | None
+
+
+class Gradients(Protocol):
+    """What adds up of one layer's keys' and values' gradients, [tokens of a pass, K, D]."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class AttentionBatch(Protocol):
@@ -64,6 +73,17 @@ class AttentionBatch(Protocol):
     spans: Sequence[Span]
     uniform_length: int
     """Length of every span where all are equal and have no context, else 0."""
+    keeps: bool
+    """Whether backward will want the log-sum-exp."""
+    gradients: Gradients | None
+    """Of the layer whose backward runs, where the batch is a window of sequences in the cache."""
+
+    @property
+    def cached(self) -> tuple[Tensor, Tensor] | None:
+        """The whole cache of the layer, as `append` returns it."""
+
+    def seen(self, span: Any) -> slice | Tensor:
+        """The rows of the cache that hold a sequence up to the end of its span."""
 
     def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
         """The spans, all of one token, in groups; `window` limits the rows seen, 0 does not."""
@@ -99,23 +119,24 @@ def attention(
         alibi: slope of each head, [H].
         sinks: logit of each head that takes weight and gives nothing, [H].
     Returns:
-        out [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch without a cache.
+        out [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
     cache = batch.append(k, v)
     plain = not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     if cache is None and plain and batch.uniform_length:
         return _uniform(batch, q, k, v, scale, window, alibi)
-    if cache is not None and plain and alibi is None and all(s.length == 1 for s in batch.spans):
+    decodes = cache is not None and not batch.keeps and all(s.length == 1 for s in batch.spans)
+    if decodes and plain and alibi is None:
+        assert cache is not None
         return _decode(batch, q, *cache, scale, window), None
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    lse = None if cache else q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
+    lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q)) if batch.keeps else None
     for span in batch.spans:
         new = slice(span.start, span.start + span.length)
         if cache is None:
             keys, values = k[new], v[new]
         else:
-            seen = slice(span.row, span.row + span.context + span.length)
-            keys, values = (rows[:, seen].transpose(0, 1) for rows in cache)
+            keys, values = _seen(batch, span, cache)
         bias = _bias(span, q, window, alibi)
         if plain and q.is_cpu:
             o, logsum = _flash(q[new][None], keys[None], values[None], scale=scale, bias=bias)
@@ -151,7 +172,26 @@ def attention_backward(
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of attention over whole sequences: shapes and arguments as there."""
+    """dq, dk, dv of attention: shapes and arguments as there.
+
+    Of a window of sequences in the cache, dk and dv are final: later windows have added theirs to
+    the batch's gradients, and the window adds its own to those of all tokens that it saw.
+    """
+    cache = batch.cached
+    if cache is not None:
+        return _window_backward(
+            batch,
+            dout,
+            out,
+            lse,
+            q,
+            cache,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+        )
     plain = not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     length = batch.uniform_length
     if plain and q.is_cpu and length:
@@ -175,6 +215,55 @@ def attention_backward(
                 *arguments, scale=scale, softcap=softcap, bias=bias
             )
     return dq, dk, dv
+
+
+def _window_backward(
+    batch: AttentionBatch,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq of the window's tokens, and the gradients of their keys and values, which are final."""
+    sums = batch.gradients
+    assert sums is not None
+    plain = not softcap and sinks is None and q.shape[-1] == cache[1].shape[-1]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (x.new_empty((q.shape[0], *x.shape[1:]), dtype=q.dtype) for x in _pair(sums))
+    for span in batch.spans:
+        part = slice(span.start, span.start + span.length)
+        keys, values = _seen(batch, span, cache)
+        arguments = [*(x[part] for x in (dout, out, lse, q)), keys, values]
+        bias = _bias(span, q, window, alibi)
+        if plain and q.is_cpu:
+            grads = _flash_backward(*(x[None] for x in arguments), scale=scale, bias=bias)
+            dq[part], *of_seen = (gradient[0] for gradient in grads)
+        else:
+            bias = _or_causal(bias, span, q)
+            dq[part], *of_seen = _math_backward(*arguments, scale=scale, softcap=softcap, bias=bias)
+        end = span.origin + span.context + span.length
+        for total, gradient, own in zip(_pair(sums), of_seen, (dk, dv), strict=True):
+            total[span.origin : end] += gradient
+            own[part] = total[end - span.length : end]
+    return dq, dk, dv
+
+
+def _pair(sums: Gradients) -> tuple[Tensor, Tensor]:
+    return sums.keys, sums.values
+
+
+def _seen(batch: AttentionBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence up to the end of its span, [m, K, D]."""
+    rows = batch.seen(span)
+    keys, values = (all_rows[:, rows].transpose(0, 1) for all_rows in cache)
+    return keys, values
 
 
 def _uniform(
@@ -206,7 +295,7 @@ def _decode(
     """One token of each sequence against its own rows; heads that share a KV head are one product.
 
     Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on
-    into their own spare rows, which the mask hides.
+    into rows that the mask hides. What lies elsewhere is gathered.
 
     q: [T, H, D]; keys, values: [K, rows, D] give [T, H, D].
     """
@@ -215,10 +304,14 @@ def _decode(
     grouped = q.view(q.shape[0], kv_heads, -1, size)
     outs = []
     for group in batch.decode_groups(window):
+        part = grouped[group.start : group.start + group.count]
+        if group.rows is not None:
+            k, v = (rows[:, group.rows].transpose(0, 1) for rows in (keys, values))
+            outs.append(_attend(part, k, v, attn_mask=group.mask, scale=scale))
+            continue
         shape = (group.count, kv_heads, group.longest, size)
         k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
         v = values.as_strided(shape, (group.stride * v_row, v_head, v_row, one), group.row * v_row)
-        part = grouped[group.start : group.start + group.count]
         outs.append(_attend(part, k, v, attn_mask=group.mask, scale=scale))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(q.shape)

@@ -18,17 +18,24 @@ def dropout(batch: Any, x: Tensor, p: float, key: int) -> Tensor:
     """x · mask / (1 - p), the mask drawn anew for each step, layer and key; x where not training.
 
     Args:
-        batch: its `generator(key)` is None where the batch is not trained on.
+        batch: its `dropped_parts(key)` are none where the batch is not trained on; `chosen` says
+            which of its tokens x has, None for all.
         x: [T, n].
         p: probability that an element is dropped.
         key: of the dropout in its layer.
     """
-    generator = batch.generator(key)
-    if generator is None:
+    parts = list(batch.dropped_parts(key))
+    if not parts:
         return x
     if p == 1.0:
         return torch.zeros_like(x)
-    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
+    mask = x.new_empty(sum(part.count for part in parts), *x.shape[1:])
+    for part in parts:
+        drawn = x.new_empty(part.whole, *x.shape[1:])
+        drawn.bernoulli_(1.0 - p, generator=part.generator)
+        mask[part.start : part.start + part.count] = drawn[part.skipped :][: part.count]
+    if batch.chosen is not None:
+        mask = mask[batch.chosen]
     return mask.div_(1.0 - p).mul_(x)
 
 
