@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.errors import (
     AdapterError,
+    BenchmarkError,
     CodegenError,
     ConfigError,
     CostModelError,
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdapterError",
+    "BenchmarkError",
     "CodegenError",
     "ConfigError",
     "CostModelError",

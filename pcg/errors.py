@@ -27,6 +27,7 @@ PcgError
 ├── GenerationError            a request that cannot be served
 │   └── OutOfMemoryError       the memory pool is too small for it
 ├── MemoryBudgetError          less than what backward needs at least
+├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
     └── FinetuneInterrupted    Ctrl-C; says how to resume
 """
@@ -137,6 +138,10 @@ class OutOfMemoryError(GenerationError):
 
 class MemoryBudgetError(PcgError):
     """A memory budget is less than what backward needs at least."""
+
+
+class BenchmarkError(PcgError):
+    """A workload, a trace file or an event log cannot be used."""
 
 
 class FinetuneError(PcgError):

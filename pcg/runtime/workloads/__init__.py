@@ -1,0 +1,5 @@
+"""Workloads: when requests come, for which adapters, and how long they are.
+
+A workload is a function of its parameters and a seed, in the standard library alone: the same
+numbers on every machine.
+"""
