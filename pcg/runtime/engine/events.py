@@ -67,7 +67,7 @@ class Event:
     time_s: float
     kind: Kind
     subject: str
-    details: Mapping[str, object] = field(default=_NOTHING)
+    details: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
 
 
 class EventLog:

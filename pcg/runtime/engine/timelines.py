@@ -1,0 +1,248 @@
+"""What became of each request, read off the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
+
+from pcg.errors import BenchmarkError
+from pcg.runtime.engine.events import Event, Kind
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Service level objectives of a request.
+
+    Attributes:
+        ttft_s: longest time to the first token, seconds; None for any.
+        tpot_s: longest mean time an output token after the first, seconds; None for any.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A request from its submission to its end; times are on the engine's clock, in seconds.
+
+    Attributes:
+        request: id.
+        adapter: None for the base model.
+        tenant: None where there are no tenants.
+        prompt_tokens: of its prompt.
+        slo: its own, or the one given for all.
+        submitted_s: when it was handed in.
+        admitted_s: when it first joined the running ones; None if it never did.
+        tokens: (time, number of tokens) of each output; 1 unless several came at once.
+        preemptions: how often it had to give up its place.
+        outcome: how it ended.
+        ended_s: when; None if it has not.
+    """
+
+    request: str
+    adapter: str | None
+    tenant: str | None
+    prompt_tokens: int
+    slo: Slo
+    submitted_s: float
+    admitted_s: float | None = None
+    tokens: tuple[tuple[float, int], ...] = ()
+    preemptions: int = 0
+    outcome: Outcome = Outcome.UNFINISHED
+    ended_s: float | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came out."""
+        return sum(count for _, count in self.tokens)
+
+    @property
+    def queueing_s(self) -> float | None:
+        """Seconds from submission to the first admission."""
+        return None if self.admitted_s is None else self.admitted_s - self.submitted_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token: seconds from submission."""
+        return self.tokens[0][0] - self.submitted_s if self.tokens else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token: (last token − first token) / (tokens − 1), seconds.
+
+        None where there are fewer than two tokens.
+        """
+        tokens = self.output_tokens
+        return (self.tokens[-1][0] - self.tokens[0][0]) / (tokens - 1) if tokens > 1 else None
+
+    @property
+    def itls_s(self) -> tuple[float, ...]:
+        """Inter-token latencies: seconds between neighbouring outputs.
+
+        Tokens that come at once are one output, as in vLLM: they have one gap and not gaps of 0.
+        """
+        return tuple(after - before for (before, _), (after, _) in pairwise(self.tokens))
+
+    @property
+    def e2el_s(self) -> float | None:
+        """End-to-end latency: seconds from submission to the end, whatever it was."""
+        return None if self.ended_s is None else self.ended_s - self.submitted_s
+
+    @property
+    def attains_ttft(self) -> bool:
+        """Whether it finished with a first token in time, or has no such objective."""
+        return self._finished and _within(self.ttft_s, self.slo.ttft_s)
+
+    @property
+    def attains_tpot(self) -> bool:
+        """The same of time per output token; one token alone attains, as in vLLM's goodput."""
+        return self._finished and _within(self.tpot_s or 0.0, self.slo.tpot_s)
+
+    @property
+    def attains(self) -> bool:
+        """Whether it finished within both objectives."""
+        return self.attains_ttft and self.attains_tpot
+
+    @property
+    def satisfaction(self) -> float:
+        """S-LoRA's reward: 1 − (TTFT / SLO)² below the SLO; else, or without a token, 0.
+
+        Source: S-LoRA appendix B; its public code (slora/utils/metric.py) has this curve.
+        """
+        if self.ttft_s is None or self.slo.ttft_s is None or self.ttft_s >= self.slo.ttft_s:
+            return 0.0
+        return 1 - (self.ttft_s / self.slo.ttft_s) ** 2
+
+    @property
+    def _finished(self) -> bool:
+        return self.outcome is Outcome.FINISHED
+
+
+def _within(seconds: float | None, most_s: float | None) -> bool:
+    return most_s is None or (seconds is not None and seconds <= most_s)
+
+
+_ENDS = {
+    Kind.REFUSED: Outcome.REFUSED,
+    Kind.FINISHED: Outcome.FINISHED,
+    Kind.CANCELLED: Outcome.CANCELLED,
+    Kind.TIMED_OUT: Outcome.TIMED_OUT,
+    Kind.FAILED: Outcome.FAILED,
+}
+_OF_REQUESTS = {*_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
+_JOBS_BEGIN = {Kind.QUEUED, Kind.STARTED}
+_OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
+
+
+@dataclass
+class _Open:
+    """A request that is being read."""
+
+    line: Timeline
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+
+
+def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
+    """The requests of a log, in order of submission.
+
+    Args:
+        events: all of them, from the first on, in order of time.
+        slo: of requests that bring no `ttft_slo_s` or `tpot_slo_s` of their own.
+    Raises:
+        BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
+            number; the message names it.
+    """
+    requests: dict[str, _Open] = {}
+    jobs: set[str] = set()
+    for event in events:
+        if event.kind in _JOBS_BEGIN:
+            jobs.add(event.subject)
+        elif event.kind is Kind.SUBMITTED:
+            if event.subject in requests:
+                raise BenchmarkError(f"request {event.subject!r} was submitted twice")
+            requests[event.subject] = _Open(_submitted(event, slo))
+        elif event.kind in _OF_REQUESTS:
+            if event.subject not in requests:
+                if event.kind in _OF_JOBS_TOO and event.subject in jobs:
+                    continue
+                raise BenchmarkError(
+                    f"{event.subject!r} is {event.kind} at {event.time_s} s, and the log does not "
+                    "have it submitted; keep all events, EventLog(kept=None)"
+                )
+            _follow(requests[event.subject], event)
+    return tuple(replace(one.line, tokens=tuple(one.tokens)) for one in requests.values())
+
+
+def _submitted(event: Event, slo: Slo) -> Timeline:
+    details = event.details
+    adapter, tenant = details.get("adapter"), details.get("tenant")
+    return Timeline(
+        request=event.subject,
+        adapter=None if adapter is None else str(adapter),
+        tenant=None if tenant is None else str(tenant),
+        prompt_tokens=int(number(event, "prompt_tokens")),
+        slo=Slo(_own(event, "ttft_slo_s", slo.ttft_s), _own(event, "tpot_slo_s", slo.tpot_s)),
+        submitted_s=event.time_s,
+    )
+
+
+def _own(event: Event, name: str, default: float | None) -> float | None:
+    return default if event.details.get(name) is None else number(event, name)
+
+
+def _follow(one: _Open, event: Event) -> None:
+    """Bring a request up to an event."""
+    line = one.line
+    if line.ended_s is not None:
+        raise BenchmarkError(
+            f"request {line.request!r} is {event.kind} at {event.time_s} s, and {line.outcome} "
+            f"since {line.ended_s} s"
+        )
+    if event.kind is Kind.TOKEN:
+        count = int(number(event, "count"))
+        if count < 1:
+            raise BenchmarkError(f"token of {line.request!r} at {event.time_s} s has count={count}")
+        one.tokens.append((event.time_s, count))
+    elif event.kind is Kind.PREEMPTED:
+        one.line = replace(line, preemptions=line.preemptions + 1)
+    elif event.kind is Kind.ADMITTED:
+        if line.admitted_s is None:
+            one.line = replace(line, admitted_s=event.time_s)
+    else:
+        one.line = replace(line, outcome=_ENDS[event.kind], ended_s=event.time_s)
+
+
+def number(event: Event, name: str) -> float:
+    """A number of an event's details.
+
+    Raises:
+        BenchmarkError: it is missing or no number.
+    """
+    value = event.details.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BenchmarkError(
+            f"{event.kind} of {event.subject!r} at {event.time_s} s has {name}={value!r}; "
+            f"it has {_listed(event.details)}, and needs the number"
+        )
+    return value
+
+
+def _listed(details: Mapping[str, object]) -> str:
+    return ", ".join(details) or "no details"
