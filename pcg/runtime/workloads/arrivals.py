@@ -68,7 +68,7 @@ class Gamma(Arrivals):
 
     A process that began long ago: 0 lies anywhere in an interval, and longer intervals hold it
     more often (theirs is a Gamma of shape 1/cv² + 1). Were a request at 0, the mean number in T
-    seconds would be about (cv² - 1)/2 more than rate · T, for each adapter.
+    seconds would be up to (cv² - 1)/2 more than rate · T, for each adapter.
 
     Attributes:
         cv: coefficient of variation of the intervals; 1 is Poisson, more is burstier.
