@@ -148,7 +148,10 @@ class ServingReport:
 
     @property
     def user_satisfaction(self) -> float | None:
-        """S-LoRA's, the mean over requests with an SLO of the first token; None without any."""
+        """S-LoRA's: the mean reward of requests with an SLO of the first token; None without any.
+
+        The first token alone counts, however a request ended.
+        """
         rewards = [one.satisfaction for one in self._counted if one.slo.ttft_s is not None]
         return math.fsum(rewards) / len(rewards) if rewards else None
 

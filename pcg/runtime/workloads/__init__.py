@@ -1,5 +1,4 @@
 """Workloads: when requests come, for which adapters, and how long they are.
 
-A workload is a function of its parameters and a seed, in the standard library alone: the same
-numbers on every machine.
+A workload is a function of its parameters and a seed, in the standard library alone.
 """

@@ -5,6 +5,7 @@ from itertools import islice, pairwise, takewhile
 from random import Random
 from statistics import fmean, pvariance, variance
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +70,35 @@ def test_gamma_intervals(cv: float) -> None:
 def test_gamma_starts_in_its_steady_state(cv: float) -> None:
     found = first_counts(Gamma(0.2, cv), 30.0, 4000)
     assert close(found, 6.0)
+
+
+def apart(found: list[float], others: list[float]) -> bool:
+    """Whether two samples are of two distributions: Kolmogorov and Smirnov's test, p < 0.001."""
+    # To the nanosecond: a gap between two times has no more places than they have.
+    found, others = np.round(found, 9).tolist(), np.round(others, 9).tolist()
+    both = np.concatenate([found, others])
+    shares = [
+        np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (found, others)
+    ]
+    bound = 1.95 * math.sqrt(1 / len(found) + 1 / len(others))
+    return bool(np.abs(shares[0] - shares[1]).max() > bound)
+
+
+@pytest.mark.parametrize("cv", [0.4, 2.0, 4.0])
+def test_gamma_is_numpy_s(cv: float) -> None:
+    """Intervals, and what is left of one at a moment of a process that numpy ran for long."""
+    generator = np.random.default_rng(0)
+    shape, scale = 1 / cv**2, cv**2 / 5.0
+    times = list(islice(Gamma(5.0, cv).times_s(Random(3)), 20_000))
+    gaps = [after - before for before, after in pairwise(times)]
+    assert not apart(gaps, generator.gamma(shape, scale, 20_000).tolist())
+    assert apart(gaps, generator.gamma(1.3 * shape, scale, 20_000).tolist())
+
+    ran = np.cumsum(generator.gamma(shape, scale, 400_000))
+    moments = generator.uniform(0.1 * ran[-1], 0.9 * ran[-1], 5000)
+    left = ran[np.searchsorted(ran, moments)] - moments
+    first = [next(Gamma(5.0, cv).times_s(Random(seed))) for seed in range(5000)]
+    assert not apart(first, left.tolist())
 
 
 def test_a_gamma_of_cv_one_is_poisson() -> None:

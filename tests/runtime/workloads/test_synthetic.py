@@ -107,6 +107,19 @@ def test_table_2_of_s_lora() -> None:
         s_lora_preset("70b", seed=1)
 
 
+def test_a_seed_gives_what_it_gave() -> None:
+    """A trace is known by its name and seed, so generators must not change unawares."""
+    found = s_lora_preset("7b-a10g", seed=0).requests[:3]
+    assert [(one.adapter, one.prompt_tokens, one.output_tokens) for one in found] == [
+        ("adapter-1", 133, 475),
+        ("adapter-0", 340, 76),
+        ("adapter-0", 391, 509),
+    ]
+    assert [one.time_s for one in found] == pytest.approx(
+        [0.7518130844, 0.8908482732, 0.9656521883]
+    )
+
+
 def test_punica_s_hour_rises_and_falls() -> None:
     found = punica_hour(0.5, seed=1)
     thirds = Counter(int(one.time_s // 1200) for one in found)
