@@ -45,11 +45,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Consecutive sequences of one new token each that attention takes in one call.
+    """Sequences of one new token each that attention takes in one call.
 
     Attributes:
-        start: index of the first one's span.
-        count: sequences.
+        tokens: their indices in the batch, [count].
         row: first row that the first one attends to.
         stride: rows from one sequence's first to the next one's.
         longest: rows that the longest attends to.
@@ -57,13 +56,37 @@ class DecodeGroup:
         rows: [count, longest], which rows they attend to, where these lie at no equal distances.
     """
 
-    start: int
-    count: int
+    tokens: Tensor
     row: int
     stride: int
     longest: int
     mask: Tensor | None
     rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """A span of one token, and what it attends to.
+
+    Attributes:
+        span: of the token.
+        first: token of the sequence that it attends to first.
+        count: how many it attends to.
+        row: of the first in the cache, where the pages are a run; -1 else.
+    """
+
+    span: Span
+    first: int
+    count: int
+    row: int
+
+    @classmethod
+    def of(cls, span: Span, window: int) -> _Single:
+        length = span.context + 1
+        count = min(length, window) if window else length
+        table = _table(span)
+        row = table.first_row + length - count if table.is_run else -1
+        return cls(span, length - count, count, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +199,7 @@ class Batch:
         return torch.tensor(ends, device=self.input_ids.device)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """The spans, all of one token, in groups that attention can take in one call each.
+        """The spans of one token, in groups that attention can take in one call each.
 
         A group's longest sequence may be at most half as long again as its mean, so that little is
         read in vain.
@@ -185,67 +208,57 @@ class Batch:
             window: rows that a token attends to at most; 0 for all.
         """
         if window not in self._groups:
-            seen = [self._attended(span, window) for span in self.spans]
-            self._groups[window] = [self._group(seen, *bounds) for bounds in self._cuts(seen)]
+            singles = [_Single.of(span, window) for span in self.spans if span.length == 1]
+            singles.sort(key=lambda single: single.row)
+            groups = [self._group(singles[start:end]) for start, end in self._cuts(singles)]
+            self._groups[window] = groups
         return self._groups[window]
 
-    @staticmethod
-    def _attended(span: Span, window: int) -> tuple[int, int]:
-        """First token and number of tokens that a span's token attends to."""
-        length = span.context + 1
-        seen = min(length, window) if window else length
-        return length - seen, seen
-
-    def _cuts(self, seen: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def _cuts(self, singles: Sequence[_Single]) -> Iterator[tuple[int, int]]:
         """Start and end of each group."""
-        assert self._cache is not None
-        tables = [_table(span) for span in self.spans]
-        # Of a sequence whose pages are no run, no row; it joins those like it.
-        rows = [
-            table.first_row + first if table.is_run else -1
-            for table, (first, _) in zip(tables, seen, strict=True)
-        ]
         start, total, longest = 0, 0, 0
-        for i, (_, count) in enumerate(seen):
-            longest, total = max(longest, count), total + count
+        for i, single in enumerate(singles):
+            longest, total = max(longest, single.count), total + single.count
             joins = i == start or (
                 2 * longest * (i - start + 1) <= 3 * total
-                and self._is_reached(rows[start : i + 1], longest)
+                and self._is_reached(singles[start : i + 1], longest)
             )
             if not joins:
                 yield start, i
-                start, total, longest = i, count, count
-        yield start, len(seen)
+                start, total, longest = i, single.count, single.count
+        if singles:
+            yield start, len(singles)
 
-    def _is_reached(self, rows: Sequence[int], longest: int) -> bool:
-        """Whether one call reaches these rows: all at equal distances, or all gathered."""
+    def _is_reached(self, singles: Sequence[_Single], longest: int) -> bool:
+        """Whether one call reaches the rows of the last, too: at equal distances, or gathered."""
         assert self._cache is not None
-        if rows[0] < 0 or rows[-1] < 0:
-            return rows[0] == rows[-1]
-        stride = rows[1] - rows[0]
-        return rows[-1] - rows[-2] == stride >= longest and rows[-1] + longest <= self._cache.rows
+        first, second, before, last = (singles[k].row for k in (0, 1, -2, -1))
+        if first < 0 or last < 0:
+            return first == last
+        stride = second - first
+        return last - before == stride >= longest and last + longest <= self._cache.rows
 
-    def _group(self, seen: Sequence[tuple[int, int]], start: int, end: int) -> DecodeGroup:
-        lengths = [count for _, count in seen[start:end]]
-        longest = max(lengths)
+    def _group(self, singles: Sequence[_Single]) -> DecodeGroup:
+        counts = [single.count for single in singles]
+        longest = max(counts)
         device = self.input_ids.device
         mask = None
-        if min(lengths) < longest:
+        if min(counts) < longest:
             hidden = (
-                torch.arange(longest, device=device)
-                >= torch.tensor(lengths, device=device)[:, None]
+                torch.arange(longest, device=device) >= torch.tensor(counts, device=device)[:, None]
             )
             mask = torch.zeros(hidden.shape, dtype=self._cache_dtype, device=device)
             mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-        tables = [_table(span) for span in self.spans[start:end]]
-        if tables[0].is_run:
-            first = [t.first_row + f for t, (f, _) in zip(tables, seen[start:end], strict=True)]
-            stride = first[1] - first[0] if end - start > 1 else 0
-            return DecodeGroup(start, end - start, first[0], stride, longest, mask)
-        rows = torch.zeros((end - start, longest), dtype=torch.long)
-        for i, (table, (f, count)) in enumerate(zip(tables, seen[start:end], strict=True)):
-            rows[i, :count] = torch.tensor(table.rows(f, f + count))
-        return DecodeGroup(start, end - start, 0, 0, longest, mask, rows.to(device))
+        tokens = torch.tensor([single.span.start for single in singles], device=device)
+        row = singles[0].row
+        if row >= 0:
+            stride = singles[1].row - row if len(singles) > 1 else 0
+            return DecodeGroup(tokens, row, stride, longest, mask)
+        rows = torch.zeros((len(singles), longest), dtype=torch.long)
+        for i, single in enumerate(singles):
+            seen = _rows(single.span, single.first, single.first + single.count)
+            rows[i, : single.count] = torch.tensor(seen)
+        return DecodeGroup(tokens, 0, 0, longest, mask, rows.to(device))
 
     @property
     def _cache_dtype(self) -> torch.dtype:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,10 +30,12 @@ from pcg.runtime.adapters import (
 )
 from pcg.runtime.base_weights import BaseWeights, TensorSource, WeightStore
 from pcg.runtime.batch import whole_sequences
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.request import Chunk, Completion, Request
+from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import FinetuneResult, OnStep
 from pcg.runtime.finetuning import finetune
-from pcg.runtime.generation import Chunk, Completion, Generator, Request
 from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.served_weights import ServedWeights
@@ -73,6 +76,7 @@ class Executor:
         self._eos_ids = eos_ids
         self._adapters: dict[str, Adapter] = {}
         self._stale: dict[str, Callable[[], None]] = {}
+        self._engines: WeakSet[ProgramEngine] = WeakSet()
         self.weight_store = WeightStore(program, weights, device, ranks)
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
@@ -87,14 +91,8 @@ class Executor:
         self._weights = self.weight_store.bind(serving.model)
         self._runner = ModelRunner(serving, self._weights, self.ranks)
         self._stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
-        self._generator = Generator(
-            self._runner,
-            self._stacks,
-            self.tokenizer,
-            self._eos_ids,
-            self.max_positions,
-            self.device,
-        )
+        for engine in self._engines:
+            engine.device.use(self._runner, self._stacks)
 
     # ------------------------------------------------------------------------------- facts
 
@@ -180,7 +178,7 @@ class Executor:
         requests = self._requests(
             [prompts] if isinstance(prompts, str) else prompts, adapter, sampling
         )
-        chunks = self._generator.run(requests)
+        chunks = self._run(requests)
         if stream:
             return chunks
         done: list[Completion | None] = [None] * len(requests)
@@ -190,29 +188,63 @@ class Executor:
         completions = [completion for completion in done if completion is not None]
         return completions[0] if single else completions
 
+    def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Serve requests to their ends, and nothing beside them."""
+        engine = ProgramEngine.for_requests(self, requests)
+        for request in requests:
+            engine.submit(request)
+        while not engine.is_idle:
+            yield from engine.step()
+
+    def engine(self, limits: Limits | None = None, **options: Any) -> ProgramEngine:
+        """An engine that serves requests and trains adapters at the same time.
+
+        Args:
+            limits: of a step; the promises among them are kept.
+            options: `kv_cache_bytes`, `policy`, `job_share`, as `ProgramEngine` takes them.
+        """
+        return ProgramEngine(self, limits, **options)
+
+    def register(self, engine: ProgramEngine) -> None:
+        """Have an engine hear when the program is compiled anew for other sites."""
+        self._engines.add(engine)
+
+    @property
+    def serving(self) -> tuple[ModelRunner, AdapterStacks]:
+        """The program that serves, and what makes adapters ready for it."""
+        return self._runner, self._stacks
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return self._eos_ids
+
     def _requests(
         self,
         prompts: Sequence[str | Sequence[int]],
         adapter: str | Sequence[str | None] | None,
         sampling: Mapping[str, Any],
     ) -> list[Request]:
-        names = (
-            [adapter] * len(prompts)
-            if adapter is None or isinstance(adapter, str)
-            else list(adapter)
-        )
-        if len(names) != len(prompts):
+        adapters = self._adapters_of(len(prompts), adapter)
+        return [
+            Request(
+                tuple(self._encode(prompt, index)),
+                self._sampling(sampling, index, len(prompts)),
+                adapters[index],
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _adapters_of(
+        self, count: int, adapter: str | Sequence[str | None] | None
+    ) -> list[Adapter | None]:
+        """The adapter of each of so many prompts."""
+        names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != count:
             raise GenerationError(
-                f"{len(names)} adapters for {len(prompts)} prompts; give one name, or one for each"
+                f"{len(names)} adapters for {count} prompts; give one name, or one for each"
             )
-        requests = []
-        for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-            ids = self._encode(prompt, index)
-            params = self._sampling(sampling, index, len(prompts))
-            requests.append(
-                Request(tuple(ids), params, None if name is None else self._adapter(name))
-            )
-        return requests
+        return [None if name is None else self._adapter(name) for name in names]
 
     def _encode(self, prompt: str | Sequence[int], index: int) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -265,19 +297,21 @@ class Executor:
             return flat.reshape(*input_ids.shape, -1)
         if not input_ids or isinstance(input_ids[0], int):
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
-        requests = self._requests(cast("Sequence[Sequence[int]]", input_ids), adapter, {})
-        order = sorted(range(len(requests)), key=lambda i: _adapter_order(requests[i].adapter))
-        for i, request in enumerate(requests):
-            if not request.prompt_ids:
+        sequences = cast("Sequence[Sequence[int]]", input_ids)
+        adapters = self._adapters_of(len(sequences), adapter)
+        order = sorted(range(len(sequences)), key=lambda i: _adapter_order(adapters[i]))
+        for i, sequence in enumerate(sequences):
+            if not sequence:
                 raise GenerationError(f"sequence {i} has no tokens; give at least one")
-        virtual = [requests[i].virtual_tokens for i in order]
-        batch = whole_sequences([requests[i].prompt_ids for i in order], self.device, virtual)
-        sizes = [requests[i].length for i in order]
-        bound = self._stacks.bind([requests[i].adapter for i in order], sizes)
+        chosen = [adapters[i] for i in order]
+        virtual = [0 if one is None else one.prompt_tokens for one in chosen]
+        batch = whole_sequences([sequences[i] for i in order], self.device, virtual)
+        sizes = [span.length for span in batch.spans]
+        bound = self._stacks.bind(chosen, sizes)
         parts = self._runner.logits(batch, bound).split(sizes)
         own = [part[count:] for part, count in zip(parts, virtual, strict=True)]
         by_index = dict(zip(order, own, strict=True))
-        return [by_index[i] for i in range(len(requests))]
+        return [by_index[i] for i in range(len(sequences))]
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -294,6 +328,10 @@ class Executor:
         """
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already; remove it first")
+        return self.put_adapter(self.make_adapter(name, path_or_config, seed=seed))
+
+    def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
+        """The same without using it: see `add_adapter`."""
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
@@ -316,11 +354,11 @@ class Executor:
             )
             adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
             check_biases(adapter, adapter.biases)
-        return self.put_adapter(adapter)
+        return self.prepared(adapter)
 
     def put_adapter(self, adapter: Adapter) -> Adapter:
         """Use an adapter that is in memory, in place of one of that name."""
-        adapter = self._prepared(adapter)
+        adapter = self.prepared(adapter)
         before = dict(self._adapters)
         self._adapters[adapter.name] = adapter
         try:
@@ -353,7 +391,7 @@ class Executor:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
 
-    def _prepared(self, adapter: Adapter) -> Adapter:
+    def prepared(self, adapter: Adapter) -> Adapter:
         """The adapter in the program's adapter dtype, on this device; over ranks on the CPU."""
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
         device = self.device if self.ranks.size == 1 else torch.device("cpu")
@@ -430,7 +468,11 @@ class Executor:
 
     def training_runner(self, name: str) -> TrainingRunner:
         """What computes losses and gradients of an adapter."""
-        adapter = self._adapter(name)
+        return self.training_runner_of(self._adapter(name))
+
+    def training_runner_of(self, adapter: Adapter) -> TrainingRunner:
+        """The same of an adapter that need not be one of this executor's."""
+        name = adapter.name
         if adapter.recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(
                 f"adapter {name!r} cannot be trained: {adapter.recipe.method} trains "

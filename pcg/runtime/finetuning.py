@@ -23,12 +23,15 @@ from pcg.runtime.adapters import Adapter
 from pcg.runtime.batches import Batches
 from pcg.runtime.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
 from pcg.runtime.data import Dataset
+from pcg.runtime.engine.units import Work, run_alone
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import FinetuneResult, OnStep, StepRecord
 from pcg.runtime.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.progress import progress_bar
+from pcg.runtime.served_adapter import InPlace, Served
 from pcg.runtime.trained_adapter import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training_data import check_with_prompt, training_data, vocabulary_size
+from pcg.runtime.training_pass import pass_through
 from pcg.runtime.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ def finetune(
 ) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
     is_new = name not in executor.adapters
-    job = _Job(executor, data, name, options, peft)
+    job = FinetuneJob(InPlace(executor, name), data, name, options, peft)
     try:
         return job.run(on_step)
     except UnsupportedError:  # found at the first step
@@ -56,13 +59,28 @@ def finetune(
         raise
 
 
-class _Job:
+class FinetuneJob:
     """The state of a job while it runs."""
 
     def __init__(
-        self, executor: Executor, data: Data, name: str, options: FinetuneOptions, peft: object
+        self,
+        served: Served,
+        data: Data,
+        name: str,
+        options: FinetuneOptions,
+        peft: object = None,
     ) -> None:
-        self._executor = executor
+        """Read the data, find the checkpoint to go on from, and make the adapter.
+
+        Args:
+            served: what the executor serves of it.
+            data: to train on.
+            name: of the adapter.
+            options: of the job.
+            peft: recipe of a new adapter.
+        """
+        self._served = served
+        self._executor = executor = served.executor
         self._ranks = executor.ranks
         self._name = name
         self._options = options
@@ -95,14 +113,14 @@ class _Job:
         )
 
     def _start(self, peft: object) -> None:
-        """Put the adapter into the executor, fresh, as it is, or from a checkpoint."""
+        """Make the adapter, fresh, as it is served, or from a checkpoint."""
         executor, name = self._executor, self._name
         checkpoint = self._find_checkpoint()
         saved = None if checkpoint is None else checkpoint.adapter
-        before = executor.adapters.get(name)
-        self._adapter = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
+        made = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
+        self._adapter = self._served.start(made)
         try:
-            self._runner = executor.training_runner(name)
+            self._runner = executor.training_runner_of(self._adapter)
             for data in filter(None, (self._data, self._eval)):
                 virtual = self._adapter.prompt_tokens
                 check_with_prompt(data, virtual, executor.max_positions)
@@ -112,34 +130,31 @@ class _Job:
             if checkpoint is not None:
                 self._resume(checkpoint)
         except BaseException:
-            if before is None:
-                executor.remove_adapter(name)
-            else:
-                executor.put_adapter(before)
+            self._served.undo()
             raise
 
     # ------------------------------------------------------------------------------- the loop
 
     def run(self, on_step: OnStep | None) -> FinetuneResult:
-        """Work until the end.
+        """Work until the end, with nothing beside it.
 
         Raises:
             FinetuneInterrupted: Ctrl-C.
             FinetuneError: a loss is no number, or a checkpoint cannot be saved.
         """
         if self._ranks.size == 1:
-            return self._run(on_step, [])
+            return run_alone(self.work(on_step))
         with noted_interrupts() as came:
-            return self._run(on_step, came)
+            return run_alone(self.work(on_step, came))
 
-    def _run(self, on_step: OnStep | None, came: Sequence[int]) -> FinetuneResult:
+    def work(self, on_step: OnStep | None, came: Sequence[int] = ()) -> Work[FinetuneResult]:
         """The steps, until an interrupt; over ranks one that came to any of them in a step."""
         bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
         device = self._ranks.device
         try:
-            self._settle()
+            yield from self._settle()
             while not self._is_done:
-                record = self._step()
+                record = yield from self._step()
                 self._log(record)
                 bar.update(record)
                 if on_step is not None:
@@ -153,7 +168,7 @@ class _Job:
         finally:
             bar.close()
             self._steps.drop_gradients()
-            self._executor.refresh_adapter(self._name)
+            self._served.changed(self._adapter)
 
     @property
     def _is_shown(self) -> bool:
@@ -164,11 +179,11 @@ class _Job:
     def _is_done(self) -> bool:
         return self._state.stopped or self._state.step >= self._total
 
-    def _step(self) -> StepRecord:
+    def _step(self) -> Work[StepRecord]:
         """One step; an interrupt leaves all of it undone or all of it done."""
         state = self._state
         rate = self._options.learning_rate * self._schedule(state.step)
-        made = self._steps.gradients(state.step, rate)
+        made = yield from self._steps.gradients(state.step, rate)
         with deferred_interrupts():
             self._steps.update(state.step, rate)
             state.step += 1
@@ -176,8 +191,8 @@ class _Job:
             state.tokens += made.tokens
             state.targets += made.targets
             state.position = self._batches.state_dict()
-            self._executor.refresh_adapter(self._name, self._runner.settle)
-        self._settle()
+            self._served.changed(self._adapter, self._runner.settle)
+        yield from self._settle()
         seconds = self._seconds - self._seconds_before
         return StepRecord(
             step=state.step,
@@ -197,7 +212,8 @@ class _Job:
         if self._best is not None:
             overwrite(adapter, self._best)
         if self._steps.allocator is not None:
-            self._executor.put_adapter(self._steps.allocator.allocated(adapter))
+            adapter = self._steps.allocator.allocated(adapter)
+        self._served.finish(adapter)
         return FinetuneResult(
             adapter=self._name,
             losses=tuple(state.losses),
@@ -217,7 +233,7 @@ class _Job:
 
     def _settled(self) -> Adapter:
         """The adapter as a whole, as it is now."""
-        self._executor.settle_adapter(self._name)
+        self._served.settle()
         return self._adapter
 
     @property
@@ -244,12 +260,12 @@ class _Job:
 
     # ------------------------------------------------------------------------------- between steps
 
-    def _settle(self) -> None:
+    def _settle(self) -> Work[None]:
         """Evaluate and save where the step that was done asks for it; no second time if resumed."""
         options, state = self._options, self._state
         wanted = self._is_due(options.eval_every) if state.step else options.eval_at_start
         if self._eval is not None and wanted and not state.evaluated:
-            self._evaluate(self._eval)
+            yield from self._evaluate(self._eval)
         if state.step and self._is_due(options.save_every):
             self._save()
 
@@ -259,13 +275,13 @@ class _Job:
             return self._is_done or self._state.position["index"] == 0
         return self._state.step % every == 0
 
-    def _evaluate(self, data: Dataset) -> None:
+    def _evaluate(self, data: Dataset) -> Work[None]:
         plan = Batches(data.examples, **self._options.batch_bounds, shuffle=False).plan(0)
         total, targets = 0.0, 0
         for indexes in plan:
-            loss, count = self._runner.evaluate([data.examples[index] for index in indexes])
-            total += loss
-            targets += count
+            done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
+            total += done.loss
+            targets += done.targets
         found = of_first(self._ranks, torch.tensor(total / targets, dtype=torch.float64))
         state, mean = self._state, float(found)
         if not math.isfinite(mean):

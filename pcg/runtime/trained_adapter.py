@@ -33,7 +33,7 @@ def start_adapter(
     saved: Adapter | None,
     total_steps: int,
 ) -> Adapter:
-    """Put the adapter to train into the executor.
+    """The adapter to train, with tensors of its own.
 
     Args:
         executor: that serves and trains it.
@@ -65,18 +65,14 @@ def start_adapter(
         base = executor.program.base
         shapes = base.module_shapes()
         check_fits(saved, shapes, executor.program.name, base.output_module)
-        return executor.put_adapter(owned(with_shared(saved, shapes)))
+        return executor.prepared(owned(with_shared(saved, shapes)))
     if there is not None:
-        return executor.put_adapter(_scheduled(owned(there), total_steps))
+        return executor.prepared(_scheduled(owned(there), total_steps))
     if peft is None:
         compiled = executor.program.recipes.get(name)
         peft = "lora" if compiled is None else recipe_of_fields(compiled)
-    made = executor.add_adapter(name, peft, seed=seed)
-    try:
-        return executor.put_adapter(_scheduled(owned(made), total_steps))
-    except BaseException:
-        executor.remove_adapter(name)
-        raise
+    made = executor.make_adapter(name, peft, seed=seed)
+    return executor.prepared(_scheduled(owned(made), total_steps))
 
 
 def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:

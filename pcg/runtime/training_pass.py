@@ -25,6 +25,8 @@ from torch import Tensor
 
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
 from pcg.runtime.data import Example
+from pcg.runtime.engine.latency import Load
+from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
 from pcg.runtime.kv_cache import KvCache, KvGradients
 from pcg.runtime.page_pool import PageTable
 
@@ -71,7 +73,8 @@ class TrainingPass:
         targets: that are learned.
         forwarded: tokens that went forward.
         loss: the sum of the target tokens' losses so far.
-        is_done: whether the gradients are complete.
+        trains: whether gradients are wanted.
+        is_done: whether they are complete.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TrainingPass:
             tables: the sequences' pages in it.
         """
         self._runner = runner
+        self.trains = normaliser is not None
         self._weight = None if normaliser is None else 1.0 / normaliser
         self._dropout_seed = dropout_seed
         self._cache = cache
@@ -126,6 +130,12 @@ class TrainingPass:
         for layer in range(self._layers):
             self.forward_layer(layer, window)
         self.end(window)
+
+    @property
+    def context(self) -> int:
+        """Tokens of its sequence that come before the next one to go forward."""
+        origins = [s.origin for s in self._sequences if s.origin <= self.forwarded]
+        return self.forwarded - origins[-1]
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
@@ -169,7 +179,7 @@ class TrainingPass:
         window.carried, saved = self._runner.layer(
             layer, window.batch, window.carried, window.shared
         )
-        if self._weight is None:
+        if not self.trains:
             return
         window.kept.append(list(saved))
         if layer in self._restored:
@@ -185,15 +195,15 @@ class TrainingPass:
         if not self._restored:
             window.shared = ()
         self.loss += loss
-        if self._weight is not None:
+        if self.trains:
             self._windows.append(window)
 
     # --------------------------------------------------------------------------------- backward
 
     @property
-    def next_backward(self) -> tuple[int, Span | None]:
-        """Layer of the next unit, and the first span of its window."""
-        return self._layer, self._windows[self._window].batch.spans[0]
+    def next_window(self) -> Window:
+        """Of the next unit."""
+        return self._windows[self._window]
 
     @torch.no_grad()
     def backward(self) -> None:
@@ -248,3 +258,57 @@ class TrainingPass:
         plan = training.plans[training.layers[layer]]
         count = len(graph.outputs)
         return [plan.kept.index(value.name) for value in graph.inputs[:count]]
+
+
+class ForwardUnit(Forward):
+    """The tokens of a pass that are left."""
+
+    def __init__(self, whole: TrainingPass) -> None:
+        self.whole = whole
+
+    @property
+    def remaining(self) -> int:
+        return self.whole.tokens - self.whole.forwarded
+
+    @property
+    def context(self) -> int:
+        return self.whole.context
+
+    def run(self, tokens: int) -> None:
+        self.whole.forward(tokens)
+
+
+class BackwardUnit(Backward):
+    """The next layer and window of a pass."""
+
+    def __init__(self, whole: TrainingPass) -> None:
+        self.whole = whole
+
+    @property
+    def load(self) -> Load:
+        spans = self.whole.next_window.batch.spans
+        return sum((Load.of(span.length, span.context) for span in spans), Load())
+
+    def run(self) -> None:
+        self.whole.backward()
+
+
+def pass_through(
+    runner: TrainingRunner,
+    examples: Sequence[Example],
+    normaliser: float | None = None,
+    dropout_seed: int | None = None,
+) -> Work[TrainingPass]:
+    """Units that take sequences forward, and with a normaliser back; see `TrainingPass`.
+
+    Returns:
+        The pass, done.
+    """
+    pages = Pages([runner.adapter.prompt_tokens + len(example.ids) for example in examples])
+    yield pages
+    whole = TrainingPass(runner, examples, normaliser, dropout_seed, pages.cache, pages.tables)
+    yield ForwardUnit(whole)
+    while normaliser is not None and not whole.is_done:
+        yield BackwardUnit(whole)
+    yield Release()
+    return whole

@@ -1,6 +1,6 @@
 """The training program with one adapter: forward that saves, loss in chunks, backward.
 
-`TrainingPass` takes sequences through it. The loss is the sum over target tokens divided by a
+`pass_through` takes sequences through it. The loss is the sum over target tokens divided by a
 normaliser that the caller gives, as all target tokens of a mini-batch, so that gradients of its
 parts add up. The epilogue runs forward and backward for a chunk of tokens at a time, on tokens with
 a target only, so logits never exist for all tokens.
@@ -22,9 +22,10 @@ from pcg.runtime.adapters import Adapter
 from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
 from pcg.runtime.data import IGNORED, Example
+from pcg.runtime.engine.units import run_alone
 from pcg.runtime.model_runner import LayerInputs, load_functions
 from pcg.runtime.prompt_encoder import EncodedTraining
-from pcg.runtime.training_pass import TrainingPass
+from pcg.runtime.training_pass import pass_through
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk in fp32; backward holds their gradient beside them."""
@@ -80,11 +81,7 @@ class TrainingRunner:
         Returns:
             The sum of the target tokens' losses.
         """
-        whole = TrainingPass(self, examples, normaliser, dropout_seed)
-        whole.forward(whole.tokens)
-        while not whole.is_done:
-            whole.backward()
-        return whole.loss
+        return run_alone(pass_through(self, examples, normaliser, dropout_seed)).loss
 
     def make_prompts(self) -> None:
         """Have the encoder, where the recipe has one, make the virtual tokens of a pass."""
@@ -136,9 +133,8 @@ class TrainingRunner:
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Sum of the target tokens' losses, and their number."""
-        whole = TrainingPass(self, examples)
-        whole.forward(whole.tokens)
-        return whole.loss, whole.targets
+        done = run_alone(pass_through(self, examples))
+        return done.loss, done.targets
 
     def count_targets(self, examples: Sequence[Example]) -> int:
         """Target tokens; the first is one where a prompt comes before it, as in peft."""

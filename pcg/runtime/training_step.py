@@ -23,10 +23,12 @@ from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.batch import mixed_seed
 from pcg.runtime.batches import Batches
 from pcg.runtime.data import Dataset, Example
+from pcg.runtime.engine.units import Work
 from pcg.runtime.finetune_options import FinetuneOptions
 from pcg.runtime.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.rank_allocator import RankAllocator
 from pcg.runtime.training_data import places_of
+from pcg.runtime.training_pass import pass_through
 from pcg.runtime.training_runner import TrainingRunner
 
 
@@ -80,7 +82,7 @@ class TrainingStep:
         self._batches = batches
         self._options = options
 
-    def gradients(self, step: int, rate: float) -> StepGradients:
+    def gradients(self, step: int, rate: float) -> Work[StepGradients]:
         """Take the next batches and compute their gradients, clipped.
 
         Args:
@@ -98,7 +100,8 @@ class TrainingStep:
         total = 0.0
         for index, batch in enumerate(group):
             seed = mixed_seed(self._options.seed, step, index)
-            loss = self._runner.forward_backward(batch, targets, seed)
+            done = yield from pass_through(self._runner, batch, targets, seed)
+            loss = done.loss
             if not math.isfinite(loss):
                 places = self._places(epoch, first + index)
                 self._refuse(f"the loss is {loss:g}", batch, places, step, rate)

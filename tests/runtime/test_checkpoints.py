@@ -25,7 +25,7 @@ from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.finetune_result import FinetuneResult, StepRecord
-from pcg.runtime.training_runner import TrainingRunner
+from pcg.runtime.training_pass import TrainingPass, Window
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
@@ -154,23 +154,24 @@ def test_interrupted_again_and_again(executor: Executor, whole: Bits, tmp_path: 
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 
-@pytest.mark.parametrize("where", ["forward_backward", "evaluate"])
+@pytest.mark.parametrize("where", ["forward", "evaluation"])
 def test_interrupted_within_a_step(
     executor: Executor, whole: Bits, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C between two parts of a step abandons it; within an evaluation, that is made up for."""
-    real, calls = getattr(TrainingRunner, where), []
+    real, calls = TrainingPass.end, []
 
-    def interrupted(*args: Any) -> Any:
-        calls.append(where)
-        if len(calls) == 4:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args)
+    def interrupted(self: TrainingPass, window: Window) -> None:
+        if self.trains == (where == "forward"):
+            calls.append(where)
+            if len(calls) == 4:
+                signal.raise_signal(signal.SIGINT)
+        real(self, window)
 
-    monkeypatch.setattr(TrainingRunner, where, interrupted)
+    monkeypatch.setattr(TrainingPass, "end", interrupted)
     with pytest.raises(FinetuneInterrupted) as error:
         job(executor, tmp_path)
-    assert error.value.step == (1 if where == "forward_backward" else 4)
+    assert error.value.step == (1 if where == "forward" else 4)
     assert all(tensor.grad is None for tensor in executor.adapters["a"].tensors)
     result = job(executor, tmp_path)
     assert_same(bits(executor, result), whole)

@@ -42,8 +42,7 @@ class DecodeGroup(Protocol):
     """Sequences of one new token each that attention takes in one call.
 
     Attributes:
-        start: index of the first one's span; the others follow.
-        count: sequences.
+        tokens: their indices in the batch, [count].
         row: first row that the first one attends to.
         stride: rows from one sequence's first to the next one's.
         longest: rows that the longest attends to.
@@ -51,8 +50,7 @@ class DecodeGroup(Protocol):
         rows: [count, longest], rows that they attend to, where these lie at no equal distances.
     """
 
-    start: int
-    count: int
+    tokens: Tensor
     row: int
     stride: int
     longest: int
@@ -86,7 +84,7 @@ class AttentionBatch(Protocol):
         """The rows of the cache that hold a sequence up to the end of its span."""
 
     def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
-        """The spans, all of one token, in groups; `window` limits the rows seen, 0 does not."""
+        """The spans of one token, in groups; `window` limits the rows seen, 0 does not."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write the tokens' keys and values into this layer's cache and return the whole cache.
@@ -125,13 +123,15 @@ def attention(
     plain = not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     if cache is None and plain and batch.uniform_length:
         return _uniform(batch, q, k, v, scale, window, alibi)
-    decodes = cache is not None and not batch.keeps and all(s.length == 1 for s in batch.spans)
-    if decodes and plain and alibi is None:
-        assert cache is not None
-        return _decode(batch, q, *cache, scale, window), None
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q)) if batch.keeps else None
+    decodes = cache is not None and not batch.keeps and plain and alibi is None
+    if decodes:
+        assert cache is not None
+        _decode(batch, q, *cache, out, scale, window)
     for span in batch.spans:
+        if decodes and span.length == 1:
+            continue
         new = slice(span.start, span.start + span.length)
         if cache is None:
             keys, values = k[new], v[new]
@@ -290,31 +290,34 @@ def _uniform(
 
 
 def _decode(
-    batch: AttentionBatch, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
-) -> Tensor:
+    batch: AttentionBatch,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+) -> None:
     """One token of each sequence against its own rows; heads that share a KV head are one product.
 
     Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on
     into rows that the mask hides. What lies elsewhere is gathered.
 
-    q: [T, H, D]; keys, values: [K, rows, D] give [T, H, D].
+    q: [T, H, D]; keys, values: [K, rows, D]; written to out: [T, H, D].
     """
     kv_heads, _, size = keys.shape
     (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()
     grouped = q.view(q.shape[0], kv_heads, -1, size)
-    outs = []
     for group in batch.decode_groups(window):
-        part = grouped[group.start : group.start + group.count]
+        shape = (len(group.tokens), kv_heads, group.longest, size)
         if group.rows is not None:
             k, v = (rows[:, group.rows].transpose(0, 1) for rows in (keys, values))
-            outs.append(_attend(part, k, v, attn_mask=group.mask, scale=scale))
-            continue
-        shape = (group.count, kv_heads, group.longest, size)
-        k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
-        v = values.as_strided(shape, (group.stride * v_row, v_head, v_row, one), group.row * v_row)
-        outs.append(_attend(part, k, v, attn_mask=group.mask, scale=scale))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out.view(q.shape)
+        else:
+            k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
+            stride = (group.stride * v_row, v_head, v_row, one)
+            v = values.as_strided(shape, stride, group.row * v_row)
+        found = _attend(grouped[group.tokens], k, v, attn_mask=group.mask, scale=scale)
+        out[group.tokens] = found.view(-1, *out.shape[1:])
 
 
 def _flash(

@@ -1,0 +1,112 @@
+"""Which adapters are on the device: paged in when a request needs them, evicted when others do.
+
+All adapters are in host memory. One that serves has pages of the pool, as the KV cache does
+(S-LoRA §5); it keeps them after its last request until somebody else needs pages, the least
+recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pcg.errors import PcgError
+from pcg.runtime.engine.request import ServedAdapter
+from pcg.runtime.page_pool import PagePool, PageTable
+
+
+@dataclass
+class _Resident:
+    adapter: ServedAdapter
+    table: PageTable
+    users: int = 0
+
+
+class AdapterPages:
+    """The adapters that have pages.
+
+    Args:
+        pool: of all pages.
+        page_bytes: of one.
+
+    Attributes:
+        on_page_in: is told of an adapter that comes.
+        on_evict: is told of one that goes.
+    """
+
+    def __init__(self, pool: PagePool, page_bytes: int) -> None:
+        self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
+        self.on_evict: Callable[[ServedAdapter], None] = lambda adapter: None
+        self._pool = pool
+        self._page_bytes = page_bytes
+        self._residents: OrderedDict[int, _Resident] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def pages_of(self, adapter: ServedAdapter | None) -> int:
+        """Pages that an adapter takes."""
+        return 0 if adapter is None else -(-adapter.size_bytes // self._page_bytes)
+
+    def has(self, adapter: ServedAdapter | None) -> bool:
+        """Whether it is on the device."""
+        return adapter is None or id(adapter) in self._residents
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages of adapters that no running request uses."""
+        return sum(len(r.table.pages) for r in self._residents.values() if not r.users)
+
+    def bring(self, adapter: ServedAdapter) -> bool:
+        """Page an adapter in, if need be in place of others that nobody uses; False: no room."""
+        if self.has(adapter):
+            self._residents.move_to_end(id(adapter))
+            return True
+        need = self.pages_of(adapter)
+        if not self.make_room(need):
+            return False
+        table = self._pool.open(f"adapter {adapter.name!r}")
+        self._pool.extend(table, need)
+        self._residents[id(adapter)] = _Resident(adapter, table)
+        self.on_page_in(adapter)
+        return True
+
+    def make_room(self, pages: int) -> bool:
+        """Evict adapters that nobody uses until so many pages are free; False: there are not."""
+        if pages > self._pool.free + self.idle_pages:
+            return False
+        while self._pool.free < pages:
+            idle = next(key for key, found in self._residents.items() if not found.users)
+            self._evict(idle)
+        return True
+
+    def use(self, adapter: ServedAdapter | None) -> None:
+        """Keep an adapter that is there for one more request."""
+        if adapter is not None:
+            self._residents[id(adapter)].users += 1
+            self._residents.move_to_end(id(adapter))
+
+    def release(self, adapter: ServedAdapter | None) -> None:
+        """One request less needs it."""
+        if adapter is not None:
+            self._residents[id(adapter)].users -= 1
+
+    def forget(self, adapter: ServedAdapter) -> None:
+        """Give the pages of a removed adapter back, once no running request needs them."""
+        found = self._residents.get(id(adapter))
+        if found is not None and not found.users:
+            self._evict(id(adapter))
+
+    def check_integrity(self) -> None:
+        """AssertionError: a resident has too many or too few pages."""
+        for resident in self._residents.values():
+            assert len(resident.table.pages) == self.pages_of(resident.adapter)
+            assert resident.users >= 0
+
+    def _evict(self, key: int) -> None:
+        resident = self._residents.pop(key)
+        if resident.users:
+            raise PcgError(f"adapter {resident.adapter.name!r} is in use and cannot be evicted")
+        self._pool.close(resident.table)
+        self.on_evict(resident.adapter)

@@ -1,0 +1,89 @@
+"""Measure how long a step takes on this machine, to begin with: steps correct it as they are seen.
+
+Prompts of two lengths and a batch that decodes give the three numbers of a forward:
+
+    t(n tokens, k keys) = a₀ + a₁ n + a₂ k
+
+A backward unit is taken for a layer's share of twice the forward: two products for one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pcg.runtime.adapter_batch import AdapterStacks
+from pcg.runtime.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.engine.engine import Latencies
+from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.kv_cache import KvCache, kv_types
+from pcg.runtime.model_runner import ModelRunner
+from pcg.runtime.page_pool import pages_for
+
+_SHORT, _LONG = 16, 256
+"""Tokens of the prompts."""
+_ROUNDS = 3
+_BACKWARD = 2.0
+"""Of the forward's time."""
+
+
+def calibrated(
+    runner: ModelRunner,
+    stacks: AdapterStacks,
+    device: torch.device,
+    most_positions: int | None,
+) -> Latencies:
+    """The latencies of a program here.
+
+    Args:
+        runner: of the program.
+        stacks: of its adapters; the base alone is measured.
+        device: that it is on.
+        most_positions: that the model has; None for any number.
+    """
+    long = min(_LONG, most_positions or _LONG)
+    short = min(_SHORT, long)
+    cache = KvCache(kv_types(runner.model), pages_for(long), device)
+    table = cache.pool.open("calibration")
+    cache.pool.extend(table, pages_for(long))
+
+    def seconds(tokens: int, context: int) -> float:
+        ids = torch.full((tokens,), ANY_TOKEN, device=device)
+        took = []
+        for _ in range(_ROUNDS + 1):
+            batch = Batch(ids, [Span(0, tokens, context, table)], cache)
+            started = time.perf_counter()
+            runner.logits(batch, stacks.bind([None], [tokens]), batch.last_tokens)
+            _wait(device)
+            took.append(time.perf_counter() - started)
+        return statistics.median(took[1:])
+
+    measured = [
+        (Load.of(short, 0), seconds(short, 0)),
+        (Load.of(short, long - short), seconds(short, long - short)),
+        (Load.of(long, 0), seconds(long, 0)),
+    ]
+    constant_s, token_s, key_s = _fitted(measured)
+    layers = len(runner.model.layers)
+    forward = Latency(constant_s, token_s, key_s)
+    share = _BACKWARD / layers
+    return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float]:
+    """Coefficients above 0 that come nearest: noise must not make anything free."""
+    rows = torch.tensor([[1.0, load.tokens, load.keys] for load, _ in measured]).double()
+    took = torch.tensor([seconds for _, seconds in measured]).double()
+    least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0]).double()
+    found = torch.linalg.lstsq(rows, took.unsqueeze(-1)).solution.squeeze(-1)
+    constant_s, token_s, key_s = torch.maximum(found, least).tolist()
+    # A key costs at least a millionth of a token, so that long contexts are never free.
+    return constant_s, token_s, max(key_s, token_s * 1e-6)

@@ -1,0 +1,396 @@
+"""The engine: one loop that serves requests and trains adapters over one program.
+
+Each step serves what the scheduler plans, runs the finetuning windows that fit beside it, and then
+backward units of jobs while time is left. What happens stands in the event log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pcg.errors import OutOfMemoryError, PcgError
+from pcg.runtime.engine.clock import Clock
+from pcg.runtime.engine.events import Event, EventLog, Kind
+from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.request import Chunk, Request
+from pcg.runtime.engine.scheduler import Scheduler, StepPlan
+from pcg.runtime.engine.sequence import Sequence, State
+from pcg.runtime.engine.units import Backward, Forward, Pages, Release
+from pcg.runtime.page_pool import PagePool, pages_for
+
+
+class Device(Protocol):
+    """What runs a program: the real one, or one that takes simulated time.
+
+    Attributes:
+        cache: keys and values, for jobs.
+    """
+
+    cache: Any
+
+    def open(self, request: Request, number: int) -> Sequence:
+        """A request's state, before anything ran.
+
+        Raises:
+            GenerationError: the model cannot run it.
+        """
+
+    def run(
+        self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
+    ) -> list[int]:
+        """Run sequences' next tokens and windows of jobs together.
+
+        Returns:
+            For each sequence the token that follows; it means nothing where more are pending.
+        """
+
+    def back(self, unit: Backward) -> None:
+        """Run a backward unit."""
+
+
+@dataclass
+class Latencies:
+    """How long work takes on a device.
+
+    Attributes:
+        forward: of a step.
+        backward: of a unit.
+    """
+
+    forward: Latency
+    backward: Latency
+
+
+class Engine:
+    """Serves and trains; one thread calls it.
+
+    Attributes:
+        scheduler: of what is served.
+        jobs: that are not over, in the order in which they take turns.
+        log: of what happened.
+        clock: that everything is timed by.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        scheduler: Scheduler,
+        clock: Clock,
+        *,
+        log: EventLog | None = None,
+        latencies: Latencies | None = None,
+        job_share: float = 0.5,
+    ) -> None:
+        """Start with nothing to do.
+
+        Args:
+            device: that runs the program.
+            scheduler: whose pool has all pages.
+            clock: of the device.
+            log: to write to.
+            latencies: learned from the steps; needed to keep promises beside finetuning.
+            job_share: of all pages, that finetuning may hold at most.
+        """
+        self.device = device
+        self.scheduler = scheduler
+        self.clock = clock
+        self.log = EventLog() if log is None else log
+        self.jobs: list[Job] = []
+        self._latencies: Latencies | None = None
+        if latencies is not None:
+            self.learn(latencies)
+        self._job_pages = int(job_share * scheduler.pool.size)
+        self._held = 0
+        self._count = 0
+        self._chunks: list[Chunk] = []
+        self._sequences: dict[str, Sequence] = {}
+
+        scheduler.on_preempted = lambda sequence: self._note(Kind.PREEMPTED, sequence.id)
+        scheduler.adapters.on_page_in = lambda adapter: self._note(Kind.PAGED_IN, adapter.name)
+        scheduler.adapters.on_evict = lambda adapter: self._note(Kind.EVICTED, adapter.name)
+
+    def learn(self, latencies: Latencies) -> None:
+        """Plan by latencies, and correct them by what steps take."""
+        self._latencies = latencies
+        self.scheduler.forward = latencies.forward
+
+    @property
+    def pool(self) -> PagePool:
+        """Of all pages."""
+        return self.scheduler.pool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to serve and nothing to train."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._active_jobs())
+
+    # ------------------------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> str:
+        """Take a request in; its id. What comes of it is in `step`'s chunks.
+
+        Raises:
+            GenerationError: the model cannot run it, or the engine never will.
+        """
+        number, self._count = self._count, self._count + 1
+        sequence = self.device.open(request, number)
+        sequence.submitted_s = self.clock.now_s()
+        adapter = request.adapter
+        self._note(
+            Kind.SUBMITTED,
+            sequence.id,
+            prompt_tokens=len(request.prompt_ids),
+            max_new_tokens=sequence.limit,
+            adapter=None if adapter is None else adapter.name,
+            tenant=request.tenant,
+            ttft_slo_s=request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
+            tpot_slo_s=request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
+        )
+        reserved = self._job_pages if self.jobs else 0
+        reason = self.scheduler.why_never(sequence, reserved)
+        if reason is not None:
+            sequence.state = State.REFUSED
+            self._note(Kind.REFUSED, sequence.id, reason=reason)
+            raise OutOfMemoryError(reason)
+        self._sequences[sequence.id] = sequence
+        self.scheduler.add(sequence)
+        return sequence.id
+
+    def cancel(self, request: str) -> None:
+        """Give a request up, wherever it is; one that is over stays as it is."""
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._give_up(sequence, State.CANCELLED, Kind.CANCELLED)
+
+    # ------------------------------------------------------------------------------- jobs
+
+    def add_job(self, job: Job) -> Job:
+        """Take a finetuning job in.
+
+        Raises:
+            PcgError: there is one of that name.
+        """
+        if any(other.name == job.name for other in self.jobs):
+            raise PcgError(f"there is a job {job.name!r} already; cancel it, or wait for its end")
+        self.jobs.append(job)
+        self._note(Kind.QUEUED, job.name)
+        return job
+
+    def pause_job(self, name: str) -> None:
+        """Leave a job as it is after its latest unit; its pages stay."""
+        job = self._job(name)
+        if job.state is JobState.RUNNING:
+            job.state = JobState.PAUSED
+            self._note(Kind.PAUSED, name)
+
+    def resume_job(self, name: str) -> None:
+        """Go on with a paused job."""
+        job = self._job(name)
+        if job.state is JobState.PAUSED:
+            job.state = JobState.RUNNING
+            self._note(Kind.RESUMED, name)
+
+    def cancel_job(self, name: str) -> None:
+        """End a job now; its adapter is as after the last whole step."""
+        job = self._job(name)
+        job.cancel()
+        self._end_job(job)
+
+    def _job(self, name: str) -> Job:
+        for job in self.jobs:
+            if job.name == name:
+                return job
+        there = ", ".join(job.name for job in self.jobs) or "none"
+        raise PcgError(f"there is no job {name!r}; there are: {there}")
+
+    # ------------------------------------------------------------------------------- a step
+
+    def step(self) -> list[Chunk]:
+        """Run one step.
+
+        Returns:
+            What came of requests, also of those that were given up since the last step.
+        """
+        now = self.clock.now_s()
+        self._give_up_late(now)
+        plan = self.scheduler.plan(now)
+        for sequence, _ in plan.chunks:
+            if sequence.first_token_s is None and not sequence.cached:
+                self._note(Kind.ADMITTED, sequence.id)
+        windows = self._windows(plan)
+        load = plan.load
+        for unit, tokens in windows:
+            load += Load.of(tokens, unit.context)
+        if load.tokens:
+            started = self.clock.now_s()
+            tokens_sampled = self.device.run(plan.chunks, windows)
+            took = self.clock.now_s() - started
+            if self._latencies is not None:
+                self._latencies.forward.observe(load, took)
+            self._accept(plan, tokens_sampled)
+            for job in self._active_jobs():
+                self._settle(job)
+        self._backward(plan, now, is_served=bool(plan.chunks))
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _give_up_late(self, now: float) -> None:
+        for sequence in list(self._sequences.values()):
+            timeout = sequence.request.timeout_s
+            if timeout is not None and now - sequence.submitted_s > timeout:
+                self._give_up(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
+        queue = self.scheduler.queue(now)
+        for sequence in list(self.scheduler.policy.hopeless(queue)):
+            self._give_up(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
+
+    def _give_up(self, sequence: Sequence, state: State, kind: Kind) -> None:
+        self.scheduler.drop(sequence)
+        del self._sequences[sequence.id]
+        self._chunks.append(sequence.give_up(state))
+        self._note(kind, sequence.id)
+
+    def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
+        now = self.clock.now_s()
+        for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
+            sequence.cached += count
+            self.scheduler.policy.served(sequence, count)
+            if sequence.pending:
+                continue
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            chunk = sequence.accept(token)
+            self._chunks.append(chunk)
+            self._note(Kind.TOKEN, sequence.id, count=1)
+            if chunk.completion is not None:
+                self.scheduler.drop(sequence)
+                del self._sequences[sequence.id]
+                self._note(Kind.FINISHED, sequence.id, reason=chunk.completion.finish_reason)
+
+    # ------------------------------------------------------------------------------- finetuning
+
+    def _active_jobs(self) -> list[Job]:
+        return [job for job in self.jobs if job.state is not JobState.PAUSED]
+
+    def _windows(self, plan: StepPlan) -> list[tuple[Forward, int]]:
+        """Finetuning tokens that go forward in the step, of the jobs whose turn it is."""
+        found: list[tuple[Forward, int]] = []
+        load = plan.load
+        for job in self._active_jobs():
+            self._settle(job)
+            unit = job.unit
+            if isinstance(unit, Forward):
+                tokens = min(unit.remaining, self._tokens_beside(plan, load, unit))
+                if tokens > 0:
+                    found.append((unit, tokens))
+                    load += Load.of(tokens, unit.context)
+                    job.tokens += tokens
+        return found
+
+    def _tokens_beside(self, plan: StepPlan, load: Load, unit: Forward) -> int:
+        """The most finetuning tokens that fit into the step: s = argmax f(c, s) ≤ SLO."""
+        room = self.scheduler.limits.tokens - load.tokens
+        if self._latencies is None:
+            return unit.remaining if not plan.chunks else room
+        seconds = self._step_seconds(plan)
+        fitting = self._latencies.forward.tokens_within(seconds, unit.context, load)
+        # One layer of the window has to fit into a step on its way back, too.
+        back = self._latencies.backward.tokens_within(seconds / 2, unit.context, Load())
+        return min(room, fitting, max(back, 1))
+
+    def _step_seconds(self, plan: StepPlan) -> float:
+        idle = self.scheduler.limits.idle_step_s
+        return idle if plan.seconds is None else min(plan.seconds, idle)
+
+    def _backward(self, plan: StepPlan, started: float, *, is_served: bool) -> None:
+        """Run backward units of the jobs in turn while there is time."""
+        while True:
+            ready = [job for job in self._active_jobs() if isinstance(job.unit, Backward)]
+            if not ready:
+                return
+            job = min(ready, key=lambda job: job.tokens)
+            unit = job.unit
+            assert isinstance(unit, Backward)
+            if self._latencies is not None:
+                left = self._step_seconds(plan) - (self.clock.now_s() - started)
+                is_first = not is_served and left > 0
+                if self._latencies.backward.seconds(unit.load) > left and not is_first:
+                    return
+            elif is_served:
+                return
+            before, load = self.clock.now_s(), unit.load
+            self.device.back(unit)
+            job.tokens += load.tokens
+            if self._latencies is not None:
+                self._latencies.backward.observe(load, self.clock.now_s() - before)
+            job.advance()
+            self._settle(job)
+            if self._latencies is None:
+                return
+
+    def _settle(self, job: Job) -> None:
+        """Bring a job to its next unit of work: give it pages or take them, start and end it."""
+        if job.state is JobState.QUEUED:
+            self._note(Kind.STARTED, job.name)
+            job.start()
+        while not job.is_over:
+            unit = job.unit
+            if isinstance(unit, Pages):
+                if not self._open(job, unit):
+                    return
+            elif isinstance(unit, Release):
+                self._close(job)
+            elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
+                return
+            job.advance()
+        self._end_job(job)
+
+    def _open(self, job: Job, unit: Pages) -> bool:
+        """Give a job pages; False while there is no room."""
+        needs = [pages_for(count) for count in unit.tokens]
+        total = sum(needs)
+        if total > self._job_pages:
+            text = (
+                f"a batch of job {job.name!r} needs {total} pages of the KV cache, and finetuning "
+                f"may hold {self._job_pages}; lower batch_size, or give the engine more memory"
+            )
+            job.fail(OutOfMemoryError(text))
+            return True
+        if self._held + total > self._job_pages or not self.scheduler.adapters.make_room(total):
+            return False
+        tables = []
+        for need in needs:
+            table = self.pool.open(f"job {job.name!r}", need)
+            self.pool.extend(table, need)
+            tables.append(table)
+        self._held += total
+        job.tables = unit.tables = tuple(tables)
+        unit.cache = self.device.cache
+        return True
+
+    def _close(self, job: Job) -> None:
+        for table in job.tables:
+            self._held -= len(table.pages)
+            self.pool.close(table)
+        job.tables = ()
+
+    def _end_job(self, job: Job) -> None:
+        if job in self.jobs:
+            self.jobs.remove(job)
+            self._close(job)
+            reason = {} if job.error is None else {"reason": str(job.error)}
+            self._note(job.ending, job.name, **reason)
+
+    # ------------------------------------------------------------------------------- the rest
+
+    def check_integrity(self) -> None:
+        """AssertionError: a page, a sequence or a job is lost, or in two places."""
+        self.scheduler.check_integrity()
+        there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        assert there == {id(sequence) for sequence in self._sequences.values()}
+        assert self._held == sum(len(t.pages) for job in self.jobs for t in job.tables)
+
+    def _note(self, kind: Kind, subject: str, **details: object) -> None:
+        self.log.add(Event(self.clock.now_s(), kind, subject, details))

@@ -1,0 +1,163 @@
+"""In which order requests that wait are admitted, and which are given up.
+
+Each policy is one small class; the scheduler asks it before every admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pcg.runtime.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What a policy sees.
+
+    Attributes:
+        now_s: on the engine's clock.
+        waiting: in the order in which they came.
+        running: admitted.
+        ttft_slo_s: of requests that name none; None for no promise.
+    """
+
+    now_s: float
+    waiting: List[Sequence]
+    running: List[Sequence]
+    ttft_slo_s: float | None
+
+
+class Policy(Protocol):
+    """Orders what waits."""
+
+    def order(self, queue: Queue) -> Iterable[Sequence]:
+        """The waiting in the order in which they are admitted while there is room."""
+
+    def hopeless(self, queue: Queue) -> Iterable[Sequence]:
+        """Those of the waiting that are given up."""
+
+    def admitted(self, sequence: Sequence, now_s: float) -> None:
+        """Hear of an admission."""
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """Hear of tokens that went through for a request."""
+
+
+class Fcfs:
+    """First come, first served."""
+
+    def order(self, queue: Queue) -> Iterable[Sequence]:
+        return queue.waiting
+
+    def hopeless(self, queue: Queue) -> Iterable[Sequence]:
+        return ()
+
+    def admitted(self, sequence: Sequence, now_s: float) -> None:
+        """Nothing follows from it."""
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """Nothing follows from it."""
+
+
+@dataclass
+class AdapterClustering(Fcfs):
+    """Once so many adapters are in the batch, requests for these come first (S-LoRA §A.2).
+
+    Attributes:
+        clusters: d, adapters in a batch.
+    """
+
+    clusters: int = 32
+
+    def order(self, queue: Queue) -> Iterable[Sequence]:
+        there = {_adapter(sequence) for sequence in queue.running}
+        if len(there) < self.clusters:
+            return queue.waiting
+        return sorted(queue.waiting, key=lambda sequence: _adapter(sequence) not in there)
+
+
+@dataclass
+class EarlyAbort(Fcfs):
+    """Gives up what cannot meet its first-token promise, and serves the newest under overload.
+
+    R₁ is the moving average of arrivals, R₂ that of admissions, both by second. Requests whose wait
+    and a prefill exceed the promise are given up; while R₁ > R₂ the newest come first, else the
+    earliest (S-LoRA appendix B).
+
+    Attributes:
+        horizon_s: of the moving averages, seconds.
+        prefill_s: the longest time from admission to first token of late.
+    """
+
+    horizon_s: float = 10.0
+    prefill_s: float = 0.0
+    _arrivals: list[float] = field(default_factory=list)
+    _admissions: list[float] = field(default_factory=list)
+    _latest: int = -1
+    _admitted: dict[int, float] = field(default_factory=dict)
+
+    def order(self, queue: Queue) -> Iterable[Sequence]:
+        self._see(queue)
+        if len(self._arrivals) > len(self._admissions):
+            return list(reversed(queue.waiting))
+        return queue.waiting
+
+    def hopeless(self, queue: Queue) -> Iterable[Sequence]:
+        found = []
+        for sequence in queue.waiting:
+            due = sequence.deadline_s(queue.ttft_slo_s, None)
+            if not sequence.generated and due is not None and queue.now_s + self.prefill_s > due:
+                found.append(sequence)
+        return found
+
+    def admitted(self, sequence: Sequence, now_s: float) -> None:
+        self._admissions.append(now_s)
+        self._admitted[sequence.number] = now_s
+
+    def _see(self, queue: Queue) -> None:
+        for sequence in queue.waiting:
+            if sequence.number > self._latest:
+                self._latest = sequence.number
+                self._arrivals.append(sequence.submitted_s)
+        since = queue.now_s - self.horizon_s
+        self._arrivals = [time_s for time_s in self._arrivals if time_s >= since]
+        self._admissions = [time_s for time_s in self._admissions if time_s >= since]
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        if sequence.first_token_s is not None and sequence.number in self._admitted:
+            took = sequence.first_token_s - self._admitted.pop(sequence.number)
+            self.prefill_s = max(took, 0.9 * self.prefill_s)
+
+
+@dataclass
+class FairShare(Fcfs):
+    """The tenant that was served least comes first.
+
+    A tenant that comes back after it had nothing to ask for starts where the least served active
+    one is, so that nobody saves up (virtual token counters: Sheng et al., "Fairness in Serving
+    Large Language Models", §4).
+    """
+
+    _served: dict[str, float] = field(default_factory=dict)
+    _active: set[str] = field(default_factory=set)
+
+    def order(self, queue: Queue) -> Iterable[Sequence]:
+        active = {s.request.tenant for s in (*queue.waiting, *queue.running)}
+        stayed = [self._served[tenant] for tenant in active & self._active]
+        least = min(stayed, default=max(self._served.values(), default=0.0))
+        for tenant in active - self._active:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._active = active
+        return sorted(queue.waiting, key=lambda s: (self._served[s.request.tenant], s.number))
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        tenant = sequence.request.tenant
+        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+
+
+def _adapter(sequence: Sequence) -> str | None:
+    adapter = sequence.request.adapter
+    return None if adapter is None else adapter.name

@@ -1,0 +1,140 @@
+"""The engine over an executor's program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from pcg.errors import UnsupportedError
+from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.runtime.engine.calibration import calibrated
+from pcg.runtime.engine.clock import MachineClock
+from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.events import EventLog, Kind
+from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.program_device import ProgramDevice
+from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.scheduler import Limits, Scheduler
+from pcg.runtime.finetune_options import Data, FinetuneOptions
+from pcg.runtime.finetune_result import OnStep, StepRecord
+from pcg.runtime.finetuning import FinetuneJob
+from pcg.runtime.kv_cache import KvCache, bytes_of_page, kv_types
+from pcg.runtime.page_pool import pages_for
+from pcg.runtime.served_adapter import Published
+
+if TYPE_CHECKING:
+    from pcg.runtime.executor import Executor
+
+KV_CACHE_BYTES = 4 * 2**30
+"""Of the KV cache and adapters, unless asked for otherwise."""
+
+
+class ProgramEngine(Engine):
+    """Serves and trains over one executor; see `Engine`."""
+
+    device: ProgramDevice
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits | None = None,
+        *,
+        kv_cache_bytes: int = KV_CACHE_BYTES,
+        policy: Policy | None = None,
+        job_share: float = 0.5,
+        log: EventLog | None = None,
+        latencies: Latencies | None = None,
+    ) -> None:
+        """Take memory for KV blocks and adapters.
+
+        Args:
+            executor: of the program and the adapters.
+            limits: of a step.
+            kv_cache_bytes: memory of the pool; pages that nothing uses are not touched.
+            policy: of admission; first come, first served by default.
+            job_share: of the pool, that finetuning may hold at most.
+            log: to write to.
+            latencies: of this machine; measured now by default.
+        """
+        runner, stacks = executor.serving
+        types = kv_types(runner.model)
+        page_bytes = bytes_of_page(types)
+        cache = KvCache(types, max(1, kv_cache_bytes // page_bytes), executor.device)
+        device = ProgramDevice(
+            runner,
+            stacks,
+            cache,
+            executor.tokenizer,
+            executor.eos_ids,
+            executor.max_positions,
+            executor.device,
+        )
+        executor.register(self)
+        self.executor = executor
+        limits = Limits() if limits is None else limits
+        adapters = AdapterPages(cache.pool, page_bytes)
+        scheduler = Scheduler(cache.pool, adapters, limits, policy)
+        super().__init__(
+            device, scheduler, MachineClock(), log=log, latencies=latencies, job_share=job_share
+        )
+        if latencies is None and (limits.tpot_slo_s or limits.ttft_slo_s):
+            self.calibrate()
+
+    def finetune(
+        self,
+        data: Data,
+        adapter: str = "default",
+        *,
+        peft: object = None,
+        publish_every: int = 0,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> Job:
+        """Train an adapter beside what is served; what was published last is served meanwhile.
+
+        Args:
+            data: as `Executor.finetune` takes it.
+            adapter: its name, and the job's.
+            peft: the recipe of a new one, likewise.
+            publish_every: steps from one version that is served to the next; 0 serves the end.
+            on_step: told of each step when it is done, evaluated and saved.
+            options: the fields of `FinetuneOptions`.
+        Raises:
+            DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
+        """
+        if self.executor.ranks.size > 1:
+            raise UnsupportedError(
+                "an engine over ranks serves, and does not train; use Executor.finetune"
+            )
+
+        def stepped(record: StepRecord) -> None:
+            details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
+            self._note(Kind.STEPPED, adapter, **details)
+            if on_step is not None:
+                on_step(record)
+
+        given = FinetuneOptions.of({"progress": False, **options})
+        publish = functools.partial(self._note, Kind.PUBLISHED, adapter)
+        served = Published(self.executor, publish_every, publish)
+        work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
+        return self.add_job(Job(adapter, work))
+
+    def calibrate(self) -> None:
+        """Measure how long steps take here, to keep promises from the first one on."""
+        executor = self.executor
+        runner, stacks = executor.serving
+        self.learn(calibrated(runner, stacks, executor.device, executor.max_positions))
+
+    @classmethod
+    def for_requests(cls, executor: Executor, requests: Sequence[Request]) -> Self:
+        """An engine for some requests alone, with as much memory as they need at most."""
+        runner, _ = executor.serving
+        page_bytes = bytes_of_page(kv_types(runner.model))
+        needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
+        adapters = {id(r.adapter): r.adapter for r in requests if r.adapter is not None}
+        sizes = [-(-adapter.size_bytes // page_bytes) for adapter in adapters.values()]
+        most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
+        pages = min(sum(needs) + sum(sizes), most)
+        return cls(executor, kv_cache_bytes=pages * page_bytes, log=EventLog(0))

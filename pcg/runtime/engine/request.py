@@ -1,0 +1,105 @@
+"""What is asked of the engine, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pcg.errors import GenerationError
+from pcg.runtime.sampling_params import SamplingParams
+
+
+class ServedAdapter(Protocol):
+    """What scheduling asks of an adapter; `pcg.runtime.adapters.Adapter` is one."""
+
+    @property
+    def name(self) -> str:
+        """That requests use."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its tensors."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Virtual tokens before each sequence."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+        prompt_ids: tokens.
+        params: how it is continued.
+        adapter: this version of it serves the request to its end; None for the base.
+        tenant: whom fair scheduling counts it for.
+        ttft_slo_s: the first token is wanted after so long, seconds; None for the engine's own.
+        tpot_slo_s: the mean time a token after the first, seconds; None for the engine's own.
+        timeout_s: given up so long after it came, seconds; None for never.
+    Raises:
+        GenerationError: a time is not above 0.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: ServedAdapter | None = None
+    tenant: str = ""
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Of the adapter's prompt, before the prompt's own."""
+        return 0 if self.adapter is None else self.adapter.prompt_tokens
+
+    @property
+    def length(self) -> int:
+        """Positions that it takes before anything is generated."""
+        return self.virtual_tokens + len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt was continued with.
+
+    Attributes:
+        text: without the stop string; empty without a tokenizer.
+        token_ids: generated, the end token included.
+        finish_reason: `stop` or `length`; `cancelled` or `timed_out` where it was given up.
+        adapter: the adapter's name; None for the base.
+        prompt_tokens: length of the prompt.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    adapter: str | None
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of one prompt's continuation, as it is made.
+
+    Attributes:
+        index: of the prompt.
+        text: new text; may be empty.
+        token_id: the new token; None where the request was given up.
+        completion: the whole, with the last chunk.
+    """
+
+    index: int
+    text: str
+    token_id: int | None
+    completion: Completion | None = None

@@ -1,0 +1,281 @@
+"""The hybrid token scheduler: what the next step runs.
+
+An iteration takes one token of every sequence that decodes, then chunks of prompts, then as many
+finetuning tokens as fit (FlexLLM v2 §6.2):
+
+    s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
+
+Backward units follow in the time that is left. The SLO of a step is the least time that any of its
+requests may wait for its next token. Prompts are admitted while there are pages; when pages run out
+the latest admitted sequence gives its own up and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pcg.errors import GenerationError
+from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.policies import Fcfs, Policy, Queue
+from pcg.runtime.engine.sequence import Sequence, State
+from pcg.runtime.page_pool import PagePool, pages_for
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step may be.
+
+    Attributes:
+        running: sequences at once.
+        tokens: of a step, inference and finetuning together.
+        least_chunk: of a prompt, tokens; smaller ones cost more than they give.
+        ttft_slo_s: promise for first tokens, seconds; None for none.
+        tpot_slo_s: promise for the time a token, seconds; None for none.
+        idle_step_s: of finetuning while nothing is served: a request that comes waits so long.
+        prefetched: adapters of waiting requests to page in ahead.
+    Raises:
+        GenerationError: one is out of range.
+    """
+
+    running: int = 256
+    tokens: int = 4096
+    least_chunk: int = 16
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    idle_step_s: float = 0.2
+    prefetched: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("running", "tokens", "least_chunk"):
+            if getattr(self, name) < 1:
+                raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
+        for name in ("ttft_slo_s", "tpot_slo_s", "idle_step_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise GenerationError(f"{name}={value!r}; use seconds above 0")
+
+
+@dataclass
+class StepPlan:
+    """What one step serves.
+
+    Attributes:
+        chunks: sequences, and how many of their pending tokens run.
+        load: of all of them.
+        seconds: that the step may take before a promise is broken; None where nothing is promised.
+    """
+
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
+    seconds: float | None = None
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        """Have a sequence's next tokens run."""
+        self.chunks.append((sequence, tokens))
+        self.load += Load.of(tokens, sequence.cached)
+
+
+class Scheduler:
+    """Decides what runs; has no tokens of its own, so that a simulator uses it as the engine does.
+
+    Attributes:
+        waiting: in the order in which they came; preempted ones first.
+        running: in the order of their admission.
+        forward: latency of a step's forward; None where no promise depends on it.
+        on_preempted: is told of each sequence that gives its pages up.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        adapters: AdapterPages,
+        limits: Limits,
+        policy: Policy | None = None,
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            pool: of pages.
+            adapters: that have some of them.
+            limits: of a step.
+            policy: first come, first served by default.
+        """
+        self.pool = pool
+        self.adapters = adapters
+        self.limits = limits
+        self.policy: Policy = Fcfs() if policy is None else policy
+        self.forward: Latency | None = None
+        self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    # ------------------------------------------------------------------------------- a request
+
+    def why_never(self, sequence: Sequence, reserved: int = 0) -> str | None:
+        """Why a request can never run; None if it can.
+
+        Args:
+            sequence: of the request.
+            reserved: pages that finetuning may hold.
+        """
+        adapter = sequence.request.adapter
+        need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
+        most = self.pool.size - reserved
+        if need + of_adapter <= most:
+            return None
+        with_adapter = f" and {of_adapter} for its adapter" if of_adapter else ""
+        return (
+            f"{sequence.id} needs {need} pages{with_adapter}, and the engine has {most}; "
+            "generate fewer tokens, or give the engine more memory"
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Have a sequence wait."""
+        self.waiting.append(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free what it has."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._free(sequence)
+
+    def queue(self, now_s: float) -> Queue:
+        """What a policy sees."""
+        return Queue(now_s, self.waiting, self.running, self.limits.ttft_slo_s)
+
+    # ------------------------------------------------------------------------------- a step
+
+    def plan(self, now_s: float) -> StepPlan:
+        """What to serve now: admits, preempts, and gives pages out."""
+        plan = StepPlan(seconds=self._seconds_left(now_s))
+        for sequence in list(self.running):
+            if sequence.state is State.RUNNING and sequence.pending == 1:
+                self._continue(plan, sequence, 1)
+        for sequence in list(self.running):
+            if sequence.state is State.RUNNING and sequence.pending > 1:
+                self._continue(plan, sequence, self._chunk(plan, sequence))
+        self._admit(plan, now_s)
+        self._prefetch()
+        return plan
+
+    def _seconds_left(self, now_s: float) -> float | None:
+        """Until the first promise is broken; at most the least promised time a token."""
+        limits = self.limits
+        left: float | None = None
+        for sequence in self.running:
+            due = sequence.deadline_s(limits.ttft_slo_s, limits.tpot_slo_s)
+            if due is not None and sequence.first_token_s is not None:
+                promised = sequence.request.tpot_slo_s or limits.tpot_slo_s
+                assert promised is not None
+                own = min(due - now_s, promised)
+                left = own if left is None else min(left, own)
+        return left
+
+    def _continue(self, plan: StepPlan, sequence: Sequence, tokens: int) -> None:
+        """Run a sequence's next tokens, if there are pages for them or can be."""
+        if tokens < 1:
+            return
+        table = sequence.table
+        assert table is not None
+        need = max(0, pages_for(sequence.cached + tokens) - len(table.pages))
+        planned = {id(other) for other, _ in plan.chunks}
+        while need > self.pool.free and not self.adapters.make_room(need):
+            # The latest that is not in this step; it may be this one.
+            victim = next(s for s in reversed(self.running) if id(s) not in planned)
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        self.pool.extend(table, need)
+        plan.add(sequence, tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.state = State.WAITING
+        sequence.cached = 0
+        self.waiting.insert(0, sequence)
+        self.on_preempted(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            self.pool.close(sequence.table)
+            sequence.table = None
+            self.adapters.release(sequence.request.adapter)
+
+    def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
+        """Tokens of a prompt that fit into the step; 0 for none."""
+        room = self.limits.tokens - plan.load.tokens
+        if self.forward is not None and plan.seconds is not None:
+            fitting = self.forward.tokens_within(plan.seconds, sequence.cached, plan.load)
+            room = min(room, max(fitting, self.limits.least_chunk))
+        if room < min(self.limits.least_chunk, sequence.pending):
+            return 0
+        return min(sequence.pending, room)
+
+    def _admit(self, plan: StepPlan, now_s: float) -> None:
+        """Admit what waits, in the policy's order, while there is room."""
+        if not self.waiting:
+            return
+        for sequence in list(self.policy.order(self.queue(now_s))):
+            if len(self.running) >= self.limits.running:
+                return
+            tokens = self._first_chunk(plan, sequence)
+            if tokens < 1 or not self._give_pages(sequence):
+                return
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.state = State.RUNNING
+            self.policy.admitted(sequence, now_s)
+            plan.add(sequence, tokens)
+
+    def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
+        # A prompt alone in a step runs as a whole, however long.
+        if not plan.chunks and plan.seconds is None:
+            return sequence.pending
+        return self._chunk(plan, sequence)
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """Give a sequence the pages of its tokens so far, and its adapter; False: no room."""
+        adapter = sequence.request.adapter
+        need = pages_for(sequence.pending)
+        of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
+        # One page for each that runs keeps the newcomer from being the next to be preempted.
+        spare = len(self.running) if self.running else 0
+        if need + of_adapter + spare > self.pool.free + self.adapters.idle_pages:
+            return False
+        if adapter is not None and not self.adapters.bring(adapter):
+            return False
+        self.adapters.use(adapter)
+        if not self.adapters.make_room(need):
+            self.adapters.release(adapter)
+            return False
+        sequence.table = self.pool.open(sequence.id, sequence.most_pages)
+        self.pool.extend(sequence.table, need)
+        return True
+
+    def _prefetch(self) -> None:
+        """Page adapters of the next requests in, where no other has to go for it."""
+        for sequence in self.waiting[: self.limits.prefetched]:
+            adapter = sequence.request.adapter
+            if adapter is not None and not self.adapters.has(adapter):
+                if 2 * self.adapters.pages_of(adapter) > self.pool.free:
+                    return
+                self.adapters.bring(adapter)
+
+    # ------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        """AssertionError: a page is lost or in two places, or a sequence is in a wrong list."""
+        self.pool.check_integrity()
+        self.adapters.check_integrity()
+        for sequence in self.waiting:
+            assert sequence.state is State.WAITING
+            assert sequence.table is None
+        for sequence in self.running:
+            assert sequence.state is State.RUNNING
+            assert sequence.table is not None
+            assert sequence.table.capacity >= sequence.cached

@@ -1,0 +1,137 @@
+"""A request's state in the engine, from its submission to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from pcg.runtime.batch import ANY_TOKEN
+from pcg.runtime.detokenizer import StreamDecoder
+from pcg.runtime.engine.request import Chunk, Completion, Request
+from pcg.runtime.page_pool import PageTable, pages_for
+from pcg.runtime.stopping import StopChecker
+
+
+class State(StrEnum):
+    """Where a request is. Only the first two can change."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way.
+
+    Attributes:
+        id: of the request, in events.
+        number: of the request, in order of submission.
+        request: what was asked.
+        limit: tokens to generate at most.
+        submitted_s: when it came, on the engine's clock.
+        stop_ids: tokens that end it.
+        decoder: makes text of its tokens; None without a tokenizer.
+        sampler: random numbers of its own; None where it takes the likeliest token.
+        state: where it is.
+        table: its pages in the KV cache while it runs.
+        cached: tokens whose keys and values these hold, virtual ones too.
+        generated: tokens so far; they stay when its pages are taken from it.
+        first_token_s: when the first token came; None before.
+    """
+
+    id: str
+    number: int
+    request: Request
+    limit: int
+    submitted_s: float
+    stop_ids: frozenset[int] = frozenset()
+    decoder: StreamDecoder | None = None
+    sampler: Any = None
+    state: State = State.WAITING
+    table: PageTable | None = None
+    cached: int = 0
+    generated: list[int] = field(default_factory=list)
+    first_token_s: float | None = None
+    _text: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stop = StopChecker(self.request.params.stop)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in (State.WAITING, State.RUNNING)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, virtual ones too."""
+        return self.request.length + len(self.generated)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the cache lacks: all at first, then the latest."""
+        return self.length - self.cached
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that it will need at most: the last token is never cached."""
+        return pages_for(self.request.length + self.limit - 1)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Some of its tokens; virtual ones have any id."""
+        virtual, prompt = self.request.virtual_tokens, self.request.prompt_ids
+        if start >= self.request.length:
+            return self.generated[start - self.request.length : stop - self.request.length]
+        whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
+        return whole[start:stop]
+
+    def deadline_s(self, ttft_slo_s: float | None, tpot_slo_s: float | None) -> float | None:
+        """When the next token is due; None where nothing was promised.
+
+        Args:
+            ttft_slo_s: for a request that names none.
+            tpot_slo_s: likewise.
+        """
+        if self.first_token_s is None:
+            slo = self.request.ttft_slo_s or ttft_slo_s
+            return None if slo is None else self.submitted_s + slo
+        slo = self.request.tpot_slo_s or tpot_slo_s
+        return None if slo is None else self.first_token_s + slo * len(self.generated)
+
+    def accept(self, token: int) -> Chunk:
+        """Take a sampled token; the chunk carries the completion if it was the last."""
+        self.generated.append(token)
+        ended = token in self.stop_ids
+        text = ""
+        if self.decoder is not None:
+            text = "" if ended else self._stop.push(self.decoder.push(token))
+        full = len(self.generated) >= self.limit
+        finished = ended or self._stop.matched is not None or full
+        if finished and self.decoder is not None and self._stop.matched is None:
+            text += self._stop.push(self.decoder.finish())
+            text += self._stop.finish()
+        self._text.append(text)
+        if not finished:
+            return Chunk(self.number, text, token)
+        self.state = State.FINISHED
+        reason = "stop" if ended or self._stop.matched is not None else "length"
+        return Chunk(self.number, text, token, self._completion(reason))
+
+    def give_up(self, state: State) -> Chunk:
+        """End it before its last token."""
+        self.state = state
+        return Chunk(self.number, "", None, self._completion(state.value))
+
+    def _completion(self, reason: str) -> Completion:
+        adapter = self.request.adapter
+        return Completion(
+            "".join(self._text),
+            tuple(self.generated),
+            reason,
+            None if adapter is None else adapter.name,
+            len(self.request.prompt_ids),
+        )

@@ -1,0 +1,188 @@
+"""The engine: greedy tokens are transformers' whatever runs beside, and nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.errors import OutOfMemoryError, PcgError
+from pcg.runtime.data import Example
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.request import Completion, Request
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.executor import Executor
+from pcg.runtime.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.sampling_params import SamplingParams
+from tests.families import oracle
+from tests.families.families import BY_NAME
+from tests.families.test_numbers import prompts
+
+NEW = 20
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+DATA = [Example(s, s) for s in prompts((13, 7, 21, 30))]
+OPTIONS: dict[str, Any] = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.01}
+
+
+@functools.cache
+def models() -> tuple[Any, Any]:
+    base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
+    return base, oracle.with_adapter(base, "all-linear", rank=4)
+
+
+def make_executor() -> Executor:
+    base, wrapped = models()
+    executor = compiler.compile(base)
+    adapter = executor.add_adapter("a", LORA)
+    for path, parameter in oracle.lora_parameters(wrapped).items():
+        module, _, kind = path.rpartition(".")
+        weights = adapter.weights[module]
+        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+    executor.refresh_adapter("a")
+    return executor
+
+
+def make_engine(executor: Executor, pages: int, limits: Limits | None = None) -> ProgramEngine:
+    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    return executor.engine(limits, kv_cache_bytes=pages * page_bytes)
+
+
+def requests(executor: Executor, lengths: tuple[int, ...], new: int = NEW) -> list[Request]:
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    adapters = [executor.adapters["a"], None]
+    return [
+        Request(tuple(prompt), params, adapters[i % 2]) for i, prompt in enumerate(prompts(lengths))
+    ]
+
+
+def serve(engine: ProgramEngine, asked: list[Request], every: int = 1) -> list[Completion]:
+    """Submit a request each so many steps, and run until nothing is left."""
+    done: dict[int, Completion] = {}
+    left, step = list(asked), 0
+    while left or not engine.is_idle:
+        if left and step % every == 0:
+            engine.submit(left.pop(0))
+        for chunk in engine.step():
+            if chunk.completion is not None:
+                done[chunk.index] = chunk.completion
+        engine.check_integrity()
+        step += 1
+        assert step < 2000
+    return [done[index] for index in sorted(done)]
+
+
+def expected(asked: list[Request]) -> list[list[int]]:
+    base, wrapped = models()
+    return [
+        oracle.greedy(
+            base if r.adapter is None else wrapped, list(r.prompt_ids), r.params.max_new_tokens
+        )
+        for r in asked
+    ]
+
+
+LENGTHS = (9, 4, 37, 5, 18, 1)
+
+
+@pytest.mark.parametrize("every", [1, 3, 30])
+def test_tokens_are_transformers_however_requests_come(every: int) -> None:
+    executor = make_executor()
+    asked = requests(executor, LENGTHS)
+    done = serve(make_engine(executor, 64), asked, every)
+    assert [list(c.token_ids) for c in done] == expected(asked)
+
+
+def test_prompts_in_chunks() -> None:
+    executor = make_executor()
+    asked = requests(executor, LENGTHS)
+    done = serve(make_engine(executor, 64, Limits(tokens=8, least_chunk=3)), asked)
+    assert [list(c.token_ids) for c in done] == expected(asked)
+
+
+def test_preempted_requests_end_with_the_same_tokens() -> None:
+    executor = make_executor()
+    asked = requests(executor, LENGTHS, 40)
+    engine = make_engine(executor, 12)
+    done = serve(engine, asked)
+    assert any(event.kind is Kind.PREEMPTED for event in engine.log)
+    assert [list(c.token_ids) for c in done] == expected(asked)
+    assert engine.pool.free + engine.scheduler.adapters.idle_pages == 12
+
+
+def test_beside_finetuning() -> None:
+    """Tokens are the same beside a job, and the job ends with the adapter that it makes alone."""
+    executor = make_executor()
+    alone = make_executor()
+    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
+    asked = requests(executor, LENGTHS)
+    engine = make_engine(executor, 64, Limits(tokens=20))
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    done = serve(engine, asked, 3)
+    assert [list(c.token_ids) for c in done] == expected(asked)
+    assert job.error is None
+    assert job.result.steps == 3
+    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert [e.kind for e in engine.log.of("trained")][-2:] == [Kind.PUBLISHED, Kind.COMPLETED]
+
+
+def test_promises_bound_finetuning() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 64, Limits(tpot_slo_s=0.5, idle_step_s=0.05))
+    engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    asked = requests(executor, LENGTHS)
+    assert [list(c.token_ids) for c in serve(engine, asked)] == expected(asked)
+    assert engine.log.of("trained")[-1].kind is Kind.COMPLETED
+
+
+def test_what_is_given_up() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 64)
+    first, second = (engine.submit(request) for request in requests(executor, (5, 6)))
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(first)
+    chunks = engine.step()
+    assert [c.completion.finish_reason for c in chunks if c.completion] == ["cancelled"]
+    late = Request((1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=1e-9)
+    engine.submit(late)
+    reasons = [c.completion.finish_reason for c in engine.step() if c.completion]
+    assert reasons == ["timed_out"]
+    engine.cancel(second)
+    engine.step()
+    engine.check_integrity()
+    assert engine.is_idle
+    small = make_engine(executor, 4)
+    with pytest.raises(OutOfMemoryError, match="request 0 needs 7 pages, and the engine has 4"):
+        small.submit(Request(tuple(range(100)), SamplingParams(max_new_tokens=4)))
+    assert [event.kind for event in small.log] == [Kind.SUBMITTED, Kind.REFUSED]
+
+
+def test_jobs_pause_resume_and_end() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 64, Limits(tokens=16))
+    engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    engine.finetune(DATA, "two", peft=LORA, **OPTIONS)
+    with pytest.raises(PcgError, match="there is a job 'one' already"):
+        engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    for _ in range(4):
+        engine.step()
+    engine.pause_job("one")
+    while len(engine.jobs) > 1:
+        engine.step()
+        engine.check_integrity()
+    assert engine.is_idle
+    engine.resume_job("one")
+    engine.step()
+    engine.cancel_job("one")
+    engine.check_integrity()
+    kinds = [event.kind for event in engine.log.of("one")]
+    assert kinds[0] is Kind.QUEUED
+    assert kinds[-3:] == [Kind.PAUSED, Kind.RESUMED, Kind.CANCELLED]
+    assert engine.log.of("two")[-1].kind is Kind.COMPLETED
+    assert sorted(executor.adapters) == ["a", "two"]
