@@ -32,10 +32,11 @@ from pcg.runtime.batch import DroppedPart
 class OneStep:
     """A batch that draws the same numbers whenever it is asked, of two prompts among tokens."""
 
-    @staticmethod
-    def dropped_parts(key: int) -> list[DroppedPart]:
-        return [DroppedPart(0, COUNT, 2, 8, torch.Generator().manual_seed(key))]
+    @classmethod
+    def dropped_parts(cls, key: int) -> list[DroppedPart]:
+        return [DroppedPart(0, cls.tokens, 2, 8, torch.Generator().manual_seed(key))]
 
+    tokens = 5
     chosen = None
     virtual_rows = torch.tensor([0, 1, 3])
     virtual_places = torch.tensor([0, 1, 0])
@@ -51,8 +52,7 @@ ELSEWHERE = {
 """Operators whose rule is checked in a test of their own."""
 
 T = TOKENS
-COUNT = 5
-"""Tokens."""
+COUNT = OneStep.tokens
 SCALE = 0.75
 """Of the adapter's weights."""
 

@@ -30,11 +30,23 @@ from pcg.ir.layouts import (
 )
 from pcg.ir.operators import operator
 from pcg.ir.types import State
-from tests.ir.test_operator_gradients import CASES, Case, backward_graph, evaluate, forward_graph
+from tests.ir.test_operator_gradients import (
+    CASES,
+    Case,
+    OneStep,
+    backward_graph,
+    evaluate,
+    forward_graph,
+)
 
 TOKENS_OF_CASE = 6
 SKIPPED = {"virtual_tokens", "without_virtual", "cross_entropy"}
 """The first two see which rows of a batch are virtual; the loss is whole or parted by tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _batch_of_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneStep, "tokens", TOKENS_OF_CASE)
 
 
 def seeded(*key: object) -> torch.Generator:
