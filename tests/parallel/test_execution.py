@@ -194,7 +194,8 @@ def check_method(name: str, method: str) -> None:
     run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
     for found in run_ranks(2, run):
         for a, b in zip(found, one, strict=True):
-            assert (a - b).norm() < 1e-5 * b.norm()
+            assert a.shape == b.shape  # AdaLoRA may leave no triplet
+            assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize(
