@@ -7,7 +7,7 @@ plans, and then ranks wait for messages that nobody sends. So they compare SHA-2
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.parallel.ranks import Ranks
 
 _DIGEST_BYTES = 32
+_SHOWN_BYTES = 32
+"""Of a text that an error shows, as the name of a device's sheet."""
 
 
 def check_same_program(ranks: Ranks, program: Program) -> None:
@@ -60,22 +62,39 @@ def check_same(ranks: Ranks, texts: Mapping[str, str]) -> None:
     """
     if ranks.size == 1:
         return
-    digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts.values())
-    own = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(ranks.device)
-    found = torch.stack(ranks.all_gather(own)).view(ranks.size, len(texts), _DIGEST_BYTES)
-    differs = (found != found[0]).any(-1)
-    if not bool(differs.any()):
-        return
+    own = b"".join(map(_record, texts.values()))
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(ranks.device)
+    found = [bytes(part.cpu().numpy()) for part in ranks.all_gather(sent)]
     words = [
-        f"rank {rank} in {', '.join(n for n, is_other in zip(texts, row, strict=True) if is_other)}"
-        for rank, row in enumerate(differs.tolist())
-        if any(row)
+        f"rank {rank} in {', '.join(differences)}"
+        for rank, other in enumerate(found)
+        if (differences := _differences(list(texts), found[0], other))
     ]
-    raise ParallelError(
-        f"{ranks.size} ranks have to run one program, and some differ from rank 0: "
-        f"{'; '.join(words)}. Give all ranks the same model, adapters and options, costs=NAME or "
-        "one profile among them, or compile once and load that program on all"
-    )
+    if words:
+        raise ParallelError(
+            f"{ranks.size} ranks have to run one program, and some differ from rank 0: "
+            f"{'; '.join(words)}. Give all ranks the same model, adapters and options, costs=NAME "
+            "or one profile among them, or compile once and load that program on all"
+        )
+
+
+def _record(text: str) -> bytes:
+    """A text's SHA-256, and the text itself where it is short."""
+    encoded = text.encode()
+    shown = encoded if len(encoded) <= _SHOWN_BYTES else b""
+    return hashlib.sha256(encoded).digest() + shown.ljust(_SHOWN_BYTES, b"\0")
+
+
+def _differences(names: Sequence[str], first: bytes, other: bytes) -> list[str]:
+    """What differs between the records of two ranks, in words."""
+    size = _DIGEST_BYTES + _SHOWN_BYTES
+    words = []
+    for index, name in enumerate(names):
+        ours, theirs = (whole[index * size : (index + 1) * size] for whole in (first, other))
+        if ours != theirs:
+            before, now = (r[_DIGEST_BYTES:].rstrip(b"\0").decode() for r in (ours, theirs))
+            words.append(f"{name} ({now}, not {before})" if before and now else name)
+    return words
 
 
 def serving_text(serving: Serving) -> str:

@@ -38,8 +38,8 @@ def refusals(*programs: Any) -> list[str]:
     ("options", "differs"),
     [
         ({"tp_plan": WITHOUT_MLP}, "tp_plan, the serving program, the training program"),
-        ({"costs": "A10G"}, "costs"),
-        ({"memory_budget": 0.0}, "the memory budget, the training program"),
+        ({"costs": "A10G"}, "costs (A10G, not H100)"),
+        ({"memory_budget": 0.0}, "the memory budget (0, not 1), the training program"),
         ({"peft": "lora"}, "the adapters, the training program"),
         ({"dtype": "float64"}, "the model, the serving program, the training program"),
     ],
@@ -58,7 +58,7 @@ def test_a_profile_is_compared_by_what_stands_in_it(tmp_path: Path) -> None:
     """Not by where it lies: here two copies of one, and another one."""
     paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
     for path, text in zip(paths, ("one", "one", "another"), strict=True):
-        path.write_text(text)
+        path.write_text(20 * text)
     program = make_program(NAME, 2)
     programs = [dataclasses.replace(program, costs=str(path)) for path in paths]
     run_ranks(2, lambda ranks: make_executor(programs[ranks.rank], NAME, ranks))
@@ -71,7 +71,7 @@ def test_every_rank_that_differs_is_named() -> None:
     (said, *others) = refusals(one, other, one, other)
     assert set(others) == {said}
     assert "4 ranks have to run one program" in said
-    assert "rank 1 in costs; rank 3 in costs." in said
+    assert "rank 1 in costs (L40S, not H100); rank 3 in costs (L40S, not H100)." in said
 
 
 def test_programs_of_adapters_that_come_later_are_compared_too() -> None:
