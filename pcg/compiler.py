@@ -25,6 +25,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import read_tp_plan
 from pcg.parallel.costs import SHEETS, cost_model, own_sheet
 from pcg.parallel.ranks import Ranks, check_started, join, own_device
+from pcg.parallel.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 from pcg.pipeline import Compilation, PassRecord, made, run_passes
@@ -151,12 +152,14 @@ def compile(
             or a JSON file of such; Megatron's, read off the graph, by default.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
-        device: of the weights; the GPU where there is one, else the CPU.
+        device: of the weights; the GPU where there is one, else the CPU. Over ranks "cuda" is a
+            GPU of each one's own, and a GPU that two of them name is refused.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
         batch: sequences of a step that the budget is planned for.
         seq: tokens of each.
     Raises:
+        ParallelError: the ranks have compiled different programs; which, and in what.
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
     if backend not in ("auto", "torch"):
@@ -164,8 +167,10 @@ def compile(
     check_degree(tp)
     if tp > 1:
         check_started(tp)
+        # A rank's own GPU comes first: torch's current one is the same on all of them.
+        device = own_device(_device(device))
         if costs is None:
-            costs = own_sheet(_device(device))
+            costs = own_sheet(device)
     options: dict[str, Any] = {
         "tp": tp,
         "costs": costs,
@@ -314,6 +319,7 @@ def make_executor(
     if ranks is None:
         device = own_device(device)
         ranks = join(program.tp, device)
+    check_same_program(ranks, program)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory)

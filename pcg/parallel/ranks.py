@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from pcg.errors import ParallelError, PcgError, RankLostError
+from pcg.errors import ParallelError, RankLostError
 
 TIMEOUT_S = 300
 """That a rank waits for the others at most; one may load its weights more slowly than another."""
@@ -115,10 +115,10 @@ class ProcessRanks:
             ) from error
 
     def _lost(self) -> str:
-        """Which ranks do not answer."""
+        """Which ranks do not answer; where that cannot be told, that it is one of the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = others
-        # The store is gone where the rank that kept it is.
+        missing, is_told = others, False
+        # The store is gone where the rank that kept it is; a user's own group gives none.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set(_word(self.rank), "here")
@@ -126,8 +126,12 @@ class ProcessRanks:
                 while missing and time.monotonic() < end:
                     missing = [rank for rank in missing if not self._store.check([_word(rank)])]
                     time.sleep(0.05)
+                is_told = bool(missing)
         names = missing or others
-        return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+        listed = ", ".join(map(str, names))
+        if len(names) == 1:
+            return f"rank {listed}"
+        return f"ranks {listed}" if is_told else f"one of the ranks {listed}"
 
 
 def _word(rank: int) -> str:
@@ -141,7 +145,7 @@ def join(degree: int, device: torch.device) -> Ranks:
         degree: number of ranks.
         device: of this rank.
     Raises:
-        ParallelError: this process is not one of so many.
+        ParallelError: this process is not one of so many, or another one has its GPU.
     """
     if degree == 1:
         return ALONE
@@ -149,6 +153,9 @@ def join(degree: int, device: torch.device) -> Ranks:
     if not dist.is_initialized():
         check_started(degree)
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        if device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            check_own_gpu(store, rank, size, uuid)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -171,6 +178,33 @@ def check_started(degree: int) -> None:
         raise ParallelError(_not_so_many(degree, size))
 
 
+def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
+    """Refuse to run where two ranks have one GPU, as `device="cuda:0"` on all of them would.
+
+    Args:
+        store: that all ranks have.
+        rank: which this is.
+        size: number of ranks.
+        uuid: of its GPU.
+    Raises:
+        ParallelError: on every rank; which of them share.
+    """
+    store.set(_gpu(rank), uuid)
+    owners: dict[str, list[int]] = {}
+    for other in range(size):
+        owners.setdefault(store.get(_gpu(other)).decode(), []).append(other)
+    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
+    if shared:
+        raise ParallelError(
+            f"{size} ranks need a GPU each, and ranks {', '.join(map(str, shared[0]))} have the "
+            'same one; use device="cuda", which gives each its own by torchrun\'s LOCAL_RANK'
+        )
+
+
+def _gpu(rank: int) -> str:
+    return f"pcg/gpu/{rank}"
+
+
 def started_ranks() -> int:
     """How many processes torchrun has started, this one among them; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
@@ -178,6 +212,9 @@ def started_ranks() -> int:
 
 def own_device(device: torch.device) -> torch.device:
     """A device of this rank's own: GPUs are given out by torchrun's LOCAL_RANK.
+
+    A GPU that is named by its number, as "cuda:1", is taken as it is; `join` refuses one that two
+    ranks have named.
 
     Raises:
         ParallelError: the machine has fewer GPUs than ranks.
@@ -211,19 +248,19 @@ def on_first(ranks: Ranks, act: Callable[[], object]) -> None:
     """Do something on the first rank, as writing a file, while the others wait for it.
 
     Raises:
-        PcgError: what `act` raised there; the other ranks raise a ParallelError.
+        BaseException: what `act` raised there; the other ranks raise a ParallelError.
     """
-    error: PcgError | None = None
+    error: BaseException | None = None
     if ranks.rank == 0:
         try:
             act()
-        except PcgError as found:
+        except BaseException as found:  # whatever it is, the others have to hear of it
             error = found
     failed = ranks.all_reduce(torch.tensor(float(error is not None), device=ranks.device))
     if error is not None:
         raise error
     if float(failed):
-        raise ParallelError("rank 0 could not write for all ranks; its own message says why")
+        raise ParallelError("rank 0 could not do its work for all ranks; its own message says why")
 
 
 def of_first(ranks: Ranks, values: Tensor) -> Tensor:

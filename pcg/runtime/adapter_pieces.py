@@ -15,7 +15,7 @@ pieces are the adapter's own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -29,7 +29,8 @@ from pcg.ir.program import ModelGraph
 from pcg.parallel.ranks import Ranks
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.module_weights import AdapterWeight
-from pcg.runtime.pieces import piece_of
+from pcg.runtime.pieces import piece_of, ranges_of
+from pcg.runtime.weights import Ranges
 
 
 class AdapterPieces:
@@ -91,10 +92,8 @@ class AdapterPieces:
             for name, tensor in self.tensors.items()
             if self._parameters[name][1].part == REPLICATED and tensor.grad is not None
         ]
-        if summands:
-            sums = self._ranks.all_reduce(torch.cat([g.reshape(-1) for g in summands]))
-            for gradient, total in zip(summands, sums.split(_sizes(summands)), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        for gradient, total in zip(summands, self.summed(summands), strict=True):
+            gradient.copy_(total)
 
     def norm(self) -> Tensor:
         """Of the whole adapter's gradients, which are summed already."""
@@ -109,6 +108,49 @@ class AdapterPieces:
         others = torch.nn.utils.get_total_norm(parted).to(self._device, torch.float64)
         squares = self._ranks.all_reduce(others.square().reshape(1))[0]
         return (norm.to(squares) ** 2 + squares).sqrt()
+
+    # ------------------------------------------------------------------------- over the ranks
+
+    def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of the ranks' tensors, in one exchange; the same bits on all of them."""
+        if self._ranks.size == 1 or not values:
+            return [*values]
+        total = self._ranks.all_reduce(torch.cat([value.reshape(-1) for value in values]))
+        parts = total.split(_sizes(values))
+        return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+
+    def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """What every rank has for parted pieces, by name, in one exchange."""
+        if self._ranks.size == 1 or not values:
+            return {name: [value] for name, value in values.items()}
+        flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
+        by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
+        return {
+            name: [parts[index].view(value.shape) for parts in by_rank]
+            for index, (name, value) in enumerate(values.items())
+        }
+
+    def ranges(self, name: str) -> Ranges:
+        """What a piece has of each dim of the whole."""
+        path, parameter = self._parameters[name]
+        return ranges_of(parameter, self.whole_shape(path), self._ranks)
+
+    def whole_shape(self, path: str) -> tuple[int, ...]:
+        """Of an adapter's tensor."""
+        weight = self._adapter.parameter(path)
+        assert weight is not None
+        return tuple(weight.weight.shape)
+
+    def parted_dim(self, name: str) -> int | None:
+        """The dim, from 0, that a piece has a rank's own part of; None where all have the same."""
+        path, parameter = self._parameters[name]
+        dim = parameter.part.dim
+        return len(self.whole_shape(path)) + dim if dim and self._ranks.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank counts what all of them have, where they sum what each has."""
+        return self._ranks.rank == 0
 
     # ------------------------------------------------------------------------- whole tensors
 
@@ -133,7 +175,7 @@ class AdapterPieces:
         """Whole tensors by path, of what each rank has for its pieces by name."""
         if self._ranks.size == 1:
             return dict(values)
-        everywhere = self._gathered({n: v for n, v in values.items() if self._is_parted(n)})
+        everywhere = self.gathered({n: v for n, v in values.items() if self._is_parted(n)})
         pieces: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
         for name, value in values.items():
             path, parameter = self._parameters[name]
@@ -159,17 +201,6 @@ class AdapterPieces:
 
     def _is_parted(self, name: str) -> bool:
         return bool(self._parameters[name][1].part.dim)
-
-    def _gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Every rank's pieces, in one exchange."""
-        if not values:
-            return {}
-        flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
-        by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
-        return {
-            name: [parts[index].view(value.shape) for parts in by_rank]
-            for index, (name, value) in enumerate(values.items())
-        }
 
 
 def _name(path: str, parameter: Parameter) -> str:

@@ -17,6 +17,7 @@ from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipes import Recipe, is_shorthand
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks import ALONE, Ranks, on_first
+from pcg.parallel.same_program import check_same, serving_text, training_text
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
     Adapter,
@@ -364,7 +365,9 @@ class Executor:
         try:
             if not self._has_sites(adapter):
                 recipes = [other.recipe for other in self._adapters.values()]
-                self._use(self._specialiser.serving(self.program, recipes))
+                serving = self._specialiser.serving(self.program, recipes)
+                check_same(self.ranks, {"the serving program": serving_text(serving)})
+                self._use(serving)
         except BaseException:
             self._adapters = before
             raise
@@ -484,7 +487,9 @@ class Executor:
             trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
         )
         if key not in self._training:
-            self._training[key] = self._specialiser.training(self.program, adapter.recipe)
+            training = self._specialiser.training(self.program, adapter.recipe)
+            check_same(self.ranks, {"the training program": training_text(training)})
+            self._training[key] = training
         training = self._training[key]
         return TrainingRunner(training, self.weight_store.bind(training.model), adapter, self.ranks)
 

@@ -1,10 +1,7 @@
 """AdaLoRA's training beside the data's gradients: orthogonality, and which triplets are kept.
 
-With P = A or Bᵀ of each of n matrices, the loss has R added, once a step:
-
-    R = weight / n · Σ ||P Pᵀ - I||                                            (§3.1, eq. 4)
-
-After step t of AdamW, with each parameter w and its gradient g as it was clipped,
+The loss has `pcg.runtime.orthogonality`'s beside the data's, once a step. After step t of AdamW,
+with each parameter w and its gradient g as it was clipped,
 
     I = |w g|;   Ī = β₁ Ī + (1 - β₁) I;   U = β₂ U + (1 - β₂) |I - Ī|          (§3.2, eq. 8-10)
     score of a triplet = Ī U of its E + the means of Ī U of its row of A and column of B
@@ -15,8 +12,11 @@ and where t is due, E of the triplets outside the budget, those with the lowest 
 
 From step `steps - after` on the same triplets stay zero. E of the others may grow again until then.
 
+Over ranks each has Ī and U of its pieces. A mean is a sum over the pieces of all ranks, in one
+message of the scores alone, so all ranks have the same scores and zero the same triplets.
+
 Source: "Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning" (Zhang et al. 2023);
-`RankAllocator`, `AdaLoraModel.forward` and `.update_and_allocate` of peft 0.21.2.
+`RankAllocator` and `AdaLoraModel.update_and_allocate` of peft 0.21.2.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from torch import Tensor
 from pcg.errors import FinetuneError
 from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.runtime.adalora_weights import AdaLoraWeights
+from pcg.runtime.adapter_pieces import AdapterPieces
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.orthogonality import add_orthogonality
 
 _IMPORTANCE, _UNCERTAINTY, _MASK = "importance/", "uncertainty/", "mask/"
+_RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
+"""The dim of each kind that the triplets are along."""
 
 
 class RankAllocator:
     """What a job on an AdaLoRA adapter does beside AdamW."""
 
-    def __init__(
-        self, recipe: AdaLoraRecipe, parameters: Mapping[str, Tensor], total_steps: int
-    ) -> None:
+    def __init__(self, recipe: AdaLoraRecipe, pieces: AdapterPieces, total_steps: int) -> None:
         """Take an adapter of the recipe's ranks.
 
         Args:
             recipe: its configuration.
-            parameters: its tensors by the names of `trained_tensors`.
+            pieces: what this rank trains of it.
             total_steps: of the job; the schedule's where the recipe has none.
         Raises:
             FinetuneError: the ranks are given already, or the schedule has no room or no aim.
@@ -62,43 +64,29 @@ class RankAllocator:
             )
         steps = total_steps if recipe.steps is None else recipe.steps
         self._recipe = dataclasses.replace(recipe, steps=steps)
-        kinds = (".adalora_A", ".adalora_B", ".adalora_E")
-        self._parameters = {n: p for n, p in parameters.items() if n.endswith(kinds)}
-        self._modules = [
-            n.removesuffix(".adalora_E") for n in parameters if n.endswith(".adalora_E")
-        ]
+        self._pieces = pieces
+        modules = {name: pieces.path_of(name).rpartition(".") for name in pieces.tensors}
+        self._module_of = {n: path for n, (path, _, kind) in modules.items() if kind in _RANK_DIMS}
+        self._rank_dims = {n: _RANK_DIMS[modules[n][2]] for n in self._module_of}
+        self._of_values = [n for n in self._module_of if modules[n][2] == "adalora_E"]
+        self._modules = list(dict.fromkeys(self._module_of.values()))
         self._importance: dict[str, Tensor] = {}
         self._uncertainty: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
 
     @classmethod
-    def of(
-        cls, adapter: Adapter, parameters: Mapping[str, Tensor], total_steps: int
-    ) -> Self | None:
+    def of(cls, adapter: Adapter, pieces: AdapterPieces, total_steps: int) -> Self | None:
         """The allocator of an adapter; None where it is no AdaLoRA."""
         recipe = adapter.recipe
         if not isinstance(recipe, AdaLoraRecipe):
             return None
-        return cls(recipe, parameters, total_steps)
-
-    # ----------------------------------------------------------------------- orthogonality
+        return cls(recipe, pieces, total_steps)
 
     def regularize(self) -> float:
-        """Add R's gradient to each parameter's, and return R."""
-        matrices = {n: p for n, p in self._parameters.items() if not n.endswith(".adalora_E")}
-        total = 0.0
-        for name, parameter in matrices.items():
-            matrix = parameter.detach().requires_grad_()
-            rows = matrix if name.endswith(".adalora_A") else matrix.t()
-            gram = rows @ rows.t()
-            distance = torch.linalg.matrix_norm(
-                gram - torch.eye(len(gram), out=torch.empty_like(gram))
-            )
-            loss = self._recipe.orthogonality / len(matrices) * distance
-            (gradient,) = torch.autograd.grad(loss, matrix)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            total += float(loss.detach())
-        return total
+        """Add R's gradient to each parameter's, which ranks have summed, and return R."""
+        names = [name for name in self._module_of if name not in self._of_values]
+        dims = [self._rank_dims[name] for name in names]
+        return add_orthogonality(self._pieces, names, dims, self._recipe.orthogonality)
 
     # -------------------------------------------------------------------------- allocation
 
@@ -132,7 +120,8 @@ class RankAllocator:
 
     def _update_scores(self) -> None:
         beta1, beta2 = self._recipe.beta1, self._recipe.beta2
-        for name, parameter in self._parameters.items():
+        for name in self._module_of:
+            parameter = self._pieces.tensors[name]
             assert parameter.grad is not None
             now = (parameter * parameter.grad).abs()
             before = self._importance.get(name, torch.zeros_like(now))
@@ -143,42 +132,55 @@ class RankAllocator:
 
     def _choose(self, budget: int) -> None:
         """Keep the triplets of the highest scores."""
-        scores = {module: self._scores(module) for module in self._modules}
+        scores = self._scores()
         beyond = self._recipe.rank * len(self._modules) - budget
         if beyond < 1:
             return
         threshold = torch.cat([*scores.values()]).kthvalue(beyond).values
         self._masks = {module: found <= threshold for module, found in scores.items()}
 
-    def _scores(self, module: str) -> Tensor:
-        """Of a module's triplets, [rank]."""
-        a, b, e = (
-            self._importance[name] * self._uncertainty[name]
-            for name in (f"{module}.adalora_A", f"{module}.adalora_B", f"{module}.adalora_E")
-        )
-        return e[:, 0] + (a.mean(1) + b.mean(0))
+    def _scores(self) -> dict[str, Tensor]:
+        """Of each module's triplets, [rank]."""
+        pieces = self._pieces
+        found: dict[str, Tensor] = {}
+        for name, module in self._module_of.items():
+            each = self._importance[name] * self._uncertainty[name]
+            along, across = self._rank_dims[name], 1 - self._rank_dims[name]
+            scores = found.setdefault(module, each.new_zeros(self._recipe.rank))
+            if pieces.is_first or pieces.parted_dim(name) is not None:
+                start, stop = pieces.ranges(name)[along]
+                whole = pieces.whole_shape(pieces.path_of(name))
+                scores[start:stop] += each.sum(across) / whole[across]
+        return dict(zip(found, pieces.summed([*found.values()]), strict=True))
 
     def _mask(self) -> None:
-        for module, mask in self._masks.items():
-            self._parameters[f"{module}.adalora_E"][mask] = 0.0
+        for name in self._of_values if self._masks else ():
+            start, stop = self._pieces.ranges(name)[self._rank_dims[name]]
+            self._pieces.tensors[name][self._masks[self._module_of[name]][start:stop]] = 0.0
 
     # ------------------------------------------------------------------------------- state
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state, for a checkpoint."""
+        """The state of whole tensors, for a checkpoint; all ranks ask for it."""
         parts = ((_IMPORTANCE, self._importance), (_UNCERTAINTY, self._uncertainty))
-        named = {f"{head}{name}": t for head, part in parts for name, t in part.items()}
+        named = {
+            f"{head}{path}": tensor
+            for head, part in parts
+            for path, tensor in self._pieces.joined(part).items()
+        }
         return {**named, **{f"{_MASK}{module}": mask for module, mask in self._masks.items()}}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with the state of a checkpoint."""
-        device = next(iter(self._parameters.values())).device
+        device = next(iter(self._pieces.tensors.values())).device
         found: dict[str, dict[str, Tensor]] = {_IMPORTANCE: {}, _UNCERTAINTY: {}, _MASK: {}}
         for key, tensor in tensors.items():
             head, _, name = key.partition("/")
             found[f"{head}/"][name] = tensor.to(device)
-        self._importance, self._uncertainty, self._masks = found.values()
+        self._importance = self._pieces.cut(found[_IMPORTANCE])
+        self._uncertainty = self._pieces.cut(found[_UNCERTAINTY])
+        self._masks = found[_MASK]
 
     def allocated(self, adapter: Adapter) -> Adapter:
         """The adapter without the triplets that do nothing, once the job is done."""

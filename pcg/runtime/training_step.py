@@ -71,12 +71,7 @@ class TrainingStep:
     ) -> None:
         self.parameters = dict(runner.parameters)
         self.optimizer = make_optimizer(self.parameters, options)
-        self.allocator = RankAllocator.of(runner.adapter, self.parameters, total_steps)
-        if self.allocator is not None and runner.ranks.size > 1:
-            raise UnsupportedError(
-                f"adapter {runner.adapter.name!r}: AdaLoRA allocates ranks on one rank of a group "
-                f"alone, and this program has {runner.ranks.size}; compile with tp=1, or use LoRA"
-            )
+        self.allocator = RankAllocator.of(runner.adapter, runner.pieces, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
@@ -106,8 +101,6 @@ class TrainingStep:
                 places = self._places(epoch, first + index)
                 self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
             total += loss
-        if self.allocator is not None:
-            self.allocator.regularize()
         total, norm = self._agreed(total, self._clip())
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
@@ -166,13 +159,15 @@ class TrainingStep:
         return found
 
     def _clip(self) -> float:
-        """The norm of the gradients, which are scaled down to `max_grad_norm`."""
+        """The norm of the whole gradients, which are scaled down to `max_grad_norm`."""
         for path, tensor in self.parameters.items():
             if tensor.grad is None:
                 raise UnsupportedError(
                     f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
                 )
         self._runner.sum_gradients()
+        if self.allocator is not None:
+            self.allocator.regularize()
         norm = self._runner.gradient_norm()
         if self._options.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(

@@ -208,10 +208,13 @@ def layouts_of(case: Case, shape: Sequence[Any], degree: int) -> list[Layout]:
     return found
 
 
+BYPASS_OPS = {
+    "linear", "shrink", "expand_add", "scale", "activate", "add", "mul", "gelu", "singular_down",
+}  # fmt: skip
 BYPASS = [
     case
     for case in CASES
-    if case.op in {"linear", "shrink", "expand_add", "scale", "activate", "add", "mul", "gelu"}
+    if case.op in BYPASS_OPS
     and len(case.operands) <= 3
     and all(operand.needs or operand.role == "frozen" for operand in case.operands)
 ]

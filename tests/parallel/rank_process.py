@@ -66,6 +66,14 @@ def fail_on_one() -> None:
     ranks.all_reduce(torch.ones(1))
 
 
+def differ() -> None:
+    """Each rank compiles for a device of its own."""
+    from tests.parallel.ranked import make_executor, make_program
+
+    costs = ("H100", "A10G")[int(os.environ["RANK"])]
+    make_executor(make_program("llama3", DEGREE, costs=costs), "llama3")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(sys.argv[2])

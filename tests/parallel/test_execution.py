@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.errors import ParallelError, TypeCheckError, UnsupportedError
+from pcg.errors import ParallelError, TypeCheckError
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program_folder import load_program, save_program
 from pcg.ir.recipe import LoraRecipe
@@ -159,6 +160,7 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
 
 
 METHODS: Mapping[str, Any] = {
+    "adalora": AdaLoraRecipe(rank=4, target_rank=2, target_modules="all-linear"),
     "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
     "bitfit": "bitfit",
     "dora": "dora",
@@ -192,7 +194,8 @@ def check_method(name: str, method: str) -> None:
     run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
     for found in run_ranks(2, run):
         for a, b in zip(found, one, strict=True):
-            assert (a - b).norm() < 1e-5 * b.norm()
+            assert a.shape == b.shape  # AdaLoRA may leave no triplet
+            assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize(
@@ -214,16 +217,6 @@ def test_a_method_over_ranks(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_every_method_over_ranks(name: str, method: str) -> None:
     check_method(name, method)
-
-
-def test_adalora_is_refused_by_name() -> None:
-    program = make_program("llama3", 2, peft=None)
-
-    def train(ranks: ThreadRanks) -> None:
-        with pytest.raises(UnsupportedError, match=r"AdaLoRA .* has 2; compile with tp=1"):
-            make_executor(program, "llama3", ranks).finetune(EXAMPLES, "m", peft="adalora", **JOB)
-
-    run_ranks(2, train)
 
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)

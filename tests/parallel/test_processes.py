@@ -93,6 +93,7 @@ def test_a_rank_that_dies_ends_the_others_with_its_number() -> None:
     ("act", "message"),
     [
         ("lose_one", "ParallelError: rank 1 of 2 was ended by SIGKILL, and the others with it"),
+        ("differ", "some differ from rank 0: rank 1 in costs (A10G, not H100). Give all ranks"),
         ("fail_on_one", "ParallelError: model.safetensors cannot be read here (on rank 1 of 2)"),
     ],
 )

@@ -242,6 +242,11 @@ class SingularDown(Operator):
 
     name = "singular_down"
     inputs = (2, 2)
+    linear_in = ((0,), (1,))
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-2, -2), (-2,)
+        yield (-1, 0), (-1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         a, e = types

@@ -1,0 +1,178 @@
+"""What ranks agree on before they work together, and what the others hear of a rank that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pcg.compiler as compiler
+from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
+from pcg.ir.recipe import LoraRecipe
+from pcg.parallel.ranks import ProcessRanks, check_own_gpu, on_first
+from pcg.runtime.executor import Executor
+from tests.parallel.ranked import make_executor, make_program
+from tests.parallel.test_parallelize import PLAN
+from tests.threads import ThreadRanks, run_ranks
+
+NAME = "llama2"
+WITHOUT_MLP = {module: style for module, style in PLAN.items() if "mlp" not in module}
+
+
+def refusals(*programs: Any) -> list[str]:
+    """What each rank says of its own program."""
+
+    def on_rank(ranks: ThreadRanks) -> str:
+        with pytest.raises(ParallelError) as caught:
+            make_executor(programs[ranks.rank], NAME, ranks)
+        return str(caught.value)
+
+    return run_ranks(len(programs), on_rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ({"tp_plan": WITHOUT_MLP}, "tp_plan, the serving program, the training program"),
+        ({"costs": "A10G"}, "costs (A10G, not H100)"),
+        ({"memory_budget": 0.0}, "the memory budget (0, not 1), the training program"),
+        ({"peft": "lora"}, "the adapters, the training program"),
+        ({"dtype": "float64"}, "the model, the serving program, the training program"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_ranks_with_other_programs_are_refused_on_all(
+    options: dict[str, Any], differs: str
+) -> None:
+    one, other = make_program(NAME, 2), make_program(NAME, 2, **options)
+    first, second = refusals(one, other)
+    assert first == second
+    assert f"differ from rank 0: rank 1 in {differs}." in first
+
+
+def test_a_profile_is_compared_by_what_stands_in_it(tmp_path: Path) -> None:
+    """Not by where it lies: here two copies of one, and another one."""
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, text in zip(paths, ("one", "one", "another"), strict=True):
+        path.write_text(20 * text)
+    program = make_program(NAME, 2)
+    programs = [dataclasses.replace(program, costs=str(path)) for path in paths]
+    run_ranks(2, lambda ranks: make_executor(programs[ranks.rank], NAME, ranks))
+    first, _ = refusals(programs[0], programs[2])
+    assert "rank 1 in costs." in first
+
+
+def test_every_rank_that_differs_is_named() -> None:
+    one, other = make_program(NAME, 4), make_program(NAME, 4, costs="L40S")
+    (said, *others) = refusals(one, other, one, other)
+    assert set(others) == {said}
+    assert "4 ranks have to run one program" in said
+    assert "rank 1 in costs (L40S, not H100); rank 3 in costs (L40S, not H100)." in said
+
+
+def test_programs_of_adapters_that_come_later_are_compared_too() -> None:
+    program = make_program(NAME, 2, peft=None)
+
+    def on_rank(ranks: ThreadRanks) -> tuple[str, Executor]:
+        executor = make_executor(program, NAME, ranks)
+        target = ("q_proj", "o_proj")[ranks.rank]
+        with pytest.raises(ParallelError) as caught:
+            executor.add_adapter("a", LoraRecipe(rank=4, target_modules=(target,)))
+        return str(caught.value), executor
+
+    for said, executor in run_ranks(2, on_rank):
+        assert "rank 1 in the serving program." in said
+        assert not executor.adapters
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError("disk full"), AdapterError("no")], ids=repr
+)
+def test_all_ranks_hear_of_an_error_of_the_first(error: BaseException) -> None:
+    def act() -> None:
+        raise error
+
+    def on_rank(ranks: ThreadRanks) -> BaseException:
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            on_first(ranks, act)
+        return caught.value
+
+    first, *others = run_ranks(3, on_rank)
+    assert first is error
+    for other in others:
+        assert isinstance(other, ParallelError)
+        assert "rank 0 could not do its work for all ranks" in str(other)
+
+
+def test_a_gpu_that_two_ranks_have_named_is_refused_on_all() -> None:
+    def on_rank(ranks: ThreadRanks, gpus: tuple[str, ...]) -> None:
+        check_own_gpu(store, ranks.rank, ranks.size, gpus[ranks.rank])
+
+    store = dist.HashStore()
+    run_ranks(2, lambda ranks: on_rank(ranks, ("GPU-a", "GPU-b")))
+    store = dist.HashStore()
+    message = 'ranks 0, 2 have the same one; use device="cuda", which gives each its own'
+    with pytest.raises(ParallelError, match=message):
+        run_ranks(3, lambda ranks: on_rank(ranks, ("GPU-a", "GPU-b", "GPU-a")))
+
+
+class Lone:
+    """A process group whose other ranks do not answer."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize(
+    ("size", "there", "words"),
+    [
+        (2, None, "rank 1 of 2 ended"),
+        (4, None, "one of the ranks 1, 2, 3 of 4 ended"),  # a group of the user's own: no store
+        (4, (1, 2, 3), "one of the ranks 1, 2, 3 of 4 ended, or waits for something else"),
+        (4, (1, 3), "rank 2 of 4 ended"),
+        (4, (1,), "ranks 2, 3 of 4 ended"),
+    ],
+)
+def test_a_lost_rank_is_named_as_far_as_it_is_known(
+    size: int, there: tuple[int, ...] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr("pcg.parallel.ranks.ROLL_CALL_S", 0.1)
+    monkeypatch.setattr(dist, "all_reduce", broken)
+    store = None if there is None else dist.HashStore()
+    for rank in there or ():
+        assert store is not None
+        store.set(f"pcg/still-there/{rank}", "here")
+    group: Any = Lone(size)
+    with pytest.raises(RankLostError, match=words):
+        ProcessRanks(group, torch.device("cpu"), store).all_reduce(torch.ones(1))
+
+
+def test_each_ranks_own_sheet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of torch's current device, which is the first on all of them."""
+    asked: list[torch.device] = []
+
+    def own_sheet(device: torch.device) -> str:
+        asked.append(device)
+        raise PcgError("asked")
+
+    monkeypatch.setattr(compiler, "own_sheet", own_sheet)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(PcgError, match="asked"):
+        compiler.compile({}, tp=2, device="cuda")
+    assert asked == [torch.device("cuda", 1)]
