@@ -1,9 +1,10 @@
 """The adapters of one batch, as the emitted program reads them.
 
-Sequences are ordered by adapter, those without one first, so each adapter's tokens are one segment.
-A site's weights of all adapters in the batch are stacked, ranks padded to the largest among them,
-and the product runs segment by segment (SGMV: Punica §4). Stacks are kept while the same adapters
-are in the batch, as they are from one decode step to the next.
+An adapter that runs has a slot: its weights at a site lie in one stack with those of the others,
+ranks padded to the largest among them. Sequences are ordered by slot, those without an adapter
+first, so each adapter's tokens are one segment, and the product runs segment by segment (SGMV:
+Punica §4). An adapter that comes is written into the lowest slot that the batch does not need, so
+that a change of the batch costs one adapter's copy, and what runs lies close together.
 
 Over ranks an adapter is whole in memory, and a rank's stacks are of its pieces. They are cut after
 padding, so that a part of the ranks of one adapter lies where that of another does.
@@ -11,12 +12,11 @@ padding, so that a part of the ranks of one adapter lies where that of another d
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program import ModelGraph, python_name
 from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapters import Adapter
-from pcg.runtime.pieces import open_dims, piece_of_stack
+from pcg.runtime.pieces import open_dims, parted_dim, piece_of_stack
 from pcg.runtime.served_weights import ServedWeights
 
 
@@ -92,9 +92,6 @@ class JoinedLora:
     segments: Segments
 
 
-_Stacks: TypeAlias = dict[str, Callable[[Segments], object]]
-
-
 class _NoAdapters:
     """Every site without a weight."""
 
@@ -114,14 +111,13 @@ class Bound:
 
 
 class AdapterStacks:
-    """Makes and keeps the stacks of adapters that run together.
+    """Keeps the adapters that run in stacks.
 
     Args:
         model: that reads them.
         weights: of the adapters.
         device: of the stacks.
         ranks: the group.
-        kept: how many sets of adapters to keep the stacks of.
     """
 
     def __init__(
@@ -130,59 +126,103 @@ class AdapterStacks:
         weights: ServedWeights,
         device: torch.device,
         ranks: Ranks = ALONE,
-        kept: int = 4,
     ) -> None:
         self._cutter = _Cutter(weights, device, ranks)
         self._device = device
-        self._kept = kept
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [_Sites.of(block) for block in model.blocks]
-        self._layers = [blocks[block] for block in model.layers]
-        self._outer = (_Sites.of(model.prologue), _Sites.of(model.epilogue))
-        self._last: tuple[object, Bound] | None = None
-        self._stacks: OrderedDict[tuple[int, ...], list[_Stacks]] = OrderedDict()
+        self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
+        self._sites += [(_Sites.of(model.prologue), 0), (_Sites.of(model.epilogue), 0)]
+        self._slots: list[Adapter | None] = []
+        self._places: dict[int, int] = {}
+        self._stacks: list[dict[str, _Stack]] = []
+        self._bound: dict[object, Bound] = {}
+
+    def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        """The order in which the sequences of a batch run, by index; gives adapters slots.
+
+        Args:
+            adapters: of each sequence.
+        """
+        wanted = {id(adapter): adapter for adapter in adapters if adapter is not None}
+        self._place(list(wanted.values()))
+        places = [-1 if one is None else self._places[id(one)] for one in adapters]
+        return sorted(range(len(adapters)), key=places.__getitem__)
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Bound:
         """Bind the adapters of a batch.
 
         Args:
-            adapters: of each sequence; those without one first, equal ones together.
+            adapters: of each sequence, in `order`.
             sizes: tokens of each sequence.
         """
         start, chosen, merged = _merge(adapters, sizes)
         if not chosen:
             return self._none
         key = (tuple(map(id, chosen)), start, tuple(merged))
-        if self._last is None or self._last[0] != key:
-            self._last = (key, self._bind(start, chosen, merged))
-        return self._last[1]
+        if key not in self._bound:
+            if len(self._bound) == _BOUND:
+                self._bound.clear()
+            self._bound[key] = self._bind(start, chosen, merged)
+        return self._bound[key]
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
-        stacks = self._stacked(chosen)
-        segments = _segments(start, merged, self._device)
-        namespaces = [
-            _Namespace({name: make(segments) for name, make in layer.items()}) for layer in stacks
-        ]
-        return Bound(namespaces[-1], namespaces[:-1])
+        places = [self._places[id(adapter)] for adapter in chosen]
+        slots = slice(places[0], places[-1] + 1)
+        sizes = [0] * (slots.stop - slots.start)
+        for place, size in zip(places, merged, strict=True):
+            sizes[place - slots.start] = size
+        segments = _segments(start, sizes, self._device)
+        *layers, prologue, epilogue = (
+            {name: stack.bound(slots, segments) for name, stack in stacks.items()}
+            for stacks in self._stacks
+        )
+        return Bound(_Namespace(prologue | epilogue), [_Namespace(layer) for layer in layers])
 
-    def forget(self) -> None:
-        """Drop the stacks, after an adapter has changed or gone."""
-        self._last = None
-        self._stacks.clear()
+    def forget(self, adapter: Adapter) -> None:
+        """Read an adapter anew when it next runs: it has changed or gone."""
+        place = self._places.pop(id(adapter), None)
+        if place is not None:
+            self._slots[place] = None
+            self._bound.clear()
 
-    def _stacked(self, adapters: Sequence[Adapter]) -> list[_Stacks]:
-        key = tuple(id(adapter) for adapter in adapters)
-        if key not in self._stacks:
-            layers = [
-                sites.stack(adapters, layer, self._cutter)
-                for layer, sites in enumerate(self._layers)
+    def _place(self, wanted: Sequence[Adapter]) -> None:
+        """Give adapters slots, the lowest that none of them has."""
+        there = {self._places[id(one)] for one in wanted if id(one) in self._places}
+        most = len(wanted) + len(wanted) // 4
+        far = {place for place in there if place >= most}
+        homeless = [one for one in wanted if self._places.get(id(one), most) >= most]
+        if not homeless:
+            return
+        self._bound.clear()
+        taken = there - far
+        free = (place for place in range(most) if place not in taken)
+        moves = list(zip(homeless, free, strict=False))
+        known = len(self._slots)
+        if any(place >= known for _, place in moves):
+            self._slots += [None] * (max(most, known + known // 2) - known)
+        for adapter, place in moves:
+            before = self._places.pop(id(adapter), None)
+            if before is not None:
+                self._slots[before] = None
+            gone = self._slots[place]
+            if gone is not None:
+                del self._places[id(gone)]
+            self._slots[place], self._places[id(adapter)] = adapter, place
+        fit = len(self._slots) == known and all(
+            stack.put(place, adapter, layer, self._cutter)
+            for adapter, place in moves
+            for stacks, (_, layer) in zip(self._stacks, self._sites, strict=True)
+            for stack in stacks.values()
+        )
+        if not fit:
+            self._stacks = [
+                sites.stacks(self._slots, layer, self._cutter) for sites, layer in self._sites
             ]
-            prologue, epilogue = (sites.stack(adapters, 0, self._cutter) for sites in self._outer)
-            self._stacks[key] = [*layers, prologue | epilogue]
-            while len(self._stacks) > self._kept:
-                self._stacks.popitem(last=False)
-        self._stacks.move_to_end(key)
-        return self._stacks[key]
+
+
+_BOUND = 8
+"""Batches of which the bound stacks are kept, while no adapter gets a slot."""
 
 
 @dataclass(frozen=True)
@@ -219,23 +259,20 @@ class _Sites:
         )
         return cls(tuple(joined), single)
 
-    def stack(self, adapters: Sequence[Adapter], layer: int, cutter: _Cutter) -> _Stacks:
-        """What a layer's attributes are, but for the segments; sites without adapters stay out."""
-        stacks: _Stacks = {}
+    def stacks(
+        self, adapters: Sequence[Adapter | None], layer: int, cutter: _Cutter
+    ) -> dict[str, _Stack]:
+        """What a layer's attributes are, but for the segments."""
+        stacks: dict[str, _Stack] = {}
         for name, parameter in self.single:
-            stack, present = cutter.stack(adapters, parameter, layer)
-            if stack is not None:
-                if parameter.source.endswith((".lora_A", "_adapter_down")):
-                    stack = stack.transpose(1, 2)
-                stacks[name] = partial(_segmented, stack, present)
+            stacks[name] = _SingleStack(adapters, parameter, layer, cutter)
         for name, modules in self.joined:
-            made = _join(adapters, modules, layer, cutter)
-            if made is not None:
-                stacks[name] = made
+            stacks[name] = _JoinedStack(adapters, modules, layer, cutter)
         return stacks
 
 
 _Lora: TypeAlias = tuple[Parameter, Parameter, int]
+"""A and B of a module, and its outputs."""
 
 
 @dataclass(frozen=True)
@@ -247,60 +284,177 @@ class _Cutter:
     ranks: Ranks
 
     def stack(
-        self, adapters: Sequence[Adapter], parameter: Parameter, layer: int
-    ) -> tuple[Tensor | None, tuple[bool, ...]]:
-        """[adapters, …], and which adapters have one; None where none has."""
+        self,
+        adapters: Sequence[Adapter | None],
+        parameter: Parameter,
+        layer: int,
+        least: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor | None, list[bool]]:
+        """[adapters, …], and which adapters have one; None where none has.
+
+        Args:
+            adapters: in order; None for a slot that nobody has.
+            parameter: of the program.
+            layer: of the model.
+            least: rows and columns of the whole weights, at least.
+        """
         path = parameter.source.format(layer=layer)
-        parts = [self.weights.part(adapter, path) for adapter in adapters]
+        parts = [None if one is None else self.weights.part(one, path) for one in adapters]
+        present = [part is not None for part in parts]
         multiples = [1, 1]
         for dim in open_dims(parameter):
             multiples[dim] = self.ranks.size
-        stack = _padded(parts, _absent(parameter.source), multiples)
-        present = tuple(part is not None for part in parts)
+        stack = _padded(parts, _absent(parameter.source), multiples, least)
         if stack is None:
             return None, present
         piece = piece_of_stack(stack, parameter, self.ranks)
         # A piece by itself, so that the stack of whole weights goes.
         return (piece.contiguous() if piece is not stack else stack).to(self.device), present
 
+    def whole_of(self, stack: Tensor | None, parameter: Parameter) -> tuple[int, int]:
+        """Rows and columns of whole weights, of dims that are as large as adapters have them.
 
-def _segmented(weight: Tensor, present: tuple[bool, ...], segments: Segments) -> SegmentedWeight:
-    return SegmentedWeight(weight, segments, present)
+        Args:
+            stack: of pieces; None where there is none yet.
+            parameter: whose pieces they are.
+        """
+        least = [0, 0]
+        if stack is not None:
+            for dim in open_dims(parameter):
+                is_parted = dim == parted_dim(parameter)
+                least[dim] = stack.shape[dim] * (self.ranks.size if is_parted else 1)
+        return least[0], least[1]
+
+
+class _Stack(Protocol):
+    """The weights of all slots at one attribute of a layer."""
+
+    def put(self, slot: int, adapter: Adapter, layer: int, cutter: _Cutter) -> bool:
+        """Write an adapter's into a slot; False where there is no room for it."""
+
+    def bound(self, slots: slice, segments: Segments) -> object:
+        """What the program reads; None where no adapter has any."""
+
+
+class _SingleStack:
+    """Of one parameter."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter | None],
+        parameter: Parameter,
+        layer: int,
+        cutter: _Cutter,
+    ) -> None:
+        self._parameter = parameter
+        self._stack, self._present = cutter.stack(adapters, parameter, layer)
+        self._turned = parameter.source.endswith((".lora_A", "_adapter_down"))
+
+    def put(self, slot: int, adapter: Adapter, layer: int, cutter: _Cutter) -> bool:
+        least = cutter.whole_of(self._stack, self._parameter)
+        part, (is_there,) = cutter.stack([adapter], self._parameter, layer, least)
+        fits = _write(self._stack, slot, part, _absent(self._parameter.source))
+        if fits:
+            self._present[slot] = is_there
+        return fits
+
+    def bound(self, slots: slice, segments: Segments) -> SegmentedWeight | None:
+        if self._stack is None or not any(self._present[slots]):
+            return None
+        weight = self._stack[slots]
+        weight = weight.transpose(1, 2) if self._turned else weight
+        return SegmentedWeight(weight, segments, tuple(self._present[slots]))
 
 
 JOINED_BYTES = 2**20
 """Up to about here a joined B, zeros included, is read whole from the cache; beyond, its parts."""
 
 
-def _join(
-    adapters: Sequence[Adapter], modules: Sequence[_Lora], layer: int, cutter: _Cutter
-) -> Callable[[Segments], JoinedLora] | None:
-    """The LoRA of several modules of one input; None where no adapter has any of them."""
-    a_parts = [cutter.stack(adapters, a, layer)[0] for a, _, _ in modules]
-    b_parts = [cutter.stack(adapters, b, layer)[0] for _, b, _ in modules]
-    present = [a for a in a_parts if a is not None]
-    if not present:
-        return None
-    count, _, in_ = present[0].shape
-    a = [present[0].new_zeros(count, 0, in_) if part is None else part for part in a_parts]
-    b = [
-        present[0].new_zeros(count, 0, out) if part is None else part
-        for part, (_, _, out) in zip(b_parts, modules, strict=True)
-    ]
-    ranks = [part.shape[1] for part in a]
-    outs = [out for _, _, out in modules]
-    joined = None
-    if len(modules) == 1:
-        joined = b[0]
-    elif count * sum(ranks) * sum(outs) * b[0].element_size() <= JOINED_BYTES:
-        joined = b[0].new_zeros(count, sum(ranks), sum(outs))
+class _JoinedStack:
+    """The LoRA of several modules of one input: A one below the other, B joined or each its own."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter | None],
+        modules: Sequence[_Lora],
+        layer: int,
+        cutter: _Cutter,
+    ) -> None:
+        self._modules = modules
+        parts = [
+            (cutter.stack(adapters, a, layer), cutter.stack(adapters, b, layer))
+            for a, b, _ in modules
+        ]
+        self._present = [
+            any(found[slot] for (_, found), _ in parts) for slot in range(len(adapters))
+        ]
+        there = [a for (a, _), _ in parts if a is not None]
+        self._a: Tensor | None = None
+        if not there:
+            return
+        count, _, in_ = there[0].shape
+        a = [there[0].new_zeros(count, 0, in_) if x is None else x for (x, _), _ in parts]
+        b = [
+            there[0].new_zeros(count, 0, out) if x is None else x
+            for (_, (x, _)), (_, _, out) in zip(parts, modules, strict=True)
+        ]
+        self._ranks = [part.shape[1] for part in a]
+        self._outs = [out for _, _, out in modules]
+        self._a = torch.cat(a, 1)
+        size = count * sum(self._ranks) * sum(self._outs) * b[0].element_size()
+        self._is_joined = len(modules) == 1 or size <= JOINED_BYTES
+        if self._is_joined:
+            whole = b[0].new_zeros(count, sum(self._ranks), sum(self._outs))
+            for view, part in zip(self._blocks(whole), b, strict=True):
+                view.copy_(part)
+            self._b = [whole]
+        else:
+            self._b = b
+
+    def _blocks(self, whole: Tensor) -> list[Tensor]:
+        """Each module's rows and columns of the joined B."""
+        blocks = []
         row = column = 0
-        for part, rank, out in zip(b, ranks, outs, strict=True):
-            joined[:, row : row + rank, column : column + out] = part
+        for rank, out in zip(self._ranks, self._outs, strict=True):
+            blocks.append(whole[:, row : row + rank, column : column + out])
             row, column = row + rank, column + out
-    whole_a = torch.cat(a, 1).transpose(1, 2)
-    rest = () if joined is not None else tuple(b)
-    return lambda segments: JoinedLora(whole_a, rest, joined, ranks, segments)
+        return blocks
+
+    def put(self, slot: int, adapter: Adapter, layer: int, cutter: _Cutter) -> bool:
+        is_there = False
+        a = None if self._a is None else self._a.split(self._ranks, 1)
+        b = [] if a is None else self._blocks(self._b[0]) if self._is_joined else self._b
+        for index, (of_a, of_b, _) in enumerate(self._modules):
+            own_a = None if a is None else a[index]
+            own_b = None if a is None else b[index]
+            for stack, parameter in ((own_a, of_a), (own_b, of_b)):
+                least = cutter.whole_of(stack, parameter)
+                part, (has,) = cutter.stack([adapter], parameter, layer, least)
+                is_there |= has
+                if not _write(stack, slot, part, 0.0):
+                    return False
+        self._present[slot] = is_there
+        return True
+
+    def bound(self, slots: slice, segments: Segments) -> JoinedLora | None:
+        if self._a is None or not any(self._present[slots]):
+            return None
+        b = [part[slots] for part in self._b]
+        joined, rest = (b[0], ()) if self._is_joined else (None, tuple(b))
+        return JoinedLora(self._a[slots].transpose(1, 2), rest, joined, self._ranks, segments)
+
+
+def _write(stack: Tensor | None, slot: int, part: Tensor | None, absent: float) -> bool:
+    """Write an adapter's part, or what stands for none, into a slot; False: there is no room."""
+    if stack is None:
+        return part is None
+    if part is None:
+        stack[slot].fill_(absent)
+        return True
+    if part.shape[1:] != stack.shape[1:]:
+        return False
+    stack[slot].copy_(part[0])
+    return True
 
 
 SCALES = ("ia3_l", "ia3_l_in", "lora_factor")
@@ -313,17 +467,20 @@ def _absent(source: str) -> float:
 
 
 def _padded(
-    parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int]
+    parts: Sequence[Tensor | None],
+    absent: float,
+    multiples: Sequence[int],
+    least: Sequence[int],
 ) -> Tensor | None:
     """The parts stacked, `absent` for missing rows, columns, parts; None where all are missing.
 
-    There are multiples of these numbers of rows and columns.
+    There are multiples of these numbers of rows and columns, and at least so many.
     """
     present = [part for part in parts if part is not None]
     if not present:
         return None
     rows, columns = (
-        -(-max(part.shape[i] for part in present) // multiple) * multiple
+        -(-max(least[i], *(part.shape[i] for part in present)) // multiple) * multiple
         for i, multiple in enumerate(multiples)
     )
     stack = present[0].new_full((len(parts), rows, columns), absent)

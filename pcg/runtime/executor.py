@@ -300,7 +300,7 @@ class Executor:
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
         sequences = cast("Sequence[Sequence[int]]", input_ids)
         adapters = self._adapters_of(len(sequences), adapter)
-        order = sorted(range(len(sequences)), key=lambda i: _adapter_order(adapters[i]))
+        order = self._stacks.order(adapters)
         for i, sequence in enumerate(sequences):
             if not sequence:
                 raise GenerationError(f"sequence {i} has no tokens; give at least one")
@@ -371,15 +371,13 @@ class Executor:
         except BaseException:
             self._adapters = before
             raise
-        self._stacks.forget()
         return adapter
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
-        self._adapter(name)
+        self._stacks.forget(self._adapter(name))
         self._stale.pop(name, None)
         del self._adapters[name]
-        self._stacks.forget()
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; a good one at that path is replaced whole or not."""
@@ -429,7 +427,7 @@ class Executor:
         if settle is not None and self.ranks.size > 1:
             self._stale[name] = settle
         self._served.changed(self._adapters[name])
-        self._stacks.forget()
+        self._stacks.forget(self._adapters[name])
 
     def settle_adapter(self, name: str) -> None:
         """Write an adapter's tensors, if they are yet to be."""
@@ -526,7 +524,3 @@ def _model_dropouts(model: ModelGraph) -> frozenset[str]:
     """The same of a program's bypass networks."""
     nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
     return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
-
-
-def _adapter_order(adapter: Adapter | None) -> tuple[bool, str]:
-    return adapter is not None, "" if adapter is None else adapter.name

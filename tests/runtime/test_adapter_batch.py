@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -113,3 +115,25 @@ def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) ->
     assert not {"linear", "linear_group", "shrink", "expand_add"} & set(ops[0])
     assert ops[1].count("linear_group") == 2
     assert ops[1].count("shrink") == ops[1].count("expand_add") == 1
+
+
+@given(st.lists(st.lists(st.sampled_from([None, *RECIPES]), min_size=1, max_size=9), max_size=6))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_adapters_come_and_go(
+    pair: tuple[Executor, PeftModel], batches: list[list[str | None]]
+) -> None:
+    """Whoever had a slot before, a batch gets its own adapters; one that changed is read anew."""
+    executor, peft = pair
+    tokens = [5, 17, 3, 40]
+    for turn, names in enumerate(batches):
+        if turn == 2:
+            weights = next(iter(executor.adapters["all"].weights.items()))[1]
+            module = peft.base_model.model.get_submodule(
+                next(iter(executor.adapters["all"].weights))
+            )
+            weights.b.mul_(-1.0)
+            module.lora_B["all"].weight.data.mul_(-1.0)
+            executor.refresh_adapter("all")
+        found = executor.logits([tokens] * len(names), names)
+        for name, one in zip(names, found, strict=True):
+            torch.testing.assert_close(one, logits(peft, tokens, name), rtol=1e-4, atol=1e-5)

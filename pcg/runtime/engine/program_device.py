@@ -95,7 +95,7 @@ class ProgramDevice:
         """
         tokens = [0] * len(chunks)
         if chunks:
-            order = sorted(range(len(chunks)), key=lambda i: _adapter_order(chunks[i][0]))
+            order = self._stacks.order([_adapter(sequence) for sequence, _ in chunks])
             found = self._serve([chunks[i] for i in order])
             for i, token in zip(order, found, strict=True):
                 tokens[i] = token
@@ -117,7 +117,7 @@ class ProgramDevice:
             spans.append(Span(len(ids), count, start, sequence.table, virtual))
             ids += sequence.ids(start, end)
         batch = Batch(torch.tensor(ids, device=self._device), spans, self.cache)
-        adapters = [cast("Adapter | None", sequence.request.adapter) for sequence, _ in chunks]
+        adapters = [_adapter(sequence) for sequence, _ in chunks]
         bound = self._stacks.bind(adapters, [span.length for span in spans])
         # After a chunk that is not a prompt's last nothing is sampled.
         ready = [i for i, (sequence, count) in enumerate(chunks) if sequence.pending == count]
@@ -142,7 +142,5 @@ class ProgramDevice:
         return tokens
 
 
-def _adapter_order(sequence: Sequence) -> tuple[bool, str]:
-    """Sequences without an adapter first, those of one adapter together."""
-    adapter = sequence.request.adapter
-    return adapter is not None, "" if adapter is None else f"{adapter.name} {id(adapter)}"
+def _adapter(sequence: Sequence) -> Adapter | None:
+    return cast("Adapter | None", sequence.request.adapter)
