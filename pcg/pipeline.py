@@ -32,7 +32,7 @@ from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
-from pcg.passes.fuse import fuse
+from pcg.passes.fuse import fuse, fuse_linears
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
@@ -199,11 +199,15 @@ def _emit(state: Compilation) -> Compilation:
     if state.training_model is not None:
         epilogue, loss, trained = made(state.training_epilogue)
         model, plan = state.training_model, made(state.plan)
+        # Grouped as serving's are, so that both can run a product together.
+        plans = tuple(
+            dataclasses.replace(one, forward=fuse_linears(one.forward)) for one in plan.plans
+        )
         prologue, prologue_trained = state.training_prologue
-        source = emit_training(state.name, model, plan.plans, plan.layers, epilogue, loss, prologue)
+        source = emit_training(state.name, model, plans, plan.layers, epilogue, loss, prologue)
         training = Training(
             model,
-            plan.plans,
+            plans,
             plan.layers,
             epilogue,
             trained,

@@ -12,7 +12,8 @@ from pcg.ir.program import ModelGraph, TrainingGraph
 def emit_serving(name: str, model: ModelGraph) -> str:
     """The source of prologue, blocks and epilogue."""
     functions = [
-        emit_function(graph, graph.name, f"{_role(model, graph)}") for graph in model.graphs
+        emit_function(graph, graph.name, _role(model, graph), asks=graph in model.blocks)
+        for graph in model.graphs
     ]
     return emit_module(name, "It generates, for adapters of any rank in one batch.", functions)
 
@@ -74,6 +75,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> list[str]:
         f"{where}, forward. Returns its outputs, and what backward is given.",
         outputs=[carried, plan.kept],
         free=True,
+        asks=True,
     )
     if plan.backward is None:
         return [forward]

@@ -40,6 +40,7 @@ def emit_function(
     outputs: Sequence[Sequence[str]] | None = None,
     given: Mapping[str, Sequence[str]] | None = None,
     free: bool = False,
+    asks: bool = False,
 ) -> str:
     """One function.
 
@@ -52,6 +53,8 @@ def emit_function(
         given: inputs that arrive together, in lists of these names before the others. The function
             empties them, so that it alone holds what is in them.
         free: delete each value after its last use.
+        asks: make it a generator that asks its caller for products by frozen weights, so that
+            functions that run together run these together.
     Returns:
         Python source, ending with a line break.
     """
@@ -74,7 +77,7 @@ def emit_function(
         if node.scope != scope:
             scope = node.scope
             lines.append(f"    # {scope or 'layer'}")
-        lines += _statement(node, expressions)
+        lines += _statement(node, expressions, asks and _is_frozen(graph, node))
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
@@ -95,10 +98,18 @@ def _expressions(graph: Graph) -> dict[str, str]:
     return expressions
 
 
-def _statement(node: Node, expressions: Mapping[str, str]) -> list[str]:
+def _is_frozen(graph: Graph, node: Node) -> bool:
+    """Whether a node's second input is a weight of the base."""
+    parameter = graph.parameters_by_name.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    return parameter is not None and parameter.role == "frozen"
+
+
+def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -> list[str]:
     entry = operator(node.op)
     arguments = [expressions[name] for name in node.inputs]
-    source = entry.source(arguments, dict(node.attributes))
+    attributes = dict(node.attributes)
+    asked = entry.asked_source(arguments, attributes) if asks else None
+    source = entry.source(arguments, attributes) if asked is None else asked
     targets = ", ".join(expressions[value.name] for value in node.outputs)
     if entry.returns_sequence and len(node.outputs) == 1:
         targets = f"({targets},)"

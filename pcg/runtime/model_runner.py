@@ -17,6 +17,7 @@ from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapter_batch import Bound
 from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
+from pcg.runtime.split_execution import Asking, alone
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -136,6 +137,10 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
         """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
+        return alone(self.asking_hidden(batch, adapters))
+
+    def asking_hidden(self, batch: Batch, adapters: Bound) -> Asking[list[Tensor]]:
+        """The same, asking the caller for the base's products."""
         batch.ranks = self.ranks
         shared = _as_tuple(
             self._functions["prologue"](
@@ -148,7 +153,7 @@ class ModelRunner:
         for layer, (block, weights, adapter) in enumerate(layers):
             batch.layer = layer
             carried = _as_tuple(
-                self._blocks[block](weights, adapter, batch, *carried, *extra[block])
+                (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
             )
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
 
@@ -170,7 +175,18 @@ class ModelRunner:
         Returns:
             [T or rows, V].
         """
-        inputs = self.hidden(batch, adapters)
+        return self.logits_of(self.hidden(batch, adapters), batch, adapters, rows, row_adapters)
+
+    @torch.inference_mode()
+    def logits_of(
+        self,
+        inputs: Sequence[Tensor],
+        batch: Batch,
+        adapters: Bound,
+        rows: Tensor | None = None,
+        row_adapters: Bound | None = None,
+    ) -> Tensor:
+        """Logits from what the last layer hands on; the arguments are as in `logits`."""
         if rows is not None:
             inputs = [x[rows] for x in inputs]
         outer = (adapters if row_adapters is None else row_adapters).outer

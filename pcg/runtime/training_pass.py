@@ -29,6 +29,7 @@ from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
 from pcg.runtime.kv_cache import KvCache, KvGradients
 from pcg.runtime.page_pool import PageTable
+from pcg.runtime.split_execution import Asking, alone
 
 if TYPE_CHECKING:
     from pcg.runtime.training_runner import TrainingRunner
@@ -126,9 +127,13 @@ class TrainingPass:
     @torch.no_grad()
     def forward(self, tokens: int) -> None:
         """Take the next tokens forward; at the end of the sequences fewer than asked for."""
+        alone(self.asking_forward(tokens))
+
+    def asking_forward(self, tokens: int) -> Asking[None]:
+        """The same, asking the caller for the base's products."""
         window = self.begin(tokens)
         for layer in range(self._layers):
-            self.forward_layer(layer, window)
+            yield from self.asking_layer(layer, window)
         self.end(window)
 
     @property
@@ -173,10 +178,9 @@ class TrainingPass:
         window.carried, window.shared = self._runner.prologue(batch)
         return window
 
-    @torch.no_grad()
-    def forward_layer(self, layer: int, window: Window) -> None:
+    def asking_layer(self, layer: int, window: Window) -> Asking[None]:
         """Take a window through one layer."""
-        window.carried, saved = self._runner.layer(
+        window.carried, saved = yield from self._runner.layer(
             layer, window.batch, window.carried, window.shared
         )
         if not self.trains:
@@ -244,7 +248,7 @@ class TrainingPass:
             window.kept[first][index] for index in self._input_places(first)
         ]
         for i in range(first, layer):
-            carried, _ = self._runner.layer(i, window.batch, carried, window.shared)
+            carried, _ = alone(self._runner.layer(i, window.batch, carried, window.shared))
             self._hand(i + 1, window, carried)
 
     def _hand(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:

@@ -25,6 +25,7 @@ from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.engine.units import run_alone
 from pcg.runtime.model_runner import LayerInputs, load_functions
 from pcg.runtime.prompt_encoder import EncodedTraining
+from pcg.runtime.split_execution import Asking
 from pcg.runtime.training_pass import pass_through
 
 CHUNK_BYTES = 16 * 2**20
@@ -171,19 +172,20 @@ class TrainingRunner:
         batch: Batch,
         carried: Sequence[Tensor],
         shared: Sequence[Tensor | None],
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> Asking[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """A layer's forward: what it hands on, and what it keeps."""
         training = self.training
         batch.layer = layer
         forward = self._functions[training.plans[training.layers[layer]].forward.name]
         graph = training.model.blocks[training.model.layers[layer]]
-        return forward(  # type: ignore[no-any-return]
+        result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from forward(
             self.weights.layers[layer],
             self._layers[layer],
             batch,
             *carried,
             *self._inputs.of(graph, shared),
         )
+        return result
 
     def loss(
         self,

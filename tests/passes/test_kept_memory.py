@@ -12,6 +12,7 @@ import pcg.explaining as explaining
 from pcg.ir.recipe import LoraRecipe
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.split_execution import alone
 from pcg.runtime.training_pass import TrainingPass
 from tests.families import oracle
 from tests.families.families import BY_NAME, FAMILIES, Family
@@ -27,8 +28,9 @@ def measured(executor: Executor) -> int:
     examples = [Example([3] * SEQ, [3] * SEQ)] * BATCH
     whole = TrainingPass(runner, examples, normaliser=1.0)
     window = whole.begin(whole.tokens)
-    for layer in range(len(runner.training.layers)):
-        whole.forward_layer(layer, window)
+    with torch.no_grad():
+        for layer in range(len(runner.training.layers)):
+            alone(whole.asking_layer(layer, window))
     tensors = [x for saved in window.kept for x in saved if x is not None]
     weights = executor.base_weights
     resident = {

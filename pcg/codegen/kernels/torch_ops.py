@@ -41,6 +41,7 @@ from pcg.codegen.kernels.collectives import (
     own_part,
     placed_part,
 )
+from pcg.codegen.kernels.products import linear, linear_group, product, whole_product
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -61,8 +62,11 @@ __all__ = [
     "dropout",
     "embedding_part",
     "inner",
+    "linear",
+    "linear_group",
     "own_part",
     "placed_part",
+    "product",
     "scale",
     "singular_down",
     "singular_down_backward",
@@ -71,10 +75,9 @@ __all__ = [
     "vera_up_backward",
     "virtual_tokens",
     "virtual_tokens_backward",
+    "whole_product",
     "without_virtual",
 ]
-
-_packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -241,13 +244,6 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b); the weight plain, or packed by oneDNN."""
-    if weight.is_mkldnn:
-        return _packed_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    return F.linear(x, weight, bias)
-
-
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W."""
     if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
@@ -263,15 +259,30 @@ def lora_linear(
     a: Sequence[Any],
     b: Sequence[Any],
 ) -> Sequence[Tensor]:
-    """Linear operators of x with each token's own LoRA; the first of `a` holds that of all.
+    """Linear operators of x with each token's own LoRA; the first of `a` holds that of all."""
+    first: Any = weights[0]
+    return add_lora(linear(x, first, first.group_bias), x, first, a, b)
+
+
+def add_lora(
+    y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Add each token's own LoRA to the joined product of some linear operators.
 
     A joined LoRA (`pcg/runtime/adapter_batch.py`) has one stack A [adapters, in, ranks] for all
     outputs, and either one stack B [adapters, ranks, outs] or one of each output.
+
+    Args:
+        y: the product of x by the base's weights, [T, outs]; written over.
+        x: [T, in].
+        weight: the base's, joined.
+        a: of each output; the first holds that of all.
+        b: likewise.
+    Returns:
+        Each operator's output.
     """
-    first: Any = weights[0]
-    y = linear(x, first, first.group_bias)
     lora = a[0]
-    sizes = first.group_sizes
+    sizes = weight.group_sizes
     if lora is None:
         return y.split(sizes, -1) if len(sizes) > 1 else (y,)
     segments = lora.segments
@@ -284,8 +295,8 @@ def lora_linear(
             rows.add_(_segmented_product(s, lora.joined_b, segments))
         else:
             parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
-            for part, out, weight in parts:
-                out.add_(_segmented_product(part, weight, segments))
+            for part, out, own in parts:
+                out.add_(_segmented_product(part, own, segments))
     else:
         s = torch.bmm(x.view(segments.batched), lora.a)
         rows = y.view(segments.batched)
@@ -293,22 +304,9 @@ def lora_linear(
             rows.baddbmm_(s, lora.joined_b) if y.dtype == s.dtype else rows.add_(s @ lora.joined_b)
         else:
             parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
-            for part, out, weight in parts:
-                out.add_(torch.bmm(part, weight))
+            for part, out, own in parts:
+                out.add_(torch.bmm(part, own))
     return y.split(sizes, -1) if len(sizes) > 1 else (y,)
-
-
-def linear_group(
-    x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None] = ()
-) -> Sequence[Tensor]:
-    """The linear operators of x; joined where the first weight holds all and the rest are None."""
-    first: Any = weights[0]
-    if weights[1] is not None:
-        padded = biases or [None] * len(weights)
-        return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
-    y = linear(x, first, first.group_bias)
-    outs: Sequence[Tensor] = y.split(first.group_sizes, -1)
-    return outs
 
 
 # ------------------------------------------------------------------------------ bypass networks

@@ -52,6 +52,10 @@ class Linear(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.linear({', '.join(inputs)})"
 
+    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        (x, weight, *biases) = inputs
+        return f"({_asked('product', x, [weight], biases)})[0]"
+
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield _output_dim(types)
 
@@ -82,6 +86,17 @@ class Linear(Operator):
         return 2 * outputs[0].elements * inputs[0].shape[-1]
 
 
+def _asked(function: str, x: str, weights: Sequence[str], biases: Sequence[str]) -> str:
+    """A product that the caller runs, by the name of its first weight."""
+    name = weights[0].rpartition(".")[2]
+    arguments = ["batch", f'"{name}"', x, _tuple(weights), *([_tuple(biases)] if biases else [])]
+    return f"yield from K.{function}({', '.join(arguments)})"
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
 class LinearGroup(Operator):
     """Linear operators of one input as one product: y_i = x W_iᵀ (+ b_i).
 
@@ -107,6 +122,10 @@ class LinearGroup(Operator):
         weights = ", ".join(inputs[1 : 1 + count])
         biases = ", ".join(inputs[1 + count :])
         return f"K.linear_group({inputs[0]}, ({weights})" + (f", ({biases}))" if biases else ")")
+
+    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        return _asked("product", inputs[0], inputs[1 : 1 + count], inputs[1 + count :])
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
@@ -143,8 +162,14 @@ class LoraLinear(Operator):
         groups = [inputs[i : i + count] for i in range(1, len(inputs), count)]
         if not attributes["bias"]:
             groups.insert(1, [])
-        arguments = ", ".join(f"({', '.join(g)}{',' if len(g) == 1 else ''})" for g in groups)
+        arguments = ", ".join(_tuple(group) for group in groups)
         return f"K.lora_linear({inputs[0]}, {arguments})"
+
+    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        weights, a, b = inputs[1 : 1 + count], inputs[-2 * count : -count], inputs[-count:]
+        y = _asked("whole_product", inputs[0], weights, inputs[1 + count : -2 * count])
+        return f"K.add_lora(({y}), {inputs[0]}, {weights[0]}, {_tuple(a)}, {_tuple(b)})"
 
     def compute_dtype(self, inputs: Types) -> str:
         return inputs[0].dtype  # the base's product; LoRA's are small beside it

@@ -62,6 +62,13 @@ class Operator:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
         raise UnsupportedError(f"operator {self.name!r} cannot run yet; it can only be explained")
 
+    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        """The same in a function that asks its caller for products of the base (`K.product`).
+
+        None where there is nothing to ask for.
+        """
+        return None
+
     def gradient(self, context: Gradient) -> list[str | None]:
         """Add the backward nodes; returns the gradient of each input, None where not needed."""
         raise UnsupportedError(f"operator {self.name!r} has no gradient")
