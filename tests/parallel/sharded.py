@@ -46,7 +46,7 @@ def run(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs, and gradients of the carried input and of adapters' parameters by name."""
     batch = whole_sequences(
-        [[1] * length for length in LENGTHS], torch.device("cpu"), [0] * len(LENGTHS)
+        [[1] * length for length in LENGTHS], torch.device("cpu"), [0] * len(LENGTHS), keeps=True
     )
     if ranks is not None:
         batch.ranks = ranks  # type: ignore[attr-defined]
