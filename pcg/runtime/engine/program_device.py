@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.parallel.ranks import of_first
-from pcg.runtime.adapter_batch import AdapterStacks
+from pcg.runtime.adapter_batch import AdapterStacks, Bound
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, Span
 from pcg.runtime.engine.request import Request
@@ -18,7 +20,9 @@ from pcg.runtime.engine.units import Backward, Forward
 from pcg.runtime.kv_cache import KvCache
 from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.sampling import make_generator, sample
+from pcg.runtime.split_execution import Asking, alone, together
 from pcg.runtime.tokenizer import Tokenizer
+from pcg.runtime.training_pass import ForwardUnit
 
 
 class ProgramDevice:
@@ -88,27 +92,67 @@ class ProgramDevice:
     def run(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> list[int]:
-        """Run sequences' next tokens, and windows of jobs.
+        """Run sequences' next tokens and windows of jobs, the base's products together.
 
         Returns:
             For each sequence the token that follows; any where more are pending.
         """
+        functions: list[Asking[Any]] = []
         tokens = [0] * len(chunks)
+        order = self._stacks.order([_adapter(sequence) for sequence, _ in chunks])
+        served = _Served([chunks[i] for i in order], self._stacks, self.cache, self._device)
         if chunks:
-            order = self._stacks.order([_adapter(sequence) for sequence, _ in chunks])
-            found = self._serve([chunks[i] for i in order])
-            for i, token in zip(order, found, strict=True):
-                tokens[i] = token
+            functions.append(self._runner.asking_hidden(served.batch, served.bound))
         for unit, count in windows:
-            unit.run(count)
+            assert isinstance(unit, ForwardUnit)
+            functions.append(unit.whole.asking_forward(count))
+        if not windows:
+            with torch.inference_mode():
+                found = [alone(function) for function in functions]
+        else:
+            # What windows keep is read, and what is written over it, outside inference mode.
+            with torch.no_grad():
+                found = together(functions)
+        if chunks and served.ready:
+            for i, token in self._sampled(served, found[0]):
+                tokens[order[i]] = token
         return tokens
+
+    def _sampled(self, served: _Served, hidden: List[Tensor]) -> Iterator[tuple[int, int]]:
+        """The token after each sequence whose pending tokens all ran, by its place."""
+        rows, last = served.sampled_rows(self._stacks)
+        logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
+        sequences = [served.chunks[i][0] for i in served.ready]
+        params = [sequence.request.params for sequence in sequences]
+        history = None
+        if any(p.repetition_penalty != 1.0 for p in params):
+            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
+        found = sample(logits.float(), params, [s.sampler for s in sequences], history)
+        yield from zip(served.ready, of_first(self._runner.ranks, found).tolist(), strict=True)
 
     def back(self, unit: Backward) -> None:
         """Run a backward unit."""
         unit.run()
 
-    def _serve(self, chunks: List[tuple[Sequence, int]]) -> list[int]:
-        """Run the sequences' next tokens, of one adapter together; the token after each."""
+
+class _Served:
+    """The sequences of one step, in the order of their adapters' slots.
+
+    Attributes:
+        chunks: sequences, and how many of their pending tokens run.
+        batch: these tokens.
+        bound: their adapters.
+        ready: places of those whose pending tokens all run: after others nothing is sampled.
+    """
+
+    def __init__(
+        self,
+        chunks: List[tuple[Sequence, int]],
+        stacks: AdapterStacks,
+        cache: KvCache,
+        device: torch.device,
+    ) -> None:
+        self.chunks = chunks
         ids: list[int] = []
         spans = []
         for sequence, count in chunks:
@@ -116,30 +160,17 @@ class ProgramDevice:
             virtual = max(min(end, sequence.request.virtual_tokens) - start, 0)
             spans.append(Span(len(ids), count, start, sequence.table, virtual))
             ids += sequence.ids(start, end)
-        batch = Batch(torch.tensor(ids, device=self._device), spans, self.cache)
-        adapters = [_adapter(sequence) for sequence, _ in chunks]
-        bound = self._stacks.bind(adapters, [span.length for span in spans])
-        # After a chunk that is not a prompt's last nothing is sampled.
-        ready = [i for i, (sequence, count) in enumerate(chunks) if sequence.pending == count]
-        tokens = [0] * len(chunks)
-        if not ready:
-            self._runner.hidden(batch, bound)
-            return tokens
-        if len(ids) == len(ready):
-            logits = self._runner.logits(batch, bound)
-        else:
-            rows = batch.last_tokens[ready]
-            last = self._stacks.bind([adapters[i] for i in ready], [1] * len(ready))
-            logits = self._runner.logits(batch, bound, rows, last)
-        sequences = [chunks[i][0] for i in ready]
-        params = [sequence.request.params for sequence in sequences]
-        history = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        found = sample(logits.float(), params, [s.sampler for s in sequences], history)
-        for i, token in zip(ready, of_first(self._runner.ranks, found).tolist(), strict=True):
-            tokens[i] = token
-        return tokens
+        self.batch = Batch(torch.tensor(ids, device=device), spans, cache)
+        self._adapters = [_adapter(sequence) for sequence, _ in chunks]
+        self.bound = stacks.bind(self._adapters, [span.length for span in spans])
+        self.ready = [i for i, (sequence, count) in enumerate(chunks) if sequence.pending == count]
+
+    def sampled_rows(self, stacks: AdapterStacks) -> tuple[Tensor | None, Bound | None]:
+        """Tokens that are sampled after, and their adapters; None where that is all tokens."""
+        if len(self.batch.input_ids) == len(self.ready):
+            return None, None
+        adapters = [self._adapters[i] for i in self.ready]
+        return self.batch.last_tokens[self.ready], stacks.bind(adapters, [1] * len(adapters))
 
 
 def _adapter(sequence: Sequence) -> Adapter | None:

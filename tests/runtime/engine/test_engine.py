@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
+from pcg.codegen.kernels import products
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
@@ -129,6 +130,27 @@ def test_beside_finetuning() -> None:
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert [e.kind for e in engine.log.of("trained")][-2:] == [Kind.PUBLISHED, Kind.COMPLETED]
+
+
+def test_products_of_the_base_run_once_for_all_parts_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 64, Limits(tokens=20))
+    engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    engine.submit(requests(executor, (9,))[0])
+    engine.step()
+    rows: list[int] = []
+    run = products.linear_group
+
+    def counted(x: torch.Tensor, weights: Any, biases: Any = ()) -> Any:
+        rows.append(len(x))
+        return run(x, weights, biases)
+
+    monkeypatch.setattr(products, "linear_group", counted)
+    engine.step()
+    layers = executor.program.config["num_hidden_layers"]
+    assert rows == [20] * 4 * layers  # one that decodes and 19 that train: q k v, o, gate up, down
 
 
 def test_promises_bound_finetuning() -> None:
