@@ -369,11 +369,14 @@ class _Specialiser:
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
         return made(self._run(program, recipes, trains=False).serving)  # type: ignore[no-any-return]
 
-    def training(self, program: Program, recipe: Recipe) -> Training:
-        return made(self._run(program, [recipe], trains=True).training)  # type: ignore[no-any-return]
+    def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
+        state = self._run(program, [recipe], trains=True, windows=windows)
+        return made(state.training)  # type: ignore[no-any-return]
 
     @staticmethod
-    def _run(program: Program, recipes: Sequence[Recipe], trains: bool) -> Compilation:
+    def _run(
+        program: Program, recipes: Sequence[Recipe], trains: bool, windows: bool = False
+    ) -> Compilation:
         model_type = str(program.config["model_type"])
         dtype = adapter_dtype(program.base.dtype)
 
@@ -389,6 +392,7 @@ class _Specialiser:
             tp=program.tp,
             costs=cost_model(program.costs) if program.costs else None,
             tp_plan=program.tp_plan,
+            windows=windows,
             base=program.base,
         )
         return run_passes(state, first="attach")

@@ -31,6 +31,7 @@ from pcg.parallel.layer_costs import DeviceCosts
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
+from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
 from pcg.passes.parallelize import Sharded, parallelize
@@ -38,6 +39,7 @@ from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
 from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
+from pcg.passes.window_attention import window_attention
 from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
@@ -60,6 +62,7 @@ class Compilation:
         tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
         costs: of the device and links that bypass networks are parallelized for.
         tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
+        windows: whether what finetunes takes sequences window by window, through the KV cache.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Compilation:
     tp: int = 1
     costs: CostModel | None = None
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    windows: bool = False
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
@@ -174,9 +178,11 @@ def _prune(state: Compilation) -> Compilation:
 
 
 def _compress(state: Compilation) -> Compilation:
-    kinds = tuple(
-        dataclasses.replace(kind, gradients=compress(kind.gradients)) for kind in state.kinds
-    )
+    def less(gradients: Differentiated) -> Differentiated:
+        gradients = window_attention(gradients) if state.windows else gradients
+        return compress(gradients)
+
+    kinds = tuple(dataclasses.replace(kind, gradients=less(kind.gradients)) for kind in state.kinds)
     return dataclasses.replace(state, kinds=kinds)
 
 

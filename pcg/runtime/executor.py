@@ -49,7 +49,7 @@ class Specialiser(Protocol):
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
 
-    def training(self, program: Program, recipe: Recipe) -> Training: ...
+    def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training: ...
 
 
 class Executor:
@@ -471,8 +471,14 @@ class Executor:
         """What computes losses and gradients of an adapter."""
         return self.training_runner_of(self._adapter(name))
 
-    def training_runner_of(self, adapter: Adapter) -> TrainingRunner:
-        """The same of an adapter that need not be one of this executor's."""
+    def training_runner_of(self, adapter: Adapter, windows: bool = False) -> TrainingRunner:
+        """The same of an adapter that need not be one of this executor's.
+
+        Args:
+            adapter: to train.
+            windows: whether sequences go through the KV cache, window by window; as whole ones, by
+                default.
+        """
         name = adapter.name
         if adapter.recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(
@@ -484,8 +490,10 @@ class Executor:
         key = (
             trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
         )
+        if windows:
+            key |= {"windows"}
         if key not in self._training:
-            training = self._specialiser.training(self.program, adapter.recipe)
+            training = self._specialiser.training(self.program, adapter.recipe, windows)
             check_same(self.ranks, {"the training program": training_text(training)})
             self._training[key] = training
         training = self._training[key]

@@ -120,7 +120,8 @@ class FinetuneJob:
         made = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
         self._adapter = self._served.start(made)
         try:
-            self._runner = executor.training_runner_of(self._adapter)
+            windows = self._served.windows
+            self._runner = executor.training_runner_of(self._adapter, windows)
             for data in filter(None, (self._data, self._eval)):
                 virtual = self._adapter.prompt_tokens
                 check_with_prompt(data, virtual, executor.max_positions)

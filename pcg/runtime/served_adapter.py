@@ -17,9 +17,11 @@ class Served(Protocol):
 
     Attributes:
         executor: that serves it.
+        windows: whether the job's sequences go through the KV cache, window by window.
     """
 
     executor: Executor
+    windows: bool
 
     def start(self, adapter: Adapter) -> Adapter:
         """Hear of it before the first step; the adapter that is trained."""
@@ -44,6 +46,8 @@ class Served(Protocol):
 
 class InPlace:
     """The very tensors that are trained are served; nothing may be served during a step."""
+
+    windows = False
 
     def __init__(self, executor: Executor, name: str) -> None:
         self.executor = executor
@@ -80,6 +84,8 @@ class Published:
         every: steps from one version to the next; 0 publishes the end alone.
         on_publish: is told of each version.
     """
+
+    windows = True
 
     def __init__(
         self, executor: Executor, every: int = 0, on_publish: Callable[[], None] = lambda: None

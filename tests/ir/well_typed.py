@@ -373,12 +373,14 @@ def attention(make: Maker, op: str) -> Sequence[str]:
     heads = groups * kv_heads
     q, k = make.of("bf16", TOKENS, heads, d), make.of("bf16", TOKENS, kv_heads, d)
     inputs = [q, k, make.of("bf16", TOKENS, kv_heads, d_v)]
-    if op == "attention_backward":
+    attributes = {"scale": make.draw(EXPONENTS), "window": make.draw(st.integers(0, 9))}
+    if op.endswith("attention_backward"):
         out = [make.of("bf16", TOKENS, heads, d_v) for _ in range(2)]
         inputs = [*out, make.of("f32", TOKENS, heads), *inputs]
+    if op == "window_attention_backward":
+        inputs, attributes = inputs[:4], {**attributes, "kv_heads": kv_heads, "value_size": d_v}
     flags = make.draw(st.dictionaries(st.sampled_from(["alibi", "sinks"]), st.just(True)))
     inputs += [make.of("f32", heads) for _ in flags]
-    attributes = {"scale": make.draw(EXPONENTS), "window": make.draw(st.integers(0, 9))}
     return make.add(op, *inputs, softcap=make.draw(EXPONENTS), **attributes, **flags)
 
 
@@ -497,7 +499,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward"), rms_norm),
     **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),
     **dict.fromkeys(("rope", "rope_backward"), rope),
-    **dict.fromkeys(("attention", "attention_backward"), attention),
+    **dict.fromkeys(("attention", "attention_backward", "window_attention_backward"), attention),
     **dict.fromkeys(("pointwise", "pointwise_backward"), pointwise),
     **dict.fromkeys(
         (

@@ -168,6 +168,7 @@ def test_gradients_of_every_parameter(
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     check_gradients(runner, expected)
     draw = random.Random(f"{family} {method} {budget}")
+    runner = executor.training_runner_of(executor.adapters[method], windows=True)
     loss = in_windows(runner, examples, targets, lambda: draw.choice((1, 2, 5, 9, 17)))
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     check_gradients(runner, expected)

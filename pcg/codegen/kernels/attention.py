@@ -163,8 +163,8 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     *,
     scale: float,
     window: int = 0,
@@ -174,8 +174,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention: shapes and arguments as there.
 
-    Of a window of sequences in the cache, dk and dv are final: later windows have added theirs to
-    the batch's gradients, and the window adds its own to those of all tokens that it saw.
+    Of a window of sequences in the cache, k and v are read there, and dk and dv are final: later
+    windows have added theirs to the batch's gradients, and the window adds its own to those of all
+    tokens that it saw.
     """
     cache = batch.cached
     if cache is not None:
@@ -192,6 +193,8 @@ def attention_backward(
             alibi=alibi,
             sinks=sinks,
         )
+    assert k is not None
+    assert v is not None
     plain = not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     length = batch.uniform_length
     if plain and q.is_cpu and length:

@@ -318,6 +318,40 @@ class AttentionBackward(Operator):
         return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
 
 
+class WindowAttentionBackward(AttentionBackward):
+    """The same where keys and values are in the KV cache: from dout, out, lse and q.
+
+    dk and dv are final: what later windows have added up is in them.
+
+    Attributes: those of attention; `kv_heads`; `value_size`, d_v.
+    """
+
+    name = "window_attention_backward"
+    inputs = (4, 6)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        q = types[3]
+        heads, size = int(attributes["kv_heads"]), int(attributes["value_size"])  # type: ignore[arg-type]
+        if int(q.shape[1]) % heads or types[0].shape[2] != size:
+            raise TypeCheckError(
+                f"window_attention_backward of dout {types[0]} and q {q} with kv_heads={heads}, "
+                f"value_size={size}"
+            )
+        kv = (q.shape[0], heads)
+        return q, q.with_shape((*kv, q.shape[2])), q.with_shape((*kv, size))
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        whole = (*inputs[:4], "None", "None", *inputs[4:])
+        return f"K.attention_backward(batch, {_attention_arguments(whole, 6, attributes)})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().flops((*inputs[:4], *outputs[1:]), outputs, attributes)
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        own = Operator.moved_bytes(self, inputs, outputs, attributes)
+        return own + 3 * _cached_bytes(outputs[1:])
+
+
 class Experts(Operator):
     """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
 
@@ -472,4 +506,5 @@ OPERATORS: tuple[Operator, ...] = (
     Rope(),
     RopeBackward(),
     TopK(),
+    WindowAttentionBackward(),
 )

@@ -1,0 +1,38 @@
+"""Window attention: backward reads keys and values from the KV cache, where windows left them.
+
+    attention_backward(dout, out, lse, q, k, v)   →   window_attention_backward(dout, out, lse, q)
+
+Token-level finetuning (`pcg.runtime.training_pass`) has all keys and values of its sequences in the
+cache, as later windows attend to them; nothing need be kept of them for backward a second time.
+Where one product makes queries, keys and values, these are views of one tensor, which is kept whole
+for the queries' sake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pcg.ir.graph import Graph, Node
+from pcg.passes.differentiate import Differentiated
+
+
+def window_attention(gradients: Differentiated) -> Differentiated:
+    """The same with a backward that is given no keys and values for attention."""
+    backward = gradients.backward
+    nodes = tuple(_cached(node, backward) for node in backward.nodes)
+    read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
+    inputs = tuple(value for value in backward.inputs if value.name in read)
+    return dataclasses.replace(gradients, backward=backward.replace(nodes=nodes, inputs=inputs))
+
+
+def _cached(node: Node, backward: Graph) -> Node:
+    if node.op != "attention_backward":
+        return node
+    heads, size = backward.types[node.inputs[5]].features
+    sizes = {"kv_heads": heads, "value_size": size}
+    return dataclasses.replace(
+        node,
+        op="window_attention_backward",
+        inputs=(*node.inputs[:4], *node.inputs[6:]),
+        attributes=tuple(sorted({**dict(node.attributes), **sizes}.items())),
+    )
