@@ -90,6 +90,13 @@ Budget = Annotated[
 Batch = Annotated[int, typer.Option(help="Sequences of a finetuning step.", metavar="B")]
 Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="S")]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.", metavar="N")]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="With --tp: ranks hold parts of the tokens of norms and residuals.",
+    ),
+]
 Ranks = Annotated[
     int | None,
     typer.Option(

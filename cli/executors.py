@@ -23,6 +23,7 @@ def open_executor(
     device: str | None,
     trust_edits: bool,
     tp: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Executor:
     """An executor of a program's folder or of a model, with adapters.
 
@@ -34,6 +35,7 @@ def open_executor(
         device: of the weights.
         trust_edits: accept a program whose source was edited.
         tp: number of ranks, of which this process is one; of a program its own where None.
+        sequence_parallel: of a model, whether they hold parts of the tokens; a program has its own.
 
     Raises:
         typer.BadParameter: an option that goes with the other of the two.
@@ -62,26 +64,37 @@ def open_executor(
         from pcg import compiler
 
         return compiler.compile(
-            where, dict(adapters) or None, tp=tp or 1, dtype=dtype, device=device
+            where,
+            dict(adapters) or None,
+            tp=tp or 1,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
         )
 
 
-def ranks_of(where: str, tp: int | None) -> int:
+def ranks_of(where: str, tp: int | None, sequence_parallel: bool) -> int:
     """How many ranks a program's folder or a model runs on.
 
     Raises:
-        typer.BadParameter: a program was compiled for another number.
+        typer.BadParameter: a program was compiled for another number, or otherwise.
     """
     folder = Path(where).expanduser()
     if not (folder / "manifest.json").is_file():
         return tp or 1
-    from pcg.ir.program_folder import degree_of
+    from pcg.ir.program_folder import degree_of, is_sequence_parallel
 
     own = degree_of(folder)
     if tp is not None and tp != own:
         raise typer.BadParameter(
             f"{where} was compiled for {own}; compile it again: pcg compile MODEL --tp {tp}",
             param_hint="--tp",
+        )
+    if sequence_parallel and not is_sequence_parallel(folder):
+        raise typer.BadParameter(
+            f"{where} was compiled without; compile it again: pcg compile MODEL --tp {own} "
+            "--sequence-parallel",
+            param_hint="--sequence-parallel",
         )
     return own
 

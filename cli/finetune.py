@@ -21,6 +21,7 @@ from .arguments import (
     Rank,
     Ranks,
     Runnable,
+    SequenceParallel,
     Targets,
     TrustEdits,
     WeightsPlace,
@@ -231,6 +232,7 @@ def finetune_command(
     progress: Annotated[bool, typer.Option(help="Show a bar on a terminal.")] = True,
     json: Json = False,
     tp: Ranks = None,
+    sequence_parallel: SequenceParallel = False,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -253,13 +255,14 @@ def finetune_command(
     options["resume"] = "auto" if resume is None else resume
     options["checkpoint_dir"] = checkpoint_dir or output / OWN_CHECKPOINTS
     FinetuneOptions.of(options)  # says what is wrong before the model is loaded
-    degree = ranks_of(program, tp)
+    degree = ranks_of(program, tp, sequence_parallel)
     place = {
         "weights": weights,
         "dtype": dtype,
         "device": device,
         "trust_edits": trust_edits,
         "tp": degree,
+        "sequence_parallel": sequence_parallel,
     }
     arguments = {
         "program": program,

@@ -16,6 +16,7 @@ from .arguments import (
     Json,
     Ranks,
     Runnable,
+    SequenceParallel,
     TrustEdits,
     WeightsPlace,
     adapters_of,
@@ -103,6 +104,7 @@ def run_command(
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it is made.")] = False,
     json: Json = False,
     tp: Ranks = None,
+    sequence_parallel: SequenceParallel = False,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -121,7 +123,7 @@ def run_command(
         Prompt(text, name)
         for text, name in zip(texts, _used(use or [], adapters, len(texts)), strict=True)
     ]
-    degree = ranks_of(program, tp)
+    degree = ranks_of(program, tp, sequence_parallel)
     arguments = {
         "program": program,
         "adapters": adapters,
@@ -135,6 +137,7 @@ def run_command(
             "device": device,
             "trust_edits": trust_edits,
             "tp": degree,
+            "sequence_parallel": sequence_parallel,
         },
         "sampling": {
             "max_new_tokens": max_new_tokens,

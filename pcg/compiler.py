@@ -57,6 +57,7 @@ def compile_program(
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -74,6 +75,7 @@ def compile_program(
             file of `pcg profile`.
         tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
             or a JSON file of such; Megatron's, read off the graph, by default.
+        sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -83,7 +85,7 @@ def compile_program(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    check_degree(tp)
+    check_degree(tp, sequence_parallel)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -102,6 +104,7 @@ def compile_program(
         tp=tp,
         costs=cost_model(name) if name else None,
         tp_plan=read_tp_plan(tp_plan),
+        sequence_parallel=sequence_parallel,
     )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, made(state.base))
@@ -121,6 +124,7 @@ def compile_program(
         tp,
         name,
         state.tp_plan,
+        state.sequence_parallel,
     )
 
 
@@ -131,6 +135,7 @@ def compile(
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
@@ -150,6 +155,7 @@ def compile(
             `pcg profile`; the sheet of the device that there is by default.
         tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
             or a JSON file of such; Megatron's, read off the graph, by default.
+        sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU. Over ranks "cuda" is a
@@ -164,7 +170,7 @@ def compile(
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
-    check_degree(tp)
+    check_degree(tp, sequence_parallel)
     if tp > 1:
         check_started(tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
@@ -175,6 +181,7 @@ def compile(
         "tp": tp,
         "costs": costs,
         "tp_plan": tp_plan,
+        "sequence_parallel": sequence_parallel,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -289,10 +296,15 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
     return str(path.resolve()) if path.is_file() else os.fspath(costs)
 
 
-def check_degree(tp: object) -> None:
-    """Refuse what is no number of ranks. ParallelError."""
+def check_degree(tp: object, sequence_parallel: bool = False) -> None:
+    """Refuse what is no number of ranks, and parts of the tokens on one rank. ParallelError."""
     if type(tp) is not int or tp < 1:
         raise ParallelError(f"tp={tp!r}; use an int of at least 1")
+    if sequence_parallel and tp == 1:
+        raise ParallelError(
+            "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one rank; "
+            "use tp=2 or more, or leave it out"
+        )
 
 
 def make_executor(
@@ -393,6 +405,7 @@ class _Specialiser:
             costs=cost_model(program.costs) if program.costs else None,
             tp_plan=program.tp_plan,
             windows=windows,
+            sequence_parallel=program.sequence_parallel,
             base=program.base,
         )
         return run_passes(state, first="attach")

@@ -44,6 +44,7 @@ def explain(
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -63,6 +64,7 @@ def explain(
         costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
             `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
         tp_plan: the base's plan over ranks, as for `compile`.
+        sequence_parallel: as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
@@ -84,6 +86,7 @@ def explain(
     }
     options["find_region"] = find_region
     options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
+    options["sequence_parallel"] = sequence_parallel
     found = compare(model, {"": peft}, **options)
     return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
 
@@ -114,6 +117,7 @@ def compare(
     tp: int = 1,
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -129,6 +133,7 @@ def compare(
         tp: and all others: as for `explain`.
         costs: the device that bypass networks are parallelized for.
         tp_plan: the base's plan over ranks, as for `compile`.
+        sequence_parallel: as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype.
@@ -138,7 +143,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    check_degree(tp)
+    check_degree(tp, sequence_parallel)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -154,6 +159,7 @@ def compare(
         tp=tp,
         costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
         tp_plan=read_tp_plan(tp_plan),
+        sequence_parallel=sequence_parallel,
     )
     folded = run_passes(state, last="fold")
     return {
@@ -255,7 +261,7 @@ def _parallel_regions(
 
         def searches_at(tokens: int) -> list[Search]:
             costs = DeviceCosts(made(state.costs), state.tp, tokens, state.budget.seq)
-            given = (state.tp, costs, True, state.tp_plan)
+            given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
             return [search_layer(block, plain, *given) for block, plain in layers]
 
         return token_regions(searches_at)

@@ -63,6 +63,7 @@ class Compilation:
         costs: of the device and links that bypass networks are parallelized for.
         tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
         windows: whether what finetunes takes sequences window by window, through the KV cache.
+        sequence_parallel: whether ranks hold parts of the tokens between the base's products.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Compilation:
     costs: CostModel | None = None
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     windows: bool = False
+    sequence_parallel: bool = False
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
@@ -139,19 +141,22 @@ def _parallelize(state: Compilation) -> Compilation:
     if state.tp == 1:
         return dataclasses.replace(state, local_base=base)
 
+    base_options = (state.tp_plan, state.sequence_parallel)
+
     def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
         if model is None:
             return None
         costs = state.device_costs(trains)
-        return parallelize(model, base, state.tp, costs, trains, state.tp_plan)
+        return parallelize(model, base, state.tp, costs, trains, *base_options)
 
     serving, training = (
         over_ranks(state.serving_model, False),
         over_ranks(state.training_model, True),
     )
+    plain = parallelize(base, base, state.tp, None, True, *base_options)
     return dataclasses.replace(
         state,
-        local_base=parallelize(base, base, state.tp, tp_plan=state.tp_plan).local,
+        local_base=plain.local,
         serving_model=serving.local if serving else None,
         training_model=training.local if training else None,
         sharded=training or serving,

@@ -25,7 +25,7 @@ class ThreadRanks:
         self.device = torch.device("cpu")
         self._barrier = barrier
         self._slots = slots
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0}
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._slots[self.rank] = x.clone()
@@ -42,6 +42,11 @@ class ThreadRanks:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         self.moved_bytes["all_gather"] += x.numel() * x.element_size() * (self.size - 1)
         return self._exchange(x)
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        own = parts[self.rank]
+        self.moved_bytes["reduce_scatter"] += own.numel() * own.element_size() * (self.size - 1)
+        return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
 
 
 def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:

@@ -9,6 +9,9 @@ from pcg.html.element import Markup, element, row, scroll, section, table
 from pcg.report import Report
 
 _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each rank"}
+_SEQUENCE_PARALLEL = (
+    " Of norms and residuals each rank has a part of the tokens (sequence-parallel)."
+)
 _HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step")
 
 
@@ -25,7 +28,8 @@ def parallel(report: Report) -> Markup | None:
             f"The base is fixed; what adapters add is the least of all typed ways, by the costs of "
             f"{found['costs']} at {found['tokens']:,} tokens. Times and bytes are what a site adds "
             "to one layer and one rank: forward and backward, and the gradients of copied weights, "
-            "which are summed once an optimizer step.",
+            "which are summed once an optimizer step."
+            + (_SEQUENCE_PARALLEL if found["sequence_parallel"] else ""),
         ),
         *(_sent(sent) for sent in found["communication"]),
         scroll("The base's plan", _base(found)),

@@ -16,6 +16,11 @@ of rules serves both ways.
     |d → -           combine: all-gather   partition: a slice
     = → |d           take: a slice         place: zeros around the part
     |d → +           place: zeros around   take: a slice
+    + → |d           scatter: reduce-      gather: all-gather
+    |d → =           gather: all-gather    scatter: reduce-scatter
+
+The last two are of tokens, whose parts are of `part_of_tokens` rows (sequence parallelism:
+Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, §4.2.2).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from pcg.ir.types import TOKENS, Dim, State, TensorType
+from pcg.ir.types import TOKENS, Dim, State, TensorType, part_of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,11 @@ def partitioned(dim: int) -> Layout:
     return Layout(State.PARTITIONED, dim)
 
 
+def token_part(type_: TensorType) -> Layout:
+    """Parts of the tokens; whole for a tensor without any."""
+    return partitioned(-len(type_.dims)) if type_.is_token_wise else WHOLE
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """One way in which ranks can run an operator, each on what it holds.
@@ -94,12 +104,14 @@ def sharding(*layouts: Layout) -> Sharding:
 
 
 def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
-    """The type of what one rank holds; T is a rank's own, an open rank a multiple of the degree."""
+    """The type of what one rank holds; an open rank is a multiple of the degree."""
     if not layout.dim:
         return type_
     sizes = list(type_.shape)
     size = sizes[layout.dim]
-    if size != TOKENS:
+    if size == TOKENS:
+        sizes[layout.dim] = part_of_tokens(degree)
+    else:
         sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
     return type_.with_shape(tuple(sizes))
 

@@ -220,6 +220,7 @@ class Program:
         tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
         costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
         tp_plan: the base's plan over ranks, by module, where the user gave one.
+        sequence_parallel: whether ranks hold parts of the tokens between the base's products.
     """
 
     name: str
@@ -235,6 +236,7 @@ class Program:
     tp: int = 1
     costs: str = ""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    sequence_parallel: bool = False
 
 
 def python_name(name: str) -> str:

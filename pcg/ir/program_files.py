@@ -107,6 +107,7 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             int(plan.get("tp", 1)),  # older folders are of one rank
             str(plan.get("costs", "")),
             dict(plan.get("tp_plan", {})),
+            bool(plan.get("sequence_parallel", False)),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -245,6 +246,7 @@ def _plan(program: Program) -> dict[str, Any]:
         "tp": program.tp,
         "costs": program.costs,
         "tp_plan": dict(program.tp_plan),
+        "sequence_parallel": program.sequence_parallel,
         "layers": list(program.base.layers),
         "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),

@@ -62,8 +62,17 @@ def is_program_folder(path: str | os.PathLike[str]) -> bool:
 
 def degree_of(directory: str | os.PathLike[str]) -> int:
     """How many ranks a program was compiled for. ProgramError: its plan cannot be read."""
+    return int(_plan(directory).get("tp", 1))
+
+
+def is_sequence_parallel(directory: str | os.PathLike[str]) -> bool:
+    """Whether ranks hold parts of the tokens between products. ProgramError: as `degree_of`."""
+    return bool(_plan(directory).get("sequence_parallel", False))
+
+
+def _plan(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory).expanduser() / PLAN
-    return int(json_object(read_bytes(path), str(path)).get("tp", 1))
+    return json_object(read_bytes(path), str(path))
 
 
 # ------------------------------------------------------------------------------------------- save

@@ -9,7 +9,8 @@ A dim prints as its size, then its state and degree when it is not whole:
 
 and a tensor as `bf16[T, 4096|4]`. A size that is a sum stands in parentheses, so that `(T + 4)` is
 four more than T, and `T+4` a pre-reduce dim. `T` is the number of tokens of the step, of whatever
-request or job: activations are token-flat, so `T` is always the first dim of one.
+request or job: activations are token-flat, so `T` is always the first dim of one, or `ceiling(T/4)`
+of what one of 4 ranks holds a part of the tokens of.
 """
 
 from __future__ import annotations
@@ -28,6 +29,22 @@ RANK = sympy.Symbol("r", integer=True, positive=True)
 """Of an adapter, where it is left open: adapters of any meet there."""
 
 Size: TypeAlias = int | sympy.Expr
+
+
+@lru_cache(maxsize=64)
+def part_of_tokens(degree: int) -> sympy.Expr:
+    """Rows that each of so many ranks has of a step's tokens; the last may stand for none."""
+    return sympy.ceiling(TOKENS / degree)
+
+
+def counts_tokens(size: Size) -> bool:
+    """Whether a size is the step's tokens, or a rank's part of them."""
+    if isinstance(size, int):
+        return False
+    return size == TOKENS or (
+        isinstance(size, sympy.ceiling) and (TOKENS / size.args[0]).is_Integer is True
+    )
+
 
 DTYPE_BYTES = {
     "f64": 8,
@@ -51,6 +68,21 @@ TORCH_NAMES = {
 }
 _FLOAT_RANK = {"f16": 0, "bf16": 0, "f32": 1, "f64": 2}
 _INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
+
+
+def tokens_at(size: Size, tokens: Size) -> Size:
+    """What a size that counts tokens is where T stands for so many.
+
+    Args:
+        size: T, or a rank's part of it.
+        tokens: a number or a formula.
+    """
+    return tokens if size == TOKENS else sympy.sympify(size).subs(TOKENS, tokens)
+
+
+def parts_of_tokens(size: Size) -> int:
+    """In how many parts ranks hold the tokens that a size counts; 1 for T itself."""
+    return 1 if size == TOKENS else int(TOKENS / sympy.sympify(size).args[0])
 
 
 class State(enum.Enum):
@@ -108,7 +140,7 @@ class TensorType:
     @property
     def is_token_wise(self) -> bool:
         """Whether the first dim counts tokens."""
-        return bool(self.dims) and self.dims[0].size == TOKENS
+        return bool(self.dims) and counts_tokens(self.dims[0].size)
 
     @property
     def is_float(self) -> bool:
@@ -144,7 +176,7 @@ class TensorType:
 
     def with_features(self, *features: int) -> TensorType:
         """The type with other sizes behind the token dim (instead of all, where it has none)."""
-        return self.with_shape((TOKENS, *features) if self.is_token_wise else features)
+        return self.with_shape((self.shape[0], *features) if self.is_token_wise else features)
 
 
 @lru_cache(maxsize=4096)

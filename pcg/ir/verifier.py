@@ -1,7 +1,8 @@
 """Checks a graph against the rules of the IR.
 
     names       letters, digits, `_` and `.`; each value defined once, before it is read
-    sizes       positive ints or expressions that read back; `T` leads, alone, or is absent
+    sizes       positive ints or expressions that read back; `T` leads, alone or as a rank's part,
+                or is absent
     parameters  a known role, a name in the checkpoint, no token dim
     nodes       an operator of the table, as many inputs as it takes, sorted attributes of the
                 allowed kinds, and the output types that the operator infers
@@ -21,7 +22,7 @@ from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.parser import ROLES, parse_type
 from pcg.ir.printer import NAME, print_attribute, print_node, print_parameter
-from pcg.ir.types import TOKENS, Dim, TensorType
+from pcg.ir.types import TOKENS, Dim, TensorType, counts_tokens
 
 
 def verify(graph: Graph) -> None:
@@ -82,10 +83,10 @@ class _Verifier:
                     f"dim {position} of %{value.name} has size {dim.size}; a size is positive"
                 )
             return
-        if TOKENS in dim.size.free_symbols and (position or dim.size != TOKENS):
+        if TOKENS in dim.size.free_symbols and (position or not counts_tokens(dim.size)):
             self._fail(
                 f"dim {position} of %{value.name} has size {dim.size}; the token dim is the first, "
-                f"and of size {TOKENS}"
+                f"and of size {TOKENS}, or a rank's part as ceiling({TOKENS}/2)"
             )
         try:
             readable = parse_type(str(TensorType("f32", (dim,)))).dims[0].size == dim.size

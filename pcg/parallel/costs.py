@@ -3,6 +3,7 @@
     operator      max(operations / peak, bytes / bandwidth) + launch       the roofline
     all_reduce    2 (n - 1) (α + size / (n β))                             a ring, n ranks
     all_gather      (n - 1) (α + size / (n β))
+    reduce_scatter  (n - 1) (α + size / (n β))
 
 A sheet's peaks are those of its vendor times the shares in `devices.ASSUMED`. A profile
 (`pcg.parallel.profile`) has the seconds of the shapes that were measured, and the roofline between
@@ -30,7 +31,7 @@ SHEETS: Mapping[str, DeviceSheet] = {
 }
 """By name; devices that are known by their memory alone have none."""
 
-_ROUNDS = {"all_gather": 1, "all_reduce": 2}
+_ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
 _Key = tuple[str, Types, Types, tuple[tuple[str, Attribute], ...], int, int]
 
 
@@ -71,7 +72,7 @@ class CostModel(ABC):
         """Seconds of a collective; 0 of one rank.
 
         Args:
-            kind: all_reduce or all_gather.
+            kind: all_reduce, all_gather or reduce_scatter.
             size_bytes: of the tensor that is summed, or of the whole that is gathered.
             degree: number of ranks.
         Raises:

@@ -29,18 +29,26 @@ class ByteCosts:
     What a rank computes counts, as a product on whole tensors is done by all. No device is known:
     the base's plan is the same on all. The unit is an operation of all ranks, so that sums are of
     whole numbers, and ways that cost the same are known as such.
+
+    Args:
+        degree: number of ranks.
+        parts_tokens: whether ranks may hold parts of the tokens. Then costs are of a token on each
+            rank, and what is no product counts, too: else to run a norm on all tokens were as good.
     """
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, parts_tokens: bool = False) -> None:
         self.degree = degree
+        self._parts_tokens = parts_tokens
+        self._tokens = degree if parts_tokens else 1
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         entry = operator(node.op)
-        if not entry.is_product:
+        if not entry.is_product and not self._parts_tokens:
             return 0.0
         types = tuple(graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
-        work = _number(entry.flops(types, outputs, dict(node.attributes)), 1, CONTEXT_TOKENS)
+        flops = entry.flops(types, outputs, dict(node.attributes))
+        work = _number(flops, self._tokens, CONTEXT_TOKENS)
         is_parted = any(layout.dim for layout in rule.inputs)
         return work if is_parted else work * self.degree
 
@@ -51,7 +59,7 @@ class ByteCosts:
         return 0.0
 
     def bytes_sent(self, kind: str, type_: TensorType) -> int:
-        return ring_bytes(kind, size_bytes(type_, 1), self.degree)
+        return ring_bytes(kind, size_bytes(type_, self._tokens), self.degree)
 
     def sum_gradient(self, type_: TensorType) -> float:
         return 0.0
@@ -95,7 +103,7 @@ class DeviceCosts:
             attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
             self._known[key] = self._seconds(key[0], ins, outs, attributes)
             if any(needs):
-                local = _backward(key[0], ins, outs, attributes, needs)
+                local = backward_of(key[0], ins, outs, attributes, needs)
                 self._known[key] += sum(
                     self._seconds(n.op, t, tuple(v.type for v in n.outputs), dict(n.attributes))
                     for n, t in ((n, tuple(local.types[i] for i in n.inputs)) for n in local.nodes)
@@ -136,7 +144,7 @@ class DeviceCosts:
 
 
 def ring_bytes(kind: str, size: int, degree: int) -> int:
-    """Bytes that a rank sends in a ring: `all_reduce` 2 (n - 1) / n, `all_gather` (n - 1) / n."""
+    """Bytes that a rank sends in a ring: `all_reduce` 2 (n - 1) / n, the others (n - 1) / n."""
     return (2 if kind == "all_reduce" else 1) * size * (degree - 1) // degree
 
 
@@ -168,10 +176,10 @@ def _ranked(type_: TensorType) -> TensorType:
     return type_.with_shape(tuple(int(s) if getattr(s, "is_Integer", 0) else s for s in sizes))
 
 
-def _backward(
+def backward_of(
     op: str, ins: Types, outs: Types, attributes: Attributes, needs: tuple[bool, ...]
 ) -> Graph:
-    """The gradient of one operator, of its first output's."""
+    """The gradient of one operator, of its first output's: inputs are `i0`, …, outputs `o0`, …."""
     values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
     made = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
     pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))

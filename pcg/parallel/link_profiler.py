@@ -74,10 +74,11 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
 
 
 def _calls(part: Tensor, whole: Tensor, degree: int) -> dict[str, Callable[[], Any]]:
-    parts = list(whole.chunk(degree))
+    parts, own = list(whole.chunk(degree)), torch.empty_like(part)
     return {
         "all_gather": lambda: dist.all_gather(parts, part),
         "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+        "reduce_scatter": lambda: dist.reduce_scatter(own, parts, dist.ReduceOp.MAX),
     }
 
 

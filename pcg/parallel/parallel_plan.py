@@ -11,8 +11,16 @@ from functools import cache
 from typing import Protocol
 
 from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
-from pcg.ir.types import TensorType
+from pcg.ir.layouts import (
+    PRE_REDUCE,
+    REPLICATED,
+    WHOLE,
+    Layout,
+    Sharding,
+    partitioned,
+    token_part,
+)
+from pcg.ir.types import TOKENS, State, TensorType, part_of_tokens
 
 
 class Costs(Protocol):
@@ -25,7 +33,7 @@ class Costs(Protocol):
         """
 
     def send(self, kind: str, type_: TensorType) -> float:
-        """An `all_reduce` of a tensor, or an `all_gather` of its parts to the whole."""
+        """An `all_reduce` or `reduce_scatter` of a tensor, or an `all_gather` to the whole."""
 
     def bytes_sent(self, kind: str, type_: TensorType) -> int:
         """By each rank in it."""
@@ -37,9 +45,16 @@ class Costs(Protocol):
         """To sum an adapter weight's gradient over the ranks, its share of one micro-batch."""
 
 
+KEPT = Layout(State.REPLICATED, 1)
+"""No layout, but the mark of a copy that backward has to have: it is kept, or gathered again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A transition: the operator, and the layout that it gives."""
+    """A transition: the operator, and the layout that it gives.
+
+    `keep` is none of the graph's, but what backward does to have a gathered copy: gather again.
+    """
 
     op: str
     before: Layout
@@ -48,17 +63,38 @@ class Step:
     @property
     def dim(self) -> int:
         """That is parted, before or after."""
-        return self.before.dim or self.after.dim
+        return min(self.before.dim, self.after.dim)
 
     @property
     def forward(self) -> str:
         """The collective of the forward; empty for none."""
-        return {"reduce": "all_reduce", "combine": "all_gather"}.get(self.op, "")
+        return _FORWARD.get(self.op, "")
 
     @property
     def backward(self) -> str:
         """The collective of the backward; empty for none."""
-        return {"replicate": "all_reduce", "partition": "all_gather"}.get(self.op, "")
+        return _BACKWARD.get(self.op, "")
+
+    def message(self, type_: TensorType, degree: int) -> TensorType:
+        """What its collective is of: the tensor, with rows for all of the ranks' equal parts."""
+        if not self.dim or type_.shape[self.dim] != TOKENS:
+            return type_
+        return type_.with_shape((degree * part_of_tokens(degree), *type_.shape[1:]))
+
+
+_FORWARD = {
+    "combine": "all_gather",
+    "gather": "all_gather",
+    "reduce": "all_reduce",
+    "scatter": "reduce_scatter",
+}
+_BACKWARD = {
+    "gather": "reduce_scatter",
+    "keep": "all_gather",
+    "partition": "all_gather",
+    "replicate": "all_reduce",
+    "scatter": "all_gather",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +135,7 @@ class Choice:
     """How ranks run one node.
 
     Attributes:
-        rule: the way of its operator.
+        rule: the way of its operator; of a graph's outputs the layouts in which they are taken.
         steps: transitions that it asks for, by value, in order.
         held: layouts in which adapters' weights are held that no node before has read.
         bill: of the node and the transitions.
@@ -151,7 +187,8 @@ class Fixed:
     Attributes:
         layouts: of parameters by name. A frozen one that is not named takes what costs the least.
         rules: ways of nodes by name.
-        inputs: layouts of the graph's inputs; whole where not named. Outputs are whole.
+        inputs: layouts of the graph's inputs; whole where not named.
+        outputs: layouts of its outputs, likewise.
         gathered: adapters' weights that have to be gathered where they are read.
         direct: adapters' weights that must not.
     """
@@ -159,21 +196,39 @@ class Fixed:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     rules: Mapping[str, Sharding] = field(default_factory=dict)
     inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     direct: frozenset[str] = frozenset()
 
 
+def token_ends(graph: Graph) -> Fixed:
+    """A layer that is handed parts of the tokens, and hands them on."""
+    carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
+    return Fixed(
+        inputs={name: token_part(graph.types[name]) for name in carried},
+        outputs={name: token_part(graph.types[name]) for name in graph.outputs},
+    )
+
+
 @cache
-def transitions(layout: Layout, wanted: Layout) -> tuple[Step, ...]:
-    """The transitions from a layout, on the way to a wanted one."""
-    parts = [wanted] if wanted.dim else []
+def transitions(layout: Layout, wanted: Layout, tokens: Layout | None = None) -> tuple[Step, ...]:
+    """The transitions from a layout, on the way to a wanted one.
+
+    Args:
+        layout: that there is.
+        wanted: that there has to be.
+        tokens: parts of the tensor's tokens, where ranks may hold such.
+    """
+    parts = [wanted] if wanted.dim and wanted != KEPT else []
     if layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
         # A copy is whole again by way of its parts, or of a summand.
         found = [("take", part) for part in parts or [partitioned(-1)]]
     elif layout == PRE_REDUCE:
-        found = [("reduce", WHOLE)]
+        found = [("reduce", WHOLE), *(("scatter", part) for part in parts if part == tokens)]
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
+        if layout == tokens:
+            found += [("gather", REPLICATED), ("keep", KEPT)]
     return tuple(Step(op, layout, after) for op, after in found if after != layout)

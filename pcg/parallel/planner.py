@@ -6,6 +6,10 @@ are brought into the layouts that a way takes by transitions:
     - → =    0 forward, an all-reduce backward          + → -    an all-reduce forward, 0 backward
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
     = → |d   0 both ways                                |d → +   0 both ways
+    + → |d   a reduce-scatter, then an all-gather       |d → =   an all-gather, a reduce-scatter
+
+The last two are of tokens, whose parts ranks hold where that is asked for (sequence parallelism);
+a copy that was gathered so and that backward reads is gathered again there, one all-gather more.
 
 A layout that a value was once brought into is there for all later readers, so that what is cheapest
 for one node depends on what others did. A state is which layouts the values that are still read
@@ -28,10 +32,19 @@ from dataclasses import dataclass, field
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph, Node, Parameter
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.layouts import (
+    PRE_REDUCE,
+    REPLICATED,
+    WHOLE,
+    Layout,
+    Sharding,
+    partitioned,
+    token_part,
+)
 from pcg.ir.operators import operator
 from pcg.ir.types import RANK, TensorType
-from pcg.parallel.parallel_plan import Bill, Choice, Costs, Fixed, Plan, Step, transitions
+from pcg.parallel.kept_reads import kept_reads
+from pcg.parallel.parallel_plan import KEPT, Bill, Choice, Costs, Fixed, Plan, Step, transitions
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""
@@ -45,7 +58,13 @@ class _State:
     choice: Choice | None = None
 
 
-def plan(graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None) -> Plan:
+def plan(
+    graph: Graph,
+    degree: int,
+    costs: Costs,
+    fixed: Fixed | None = None,
+    token_nodes: frozenset[str] = frozenset(),
+) -> Plan:
     """The cheapest way to run a graph over ranks.
 
     Args:
@@ -53,21 +72,39 @@ def plan(graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None) ->
         degree: number of ranks.
         costs: what ranks pay.
         fixed: what is given.
+        token_nodes: names of nodes that ranks may run on parts of the tokens.
     Raises:
         TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
             names the operator, the layouts, and what it takes.
     """
-    return Planner(graph, degree, costs).plan(fixed or Fixed())
+    return Planner(graph, degree, costs, token_nodes).plan(fixed or Fixed())
 
 
 class Planner:
-    """Plans one graph; what it learns of costs serves further plans of it."""
+    """Plans one graph; what it learns of costs serves further plans of it.
 
-    def __init__(self, graph: Graph, degree: int, costs: Costs) -> None:
+    Args:
+        graph: with whole tensors.
+        degree: number of ranks.
+        costs: what ranks pay.
+        token_nodes: names of nodes that ranks may run on parts of the tokens.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        degree: int,
+        costs: Costs,
+        token_nodes: frozenset[str] = frozenset(),
+    ) -> None:
         self.graph = graph
         self.degree = degree
         self.costs = costs
+        self._token_nodes = token_nodes
         self.active = with_gradient(graph)
+        self._kept_reads = kept_reads(graph, self.active) if token_nodes else frozenset()
+        kinds = {(type_, name in self.active): name for name, type_ in graph.types.items()}
+        self._kinds = {n: kinds[type_, n in self.active] for n, type_ in graph.types.items()}
         self._last = _last_readers(graph)
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
@@ -88,7 +125,7 @@ class Planner:
                 raise TypeCheckError(self._refusal(node, states[0], fixed))
             states = self._undominated(found.values())
             widest = max(widest, len(states))
-        ends = [self._ended(state) for state in states]
+        ends = [self._ended(state, fixed) for state in states]
         end = min(ends, key=lambda state: state.cost)
         choices: list[Choice] = []
         at: _State | None = end
@@ -112,19 +149,27 @@ class Planner:
         types = tuple(self.graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
         needs = tuple(name in self.active for name in node.inputs)
+        is_whole = node.name not in self._token_nodes
         found = {}
         for rule in operator(node.op).shardings(types, dict(node.attributes)):
             held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
+            if is_whole and any(_tokens(type_, layout) for type_, layout in held):
+                continue
             if all(self.fits(type_, layout) for type_, layout in held):
                 found[rule] = self.costs.node(node, self.graph, rule, needs)
         return tuple(found.items())
 
     def fits(self, type_: TensorType, layout: Layout) -> bool:
-        """Whether ranks can hold it so: equal parts of a number, or of an open rank, no tokens."""
-        if not layout.dim:
+        """Whether ranks can hold it so: equal parts of a number, or of an open rank.
+
+        Or of the tokens, where that is asked for.
+        """
+        if not layout.dim or layout == KEPT:
             return True
         if -layout.dim > len(type_.dims):
             return False
+        if _tokens(type_, layout):
+            return bool(self._token_nodes)
         size = type_.shape[layout.dim]
         return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
@@ -135,11 +180,16 @@ class Planner:
                 continue
             for versions, (cost, count), choice in self._brought(state, node, rule, fixed):
                 for value, layout in zip(node.outputs, rule.outputs, strict=True):
-                    versions[value.name] = frozenset([layout])
+                    versions[value.name] = self._made(value.type, layout)
                 for name in self._last.get(place, ()):
                     versions.pop(name, None)
                 total = (state.cost[0] + work + cost, state.cost[1] + count)
                 yield _State(versions, total, state, choice(rule, work))
+
+    def _made(self, type_: TensorType, layout: Layout) -> frozenset[Layout]:
+        """The layouts of a value that is made so; a copy that was not gathered is kept."""
+        is_copy = self._token_nodes and layout == REPLICATED and type_.is_token_wise
+        return frozenset([layout, KEPT] if is_copy else [layout])
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Fixed
@@ -165,8 +215,20 @@ class Planner:
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 made.hold(name, layout, self.graph.types[name], self.costs)
-            if self._bring(versions, node.inputs, rule.inputs, made):
+            if self._bring(versions, *self._wanted(node, rule), made):
                 yield versions, (made.cost, made.count), made
+
+    def _wanted(self, node: Node, rule: Sharding) -> tuple[list[str], list[Layout]]:
+        """The inputs of a node, and what it wants of each."""
+        names, layouts = list(node.inputs), list(rule.inputs)
+        if not self._kept_reads:
+            return names, layouts
+        for index, (name, layout) in enumerate(zip(node.inputs, rule.inputs, strict=True)):
+            is_read = (node.name, index) in self._kept_reads
+            if is_read and layout == REPLICATED and self.graph.types[name].is_token_wise:
+                names.append(name)
+                layouts.append(KEPT)
+        return names, layouts
 
     def _bring(
         self,
@@ -183,8 +245,12 @@ class Planner:
             if path is None:
                 return False
             cost, steps = path
-            versions[name] = versions[name].union(step.after for step in steps)
-            made.bring(name, self.graph.types[name], cost, steps, name in self.active, self.costs)
+            found = {step.after for step in steps}
+            if any(step.op == "replicate" for step in steps):
+                found |= self._made(self.graph.types[name], REPLICATED)
+            versions[name] = versions[name] | found
+            messages = [(step, step.message(self.graph.types[name], self.degree)) for step in steps]
+            made.bring(name, cost, messages, name in self.active, self.costs)
         return True
 
     def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Fixed) -> list[Layout]:
@@ -205,14 +271,16 @@ class Planner:
             choices = [only] if is_reached and name not in fixed.direct else []
         return choices
 
-    def _ended(self, state: _State) -> _State:
-        """With the outputs whole."""
+    def _ended(self, state: _State, fixed: Fixed) -> _State:
+        """With the outputs in their layouts."""
         versions, made = dict(state.versions), _MakeChoice()
         names = self.graph.outputs
-        if not self._bring(versions, names, [WHOLE] * len(names), made):
-            raise TypeCheckError(f"{self.graph.name} has an output that cannot be made whole")
+        layouts = tuple(fixed.outputs.get(name, WHOLE) for name in names)
+        if not self._bring(versions, names, layouts, made):
+            wanted = ", ".join(map(str, layouts))
+            raise TypeCheckError(f"outputs of {self.graph.name} cannot be brought into {wanted}")
         total = (state.cost[0] + made.cost, state.cost[1] + made.count)
-        return _State(versions, total, state, made(Sharding((), ()), 0.0))
+        return _State(versions, total, state, made(Sharding(layouts, ()), 0.0))
 
     # --------------------------------------------------------------------------------- transitions
 
@@ -220,11 +288,11 @@ class Planner:
         self, name: str, have: frozenset[Layout], wanted: Layout
     ) -> tuple[float, tuple[Step, ...]] | None:
         """The cheapest transitions to a layout from those that a value has, and their cost."""
-        type_ = self.graph.types[name]
-        is_active = name in self.active
-        key = (type_, is_active, have, wanted)
+        # By a value of the same type, as names are looked up faster than types.
+        key = (self._kinds[name], have, wanted)
         if key not in self._paths:
-            self._paths[key] = self._find_path(type_, is_active, have, wanted)
+            is_active = name in self.active
+            self._paths[key] = self._find_path(self.graph.types[name], is_active, have, wanted)
         return self._paths[key]
 
     def _find_path(
@@ -232,9 +300,10 @@ class Planner:
     ) -> tuple[float, tuple[Step, ...]] | None:
         best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
+        tokens = token_part(type_) if self._token_nodes and type_.is_token_wise else None
         for _ in range(4):
             for layout, (cost, steps) in list(best.items()):
-                for step in transitions(layout, wanted):
+                for step in transitions(layout, wanted, tokens):
                     if not self.fits(type_, step.after):
                         continue
                     total = cost + self._step_cost(type_, is_active, step)
@@ -244,12 +313,21 @@ class Planner:
         return best.get(wanted)
 
     def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
-        cost = self.costs.send(step.forward, type_) if step.forward else 0.0
+        message = step.message(type_, self.degree)
+        cost = self.costs.send(step.forward, message) if step.forward else 0.0
         if step.backward and is_active:
-            cost += self.costs.send(step.backward, type_)
+            cost += self.costs.send(step.backward, message)
         if step.op == "place" or (step.op == "take" and is_active):
             cost += self.costs.place(type_, step.dim)
         return cost
+
+    def bill_of(self, name: str, step: Step) -> Bill:
+        """What a transition of a value costs by itself."""
+        type_, made = self.graph.types[name], _MakeChoice()
+        is_active = name in self.active
+        cost = self._step_cost(type_, is_active, step)
+        made.bring(name, cost, [(step, step.message(type_, self.degree))], is_active, self.costs)
+        return made(Sharding((), ()), 0.0).bill
 
     def _undominated(self, states: Iterable[_State]) -> list[_State]:
         kept: list[_State] = []
@@ -309,24 +387,40 @@ class _MakeChoice:
     def bring(
         self,
         name: str,
-        type_: TensorType,
         cost: float,
-        steps: tuple[Step, ...],
+        messages: Sequence[tuple[Step, TensorType]],
         is_active: bool,
         costs: Costs,
     ) -> None:
         self.cost += cost
-        self.count += len(steps)
-        self.steps.append((name, steps))
-        for step in steps:
+        self.count += len(messages)
+        self.steps.append((name, tuple(step for step, _ in messages)))
+        for step, message in messages:
             if step.forward:
-                self.forward_bytes += costs.bytes_sent(step.forward, type_)
+                self.forward_bytes += costs.bytes_sent(step.forward, message)
             if step.backward and is_active:
-                self.backward_bytes += costs.bytes_sent(step.backward, type_)
+                self.backward_bytes += costs.bytes_sent(step.backward, message)
 
     def __call__(self, rule: Sharding, work: float) -> Choice:
         bill = Bill(work + self.cost, self.forward_bytes, self.backward_bytes, self.step_bytes)
         return Choice(rule, tuple(self.steps), tuple(self.held), bill)
+
+
+def nodes_of_tokens(
+    graph: Graph, many_adapters: bool, outputs: Sequence[str] | None = None
+) -> frozenset[str]:
+    """Names of nodes that ranks may run on parts of the tokens.
+
+    Args:
+        graph: of whole tensors.
+        many_adapters: whether each token of a batch has its own adapter; what reads adapters'
+            weights then runs on all tokens.
+        outputs: that nodes have to be behind; all by default.
+    """
+    adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()
+    behind = graph if outputs is None else graph.replace(outputs=tuple(outputs))
+    nodes = behind.without_dead_code().nodes
+    return frozenset(node.name for node in nodes if adapter.isdisjoint(node.inputs))
 
 
 def with_gradient(graph: Graph) -> frozenset[str]:
@@ -337,6 +431,11 @@ def with_gradient(graph: Graph) -> frozenset[str]:
         if any(name in active for name in node.inputs):
             active.update(value.name for value in node.outputs if value.type.is_float)
     return frozenset(active)
+
+
+def _tokens(type_: TensorType, layout: Layout) -> bool:
+    """Whether a layout is of parts of the tokens."""
+    return bool(layout.dim) and type_.is_token_wise and layout.dim == -len(type_.dims)
 
 
 def _may_be(fixed: Layout | None, layout: Layout) -> bool:

@@ -55,6 +55,9 @@ class _Ranks:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x, x]
 
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        return parts[0]
+
 
 @dataclass
 class _Step:

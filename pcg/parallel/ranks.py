@@ -1,7 +1,8 @@
 """The ranks of a tensor-parallel group: processes that torchrun or `pcg run --tp` has started.
 
 Every rank runs the same calls in the same order. Bytes that a rank sends, by ring algorithms over n
-ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather.
+ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather or a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Ranks(Protocol):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors, in their order."""
 
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
+
 
 class OneRank:
     """The group of one: it exchanges nothing."""
@@ -66,6 +70,9 @@ class OneRank:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        return parts[0]
 
 
 ALONE = OneRank()
@@ -84,7 +91,7 @@ class ProcessRanks:
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0}
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
         self._group = group
         self._store = store
 
@@ -102,6 +109,13 @@ class ProcessRanks:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(parts, x, group=self._group), "an all-gather")
         return parts
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        """The sum of the ranks' tensors here. RankLostError: another rank is gone."""
+        own = torch.empty_like(parts[self.rank])
+        self.moved_bytes["reduce_scatter"] += own.nbytes * (self.size - 1)
+        self._wait(lambda: dist.reduce_scatter(own, parts, group=self._group), "a reduce-scatter")
+        return own
 
     def _wait(self, run: Callable[[], Any], what: str) -> None:
         try:

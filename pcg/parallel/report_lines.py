@@ -16,6 +16,8 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         candidates: whether to list what was not chosen, too.
     """
     lines = [f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens"]
+    if parallel["sequence_parallel"]:
+        lines.append("  norms, residuals parts of the tokens on each rank (sequence-parallel)")
     several = len(parallel["communication"]) > 1
     for sent in parallel["communication"]:
         block = sent["block"]

@@ -44,6 +44,7 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
             "the adapters": str(sorted(map(str, program.recipes.items()))),
             "costs": _costs_text(program.costs),
             "tp_plan": str(sorted(program.tp_plan.items())),
+            "sequence_parallel": str(program.sequence_parallel),
             "the memory budget": str(program.memory_budget),
             "the serving program": serving_text(program.serving),
             "the training program": training_text(program.training),

@@ -14,16 +14,16 @@ parallelism does), and copies of both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import networkx
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
-from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
-from pcg.parallel.planner import Planner
+from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan, Step, token_ends
+from pcg.parallel.planner import Planner, nodes_of_tokens
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 
@@ -152,6 +152,9 @@ class Search:
         base: ways of the base's nodes, by name.
         gathers: whether weights may be gathered where they are read; those of a batch's many
             adapters may not.
+        parts_tokens: whether ranks hold parts of the tokens between the base's products.
+        base_steps: transitions by value that the base has without adapters, and pays for whoever
+            is the first to ask for them.
     """
 
     def __init__(
@@ -162,18 +165,24 @@ class Search:
         layouts: Mapping[str, Layout],
         base: Mapping[str, Sharding],
         gathers: bool = True,
+        parts_tokens: bool = False,
+        base_steps: frozenset[tuple[str, Step]] = frozenset(),
     ) -> None:
         self.graph = graph
+        self._base_steps = base_steps
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
-        self.planner = Planner(graph, degree, costs)
+        nodes = nodes_of_tokens(graph, not gathers) if parts_tokens else frozenset()
+        self.planner = Planner(graph, degree, costs, nodes)
+        ends = token_ends(graph) if parts_tokens else Fixed()
+        self._given = replace(ends, layouts=layouts, rules=self.base)
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
         self._direct = frozenset() if gathers else frozenset(weights)
 
     def plan(self) -> Plan:
         """The cheapest plan."""
-        return self.planner.plan(Fixed(self.layouts, self.base, direct=self._direct))
+        return self.planner.plan(replace(self._given, direct=self._direct))
 
     def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
         """The cheapest plan that holds adapters' weights in given layouts.
@@ -186,7 +195,8 @@ class Search:
         """
         direct = self._direct_of(layouts, gathered)
         held = {**self.layouts, **layouts}
-        return self.planner.plan(Fixed(held, self.base, gathered=gathered, direct=direct))
+        fixed = replace(self._given, layouts=held, gathered=gathered, direct=direct)
+        return self.planner.plan(fixed)
 
     def _direct_of(self, layouts: Mapping[str, Layout], gathered: frozenset[str]) -> frozenset[str]:
         """Weights that are read as they are held."""
@@ -203,6 +213,18 @@ class Search:
         moved = {name for node in site.nodes for name, _ in plan.choices[node].steps}
         gathered = frozenset(name for name in site.weights if name in moved and plan.held[name].dim)
         return self._candidate(plan, plan, site, gathered)
+
+    def added(self, plan: Plan, nodes: Iterable[str]) -> Bill:
+        """What nodes of bypass networks cost a plan, without transitions that are the base's."""
+        nodes = list(nodes)
+        shared = (
+            self.planner.bill_of(name, step)
+            for node in nodes
+            for name, steps in plan.choices[node].steps
+            for step in steps
+            if (name, step) in self._base_steps
+        )
+        return plan.of(nodes) - sum(shared, Bill())
 
     def _choices(self, best: Plan, site: Site) -> SiteChoice:
         chosen = self.candidate(best, site)
@@ -283,11 +305,12 @@ class Search:
         others = {name: layout for name, layout in best.held.items() if name not in layouts}
         direct = self._direct_of(layouts, gathered)
         held = {**self.layouts, **others, **layouts}
-        return self.planner.plan(Fixed(held, rules, gathered=gathered, direct=direct))
+        fixed = replace(self._given, layouts=held, rules=rules, gathered=gathered, direct=direct)
+        return self.planner.plan(fixed)
 
     def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        bill = best.of(site.nodes) + (plan.total - best.total)
+        bill = self.added(best, site.nodes) + (plan.total - best.total)
         return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill)
 
 

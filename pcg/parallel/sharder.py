@@ -10,14 +10,16 @@ from dataclasses import replace
 
 from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.parallel.parallel_plan import Choice, Plan, Step
+from pcg.parallel.parallel_plan import KEPT, Choice, Plan, Step
 
 _SUFFIX = {
     "combine": "joined",
+    "gather": "gathered",
     "partition": "part",
     "place": "summand",
     "reduce": "sum",
     "replicate": "everywhere",
+    "scatter": "scattered",
     "take": "taken",
 }
 
@@ -50,7 +52,8 @@ class _Sharder:
         for node in self.graph.nodes:
             self._node(node, self.plan.choices[node.name])
         self._bring(self.plan.outputs)
-        return self.builder.build([self.versions[name][WHOLE] for name in self.graph.outputs])
+        outputs = zip(self.graph.outputs, self.plan.outputs.rule.inputs, strict=True)
+        return self.builder.build([self.versions[name][layout] for name, layout in outputs])
 
     def _node(self, node: Node, choice: Choice) -> None:
         for name, layout in choice.held:
@@ -77,7 +80,7 @@ class _Sharder:
     def _bring(self, choice: Choice) -> None:
         for name, steps in choice.steps:
             for step in steps:
-                if step.after not in self.versions[name]:
+                if step.after != KEPT and step.after not in self.versions[name]:
                     self.versions[name][step.after] = self._transition(name, step)
 
     def _transition(self, name: str, step: Step) -> str:

@@ -19,7 +19,7 @@ from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import Recipe
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import TORCH_NAMES, tokens_at
 from pcg.ir.vera_recipe import VeraRecipe
 from pcg.passes.decided_graph import decided_graph
 from pcg.passes.decisions import Decision, decisions
@@ -36,7 +36,7 @@ from pcg.passes.step_memory import (
     carried_bytes,
     step_memory,
 )
-from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
+from pcg.passes.storages import SEQUENCES
 from pcg.report import GraphNode, ParetoPoint, Report, SavedTensor, Stage
 
 
@@ -72,7 +72,7 @@ def account(what: Account, asked: Asked) -> Report:
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
         if not eager.prefix:  # peft refuses the two together
-            inputs = carried_bytes(what.unraised) * TOKENS_OF_BATCH
+            inputs = carried_bytes(what.unraised)
             layers = [inputs] * len(found.layers)
             total = sympy.Add(found.outside, *layers)
             checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
@@ -241,11 +241,13 @@ def _split(row: Decision, restored: int) -> Iterable[Decision]:
 
 
 def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
-    tokens = at[SEQUENCES] * at[CONTEXT]
+    leading: tuple[int, ...] = ()
+    if row.type.is_token_wise:
+        leading = (int(tokens_at(row.type.shape[0], at[SEQUENCES] * at[CONTEXT])),)
     return SavedTensor(
         row.tensor,
         row.op,
-        (tokens,) * row.type.is_token_wise + row.type.features,
+        leading + row.type.features,
         TORCH_NAMES[row.type.dtype],
         bytes_at(row.size_bytes, at),
         formula_text(row.size_bytes),

@@ -120,6 +120,8 @@ def _why_made_again(graph: Graph, maker: Node) -> str:
     parameters = graph.parameters_by_name
     sources = [name for name in dict.fromkeys(maker.inputs) if name not in parameters]
     text = f"made again from {', '.join(sources)}" if sources else "made again from weights alone"
+    if maker.op == "gathered_copy":
+        return f"{text}: the ranks' parts of the tokens are gathered once more"
     if operator(maker.op).is_product:
         return f"{text} by {_work(maker)}, which the budget allows"
     return f"{text} without a matrix product"

@@ -4,7 +4,8 @@
 
 A rank holds each tensor whole or in one of tp equal parts, so that with the same tensors kept, held
 the same way, any sum of bytes is of this form: two degrees give it, and every other one shows
-whether it holds there, as it does not where KV heads are fewer than ranks.
+whether it holds there, as it does not where KV heads are fewer than ranks. Where ranks hold parts
+of the tokens, whole and parted are formulas in ceil(B S / tp), too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 import sympy
 
 from pcg.errors import ParallelError
+from pcg.passes.storages import TOKENS_OF_BATCH
 
 DEGREE = sympy.Symbol("tp", integer=True, positive=True)
 DEGREES = (2, 4, 8, 16, 32, 64)
+
+_ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""Of a rank's part of the tokens, at whatever degree."""
 
 Formulas = Mapping[str, sympy.Expr]
 
@@ -41,7 +46,8 @@ def in_degree(
         except ParallelError:
             continue  # it does not divide the model
         if found is not None:
-            known[other] = found
+            rows = sympy.ceiling(TOKENS_OF_BATCH / other)
+            known[other] = {name: formula.subs(rows, _ROWS) for name, formula in found.items()}
     here = known[degree]
     nearest = sorted(known, key=lambda other: (abs(other - degree), other))[1:3]
     made = {name: _line(name, known, degree, nearest) for name in here if name != "total"}
@@ -54,7 +60,8 @@ def in_degree(
         )
         for name, formula in made.items()
     }
-    return made, exact
+    of_degree = sympy.ceiling(TOKENS_OF_BATCH / DEGREE)
+    return {name: formula.subs(_ROWS, of_degree) for name, formula in made.items()}, exact
 
 
 def _line(

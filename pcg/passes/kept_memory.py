@@ -22,7 +22,7 @@ from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph, TrainingGraph
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, tensor
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, parts_of_tokens, tensor
 from pcg.passes.storages import TOKENS_OF_BATCH, Storage, Storages
 
 
@@ -153,18 +153,26 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
 class Transient:
     """The most that one graph needs at once, beside what is counted elsewhere.
 
-    bytes = per_token · tokens + fixed + per_pair · S²
+    bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
+
+    with a rank's rows = ceil(tokens / parts), where it holds a part of the tokens.
     """
 
     per_token: int
     fixed: int
     per_pair: int = 0
+    per_row: int = 0
+    parts: int = 1
 
     def size_bytes(self, tokens: int, seq: int) -> int:
-        return self.per_token * tokens + self.fixed + self.per_pair * seq**2
+        rows = -(-tokens // self.parts)
+        per_pair = self.per_pair * seq**2
+        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
 
     def formula(self, tokens: sympy.Expr) -> sympy.Expr:
-        return self.per_token * tokens + self.fixed + self.per_pair * CONTEXT**2
+        rows = sympy.ceiling(sympy.sympify(tokens) / self.parts)
+        per_pair = self.per_pair * CONTEXT**2
+        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
 
 
 def training_transients(
@@ -207,26 +215,28 @@ def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) 
     last.update((storages[name].name, len(graph.nodes)) for name in graph.outputs)
     alive = {value.name for value in graph.inputs if value.name in last} - elsewhere
     sizes = _sizes(storages, {*last})
+    leading = {t.shape[0] for t in graph.types.values() if t.is_token_wise}
+    parts = max(map(parts_of_tokens, leading), default=1)
     best = Transient(0, 0)
     for index, node in enumerate(graph.nodes):
         made = {storages[value.name].name for value in node.outputs}
         alive |= {name for name in made if not storages[name].is_parameter} - elsewhere
-        per_token, fixed, per_pair = _temporaries(graph, node)
-        now = Transient(
-            per_token + sum(sizes[name][0] for name in alive),
-            fixed + sum(sizes[name][1] for name in alive),
-            per_pair,
+        kernel = _temporaries(graph, node, parts)
+        per_token, fixed, per_row = (
+            kernel[i] + sum(sizes[name][i] for name in alive) for i in range(3)
         )
+        now = Transient(per_token, fixed, kernel[3], per_row, parts)
         if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
             best = now
         alive = {name for name in alive if last[name] > index}
     return best
 
 
-def _temporaries(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """Bytes a token, whatever the tokens, and a pair of a sequence that a kernel needs itself."""
+def _temporaries(graph: Graph, node: Node, parts: int) -> tuple[int, int, int, int]:
+    """Bytes a token, whatever the tokens, a rank's row and a pair that a kernel needs itself."""
     types = tuple(graph.types[name] for name in node.inputs)
-    return _kernel_bytes(node.op, types, tuple(v.type for v in node.outputs), node.attributes)
+    outputs = tuple(v.type for v in node.outputs)
+    return _kernel_bytes(node.op, types, outputs, node.attributes, parts)
 
 
 @lru_cache(maxsize=4096)
@@ -235,20 +245,27 @@ def _kernel_bytes(
     types: tuple[TensorType, ...],
     outputs: tuple[TensorType, ...],
     attributes: tuple[tuple[str, Attribute], ...],
-) -> tuple[int, int, int]:
+    parts: int,
+) -> tuple[int, int, int, int]:
     formula = operator(op).temporaries(types, outputs, dict(attributes))
-    fixed, token, pair = (
+    fixed, first, all_ranks, pair = (
         int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
-        for tokens, seq in ((0, 0), (1, 0), (0, 1))
+        for tokens, seq in ((0, 0), (1, 0), (parts, 0), (0, 1))
     )
-    return max(token - fixed, 0), max(fixed, 0), max(pair - fixed, 0)
+    # One token is a row of a rank; and as many as there are parts are, too.
+    per_token = (all_ranks - first) // (parts - 1) if parts > 1 else first - fixed
+    per_row = first - fixed - per_token
+    return max(per_token, 0), max(fixed, 0), max(per_row, 0), max(pair - fixed, 0)
 
 
-def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int]]:
-    """Bytes a token, and bytes whatever the tokens, of each storage."""
+def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:
+    """Bytes a token, bytes whatever the tokens, and bytes a rank's row of each storage."""
     sizes = {}
     for name in names:
         type_ = storages[name].type
         size = prod(type_.features) * DTYPE_BYTES[type_.dtype]
-        sizes[name] = (size, 0) if type_.is_token_wise else (0, size)
+        if not type_.is_token_wise:
+            sizes[name] = (0, size, 0)
+        else:
+            sizes[name] = (size, 0, 0) if type_.shape[0] == TOKENS else (0, 0, size)
     return sizes

@@ -15,9 +15,11 @@ from pcg.ir.types import TensorType
 
 _COLLECTIVES = {
     "combine": "all_gather",
+    "gather": "gathered_copy",
     "partition": "own_part",
     "place": "placed_part",
     "reduce": "all_reduce",
+    "scatter": "reduce_scatter",
     "take": "taken_part",
 }
 
@@ -48,6 +50,8 @@ def localize(graph: Graph, degree: int) -> Graph:
         attributes = dict(node.attributes)
         if "dim" in attributes and node.op in _COLLECTIVES:
             attributes["degree"] = degree
+            if node.op != "scatter" and _is_of_tokens(node):
+                attributes["tokens"] = True
         else:
             types = tuple(output.type for output in outputs)
             attributes = dict(operator(node.op).local_attributes(attributes, types))
@@ -61,3 +65,9 @@ def localize(graph: Graph, degree: int) -> Graph:
         tuple(nodes),
         graph.outputs,
     )
+
+
+def _is_of_tokens(node: Node) -> bool:
+    """Whether what a parallelization operator parts, or joins, are the tokens."""
+    type_ = node.output.type
+    return type_.is_token_wise and node.attribute("dim") == -len(type_.dims)

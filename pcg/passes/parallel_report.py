@@ -33,7 +33,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
                 base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
         found = search.find()
         bypass += [_site(choice, block.name) for choice in found.sites]
-        added = best.of(name for site in search.sites for name in site.nodes)
+        added = search.added(best, (name for site in search.sites for name in site.nodes))
         whole = best.total
         sent.append(
             {
@@ -48,6 +48,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
     return {
         "costs": costs.model.name,
         "tokens": costs.tokens,
+        "sequence_parallel": sharded.parts_tokens,
         "base": base,
         "bypass": bypass,
         "communication": sent,

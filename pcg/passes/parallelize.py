@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import Layout
+from pcg.ir.layouts import Layout, layout_of, token_part
 from pcg.ir.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN, base_plan
 from pcg.parallel.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import Costs, Fixed, Plan
-from pcg.parallel.planner import plan
+from pcg.parallel.parallel_plan import Costs, Fixed, Plan, token_ends
+from pcg.parallel.planner import nodes_of_tokens, plan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.localize import localize
@@ -40,6 +40,11 @@ class Sharded:
     searches: tuple[Search, ...]
     plans: tuple[Plan, ...]
 
+    @property
+    def parts_tokens(self) -> bool:
+        """Whether ranks hold parts of the tokens between the base's products."""
+        return layout_of(self.typed.epilogue.inputs[0].type).dim != 0
+
 
 def parallelize(
     model: ModelGraph,
@@ -48,6 +53,7 @@ def parallelize(
     costs: Costs | None = None,
     trains: bool = True,
     tp_plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
 ) -> Sharded:
     """A model over so many ranks.
 
@@ -58,12 +64,13 @@ def parallelize(
         costs: by which bypass networks are parallelized; bytes between ranks by default.
         trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
         tp_plan: the base's plan, where the user gives one.
+        sequence_parallel: whether ranks hold parts of the tokens between the base's products.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
     """
-    costs = costs or ByteCosts(degree)
+    costs = costs or ByteCosts(degree, sequence_parallel)
     searches = tuple(
-        search_layer(block, plain, degree, costs, trains, tp_plan)
+        search_layer(block, plain, degree, costs, trains, tp_plan, sequence_parallel)
         for block, plain in zip(model.blocks, base.blocks, strict=True)
     )
     plans = tuple(search.plan() for search in searches)
@@ -73,7 +80,12 @@ def parallelize(
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
         layouts = _vocabulary(model, base, degree, prologue=is_first)
-        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts))
+        ends_of = _handed(model, prologue=is_first) if sequence_parallel else Fixed()
+        fixed = dataclasses.replace(ends_of, layouts=layouts)
+        nodes: frozenset[str] = frozenset()
+        if sequence_parallel:
+            nodes = nodes_of_tokens(graph, not trains, graph.outputs[: len(blocks[0].outputs)])
+        found = plan(graph, degree, ByteCosts(degree, sequence_parallel), fixed, nodes)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     local = typed.map(lambda graph: localize(graph, degree))
@@ -87,14 +99,34 @@ def search_layer(
     costs: Costs,
     trains: bool = True,
     tp_plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
     layouts = base_plan(split(plain), degree, tp_plan)
     base = repeat_heads(split(plain), degree)
-    choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
+    ends = token_ends(base) if sequence_parallel else Fixed()
+    fixed = dataclasses.replace(ends, layouts=layouts)
+    nodes = nodes_of_tokens(base, many_adapters=False) if sequence_parallel else frozenset()
+    choices = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, nodes).choices
     whole = repeat_heads(split(block), degree)
     rules = {name: choice.rule for name, choice in choices.items()}
-    return Search(whole, degree, costs, layouts, rules, trains)
+    steps = frozenset(
+        (name, step)
+        for choice in choices.values()
+        for name, path in choice.steps
+        for step in path
+        if step.op in ("gather", "scatter")
+    )
+    return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel, steps)
+
+
+def _handed(model: ModelGraph, *, prologue: bool) -> Fixed:
+    """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
+    count = len(model.blocks[0].outputs)
+    if prologue:
+        types = model.prologue.types
+        return Fixed(outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]})
+    return Fixed(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
 
 
 def _vocabulary(

@@ -20,7 +20,7 @@ from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
-from pcg.ir.types import DTYPE_BYTES
+from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.kept_memory import KeptMemory, kept_memory, transient
 from pcg.passes.parallelize import Sharded
@@ -210,8 +210,7 @@ def _loss_workspace(base: ModelGraph, epilogue: Graph, asked: Asked) -> sympy.Ex
     vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
     chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    gradients = carried_bytes(base) * TOKENS_OF_BATCH
-    return transient(epilogue, chunk, asked.seq).formula(symbol) + gradients
+    return transient(epilogue, chunk, asked.seq).formula(symbol) + carried_bytes(base)
 
 
 def _serving_workspace(model: ModelGraph, asked: Asked) -> sympy.Expr:
@@ -227,10 +226,10 @@ def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
     return Moment(sizes.label, bytes_at(sizes.kept, at), bytes_at(sizes.workspace, at))
 
 
-def carried_bytes(model: ModelGraph) -> int:
-    """Bytes of one token of what a layer hands the next."""
+def carried_bytes(model: ModelGraph) -> sympy.Expr:
+    """Bytes of what a layer hands the next; a formula in B and S."""
     carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
-    return sum(prod(v.type.features) * DTYPE_BYTES[v.type.dtype] for v in carried)
+    return sympy.Add(*(v.type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH) for v in carried))
 
 
 def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:

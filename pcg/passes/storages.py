@@ -17,7 +17,7 @@ import sympy
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import DTYPE_BYTES, TensorType
+from pcg.ir.types import DTYPE_BYTES, TensorType, tokens_at
 
 SEQUENCES = sympy.Symbol("B", integer=True, positive=True)
 """Sequences of a batch; each has S tokens, `pcg.ir.operators.model.CONTEXT`."""
@@ -47,7 +47,9 @@ class Storage:
     def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:
         """Its bytes with so many tokens."""
         one = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
-        return one * tokens if self.type.is_token_wise else sympy.Integer(one)
+        if not self.type.is_token_wise:
+            return sympy.Integer(one)
+        return one * tokens_at(self.type.shape[0], tokens)
 
 
 class Storages:

@@ -142,7 +142,7 @@ def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:
     targets = builder.input("targets", tensor("i64", TOKENS))
     logits = model.epilogue.outputs[0]
     gathered = model.epilogue.producers.get(logits)
-    if gathered is not None and gathered.op == "all_gather":
+    if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):
         # Each rank has a part of the vocabulary, and the loss needs no more.
         loss = builder.add("cross_entropy_part", [gathered.inputs[0], targets], name="loss")
     else:

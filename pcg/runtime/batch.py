@@ -169,6 +169,11 @@ class Batch:
         whole = not any(span.context for span in self.spans)
         self.uniform_length = lengths.pop() if len(lengths) == 1 and whole else 0
 
+    @property
+    def tokens(self) -> int:
+        """T of what runs: all tokens, or those that the epilogue gets."""
+        return len(self.input_ids if self.chosen is None else self.chosen)
+
     def dropped_parts(self, key: int) -> list[DroppedPart]:
         """What a random operator of the layer draws from, the same each time it asks.
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, Serving, python_name
+from pcg.ir.types import TOKENS
 from pcg.parallel.ranks import ALONE, Ranks
+from pcg.parallel.token_parts import chosen_rows, rows_of_rank
 from pcg.runtime.adapter_batch import Bound
 from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
@@ -120,6 +122,11 @@ class LayerInputs:
         return [shared[index] for index in self._indices[graph.name]]
 
 
+def parts_tokens(model: ModelGraph) -> bool:
+    """Whether a rank is handed a part of the tokens from layer to layer."""
+    return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
+
+
 class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
@@ -133,6 +140,7 @@ class ModelRunner:
         self._functions = load_functions(serving.source, "serving")
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
+        self._parts_tokens = parts_tokens(serving.model)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
@@ -142,6 +150,7 @@ class ModelRunner:
     def asking_hidden(self, batch: Batch, adapters: Bound) -> Asking[list[Tensor]]:
         """The same, asking the caller for the base's products."""
         batch.ranks = self.ranks
+        batch.chosen = None
         shared = _as_tuple(
             self._functions["prologue"](
                 self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions
@@ -188,9 +197,22 @@ class ModelRunner:
     ) -> Tensor:
         """Logits from what the last layer hands on; the arguments are as in `logits`."""
         if rows is not None:
-            inputs = [x[rows] for x in inputs]
+            batch.chosen = rows
+            carried = self._inputs.carried
+            inputs = [
+                self._chosen(x, rows) if index < carried else x[rows]
+                for index, x in enumerate(inputs)
+            ]
         outer = (adapters if row_adapters is None else row_adapters).outer
         return self._functions["epilogue"](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
+
+    def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows of what the last layer hands on; this rank's part of them, where it has a part."""
+        if not self._parts_tokens:
+            return x[rows]
+        size = self.ranks.size
+        found = chosen_rows(x, rows, self.ranks.rank)
+        return self.ranks.reduce_scatter([rows_of_rank(found, rank, size) for rank in range(size)])
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -23,7 +23,8 @@ from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
 from pcg.runtime.data import IGNORED, Example
 from pcg.runtime.engine.units import run_alone
-from pcg.runtime.model_runner import LayerInputs, load_functions
+from pcg.runtime.loss_chunks import loss_chunks
+from pcg.runtime.model_runner import LayerInputs, load_functions, parts_tokens
 from pcg.runtime.prompt_encoder import EncodedTraining
 from pcg.runtime.split_execution import Asking
 from pcg.runtime.training_pass import pass_through
@@ -58,6 +59,7 @@ class TrainingRunner:
             bind(model.blocks[block].parameters, pieces, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
+        self._parts_tokens = parts_tokens(model)
         self._first = bind(model.prologue.parameters, pieces, 0, weights.prologue)
         self._outer = bind(model.epilogue.parameters, pieces, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = pieces.tensors
@@ -197,24 +199,23 @@ class TrainingRunner:
     ) -> tuple[float, list[Tensor]]:
         """The summed loss, and with a weight the gradient of each carried value."""
         epilogue = self.training.model.epilogue
-        inputs = [*carried, *self._inputs.of(epilogue, shared)]
-        rows = torch.nonzero(targets >= 0).squeeze(-1)
+        shared = self._inputs.of(epilogue, shared)
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
         batch.layer = len(self._layers)  # behind the layers
-        for chunk in rows.split(self._chunk):
-            batch.chosen = chunk
-            part = [x[chunk] for x in inputs]
-            arguments = (self.weights.epilogue, self._outer, batch, *part, targets[chunk])
+        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._parts_tokens):
+            batch.chosen = chunk.rows
+            part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
+            arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
             if weight is None:
                 total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
                 continue
             dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
-            slope = torch.full(chunk.shape, weight, dtype=dtype, device=targets.device)
+            slope = torch.full(chunk.rows.shape, weight, dtype=dtype, device=targets.device)
             (loss,), dx, trained = self._functions["epilogue_train"](*arguments, slope)
             total += loss.sum(dtype=torch.float64)
             for gradient, d in zip(gradients, dx, strict=True):
-                gradient[chunk] = d
+                chunk.put_own(d, gradient)
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
         batch.chosen = None
         return float(total), gradients

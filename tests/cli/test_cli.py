@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import pcg
 from cli.application import app
 from cli.doctor import REQUIREMENTS
+from pcg.ir.program_folder import load_program
 from pcg.ir.recipe import LoraRecipe
 from pcg.source import shipped
 from tests import tiny_llama
@@ -308,11 +309,25 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
         "gpus": ["L4"], "find_region": False, "peers": False, "costs": None, "tp_plan": None,
+        "sequence_parallel": False,
     }  # fmt: skip
     output_of("explain", model, "--peers")
     assert calls.pop()[1]["peers"] is True
     assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
     assert calls.pop()[0][1] is None
+
+
+def test_sequence_parallelism_takes_ranks(model: Path, program: Path, tmp_path: Path) -> None:
+    refused = run("explain", model, "--sequence-parallel")
+    assert_one_error(refused, "tp=1 is one rank; use tp=2 or more")
+    report = json.loads(output_of("explain", model, "--tp", "2", "--sequence-parallel", "--json"))
+    assert report["parallel"]["sequence_parallel"] is True
+    folder = tmp_path / "program"
+    run("compile", model, "--tp", "2", "--sequence-parallel", "-o", folder)
+    assert load_program(folder).sequence_parallel
+    other = run("run", program, "--sequence-parallel", "--prompt", "hello")
+    assert other.exit_code == 2
+    assert "--sequence-parallel" in other.stderr
 
 
 def test_explain_a_model_that_ships() -> None:

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
-from pcg.ir.types import DTYPE_BYTES, TOKENS, Dim, Size, State, TensorType, tensor
+from pcg.ir.types import (
+    DTYPE_BYTES,
+    TOKENS,
+    Dim,
+    Size,
+    State,
+    TensorType,
+    part_of_tokens,
+    tensor,
+)
 
 FLOATS = ("f64", "f32", "bf16", "f16")
 NAMES = st.text("abcxyzABC0189_.", min_size=1, max_size=8)
@@ -477,12 +486,18 @@ def softmax(make: Maker, op: str) -> Sequence[str]:
 def transition(make: Maker, op: str) -> Sequence[str]:
     if op in ("reduce", "replicate", "all_reduce"):
         return make.add(op, make.any())
-    return make.add(op, make.any(rank=2), dim=-1)
+    return make.add(op, make.any(rank=2), dim=-2 if op in ("gather", "scatter") else -1)
 
 
 def collective(make: Maker, op: str) -> Sequence[str]:
-    width = 2 * make.draw(SMALL) if op in ("own_part", "taken_part") else make.draw(SMALL)
-    return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2)
+    is_parted = op in ("own_part", "reduce_scatter", "taken_part")
+    width = 2 * make.draw(SMALL) if is_parted else make.draw(SMALL)
+    if op not in ("gathered_copy", "reduce_scatter") and make.draw(st.booleans()):
+        return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2)
+    degree = make.draw(st.integers(2, 64))
+    flag: dict[str, Attribute] = {} if op == "reduce_scatter" else {"tokens": True}
+    x = make.of("f32", TOKENS if is_parted else part_of_tokens(degree), width)
+    return make.add(op, x, dim=-2, degree=degree, **flag)
 
 
 UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
@@ -509,9 +524,11 @@ RECIPES: dict[str, Recipe] = {
         cross_entropy,
     ),
     **dict.fromkeys(("all_gather", "own_part", "placed_part", "taken_part"), collective),
+    **dict.fromkeys(("gathered_copy", "reduce_scatter"), collective),
     **dict.fromkeys(
         ("all_reduce", "combine", "partition", "place", "reduce", "replicate", "take"), transition
     ),
+    **dict.fromkeys(("gather", "scatter"), transition),
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
     "activate": activate,

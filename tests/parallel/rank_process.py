@@ -16,12 +16,13 @@ from pcg.runtime.finetune_result import StepRecord
 DEGREE = 2
 
 
-def job(output: str) -> None:
+def job(output: str, sequence_parallel: bool) -> None:
     """The job of `ranked.py`, what the rank exchanged on the way, and a Ctrl-C on rank 1 alone."""
     from tests.parallel.ranked import EXAMPLES, JOB, make_executor, make_program, rank_memory, work
 
     name = "qwen2"
-    executor = make_executor(make_program(name, DEGREE), name)
+    program = make_program(name, DEGREE, sequence_parallel=sequence_parallel)
+    executor = make_executor(program, name)
     sent = dict(executor.ranks.moved_bytes)
     executor.logits([3] * 8)
     now = executor.ranks.moved_bytes
@@ -76,7 +77,7 @@ def differ() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "job":
-        job(sys.argv[2])
+        job(sys.argv[2], sys.argv[3:] == ["sequence-parallel"])
     elif sys.argv[1] == "lose-one":
         lose_one()
     else:

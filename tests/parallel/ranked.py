@@ -155,7 +155,9 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
 def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
     """The same of a rank of two, as `explain` says."""
     recipe = recipes(BY_NAME[name])[adapter]
-    report = explaining.explain(program.config, recipe, tp=2, batch=BATCH, seq=SEQ, dtype="float32")
+    options: dict[str, Any] = {"tp": 2, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    options["sequence_parallel"] = program.sequence_parallel
+    report = explaining.explain(program.config, recipe, **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
     return {
         "weights": report.memory_bytes["weights"],

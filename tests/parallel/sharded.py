@@ -9,12 +9,15 @@ from torch import Tensor
 
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.layouts import Layout, State
+from pcg.ir.types import TOKENS
 from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.localize import localize
 from pcg.passes.prune import prune
+from pcg.passes.rematerialize import SaveProblem
+from pcg.passes.train import LayerKind, plan_layer
 from pcg.runtime.batch import whole_sequences
 from tests.passes.evaluate import evaluate, random_values
 from tests.threads import ThreadRanks, run_ranks
@@ -42,47 +45,89 @@ def whole_gradient(parts: Sequence[Tensor], parameter: Parameter | None) -> Tens
 
 
 def run(
-    graph: Graph, values: Mapping[str, Tensor], ranks: ThreadRanks | None = None
+    graph: Graph,
+    values: Mapping[str, Tensor],
+    ranks: ThreadRanks | None = None,
+    lengths: Sequence[int] = LENGTHS,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs, and gradients of the carried input and of adapters' parameters by name."""
+    """Outputs, and gradients of the carried input and of adapters' parameters by name.
+
+    Where ranks hold parts of the tokens, backward gathers them again, as in training.
+    """
     batch = whole_sequences(
-        [[1] * length for length in LENGTHS], torch.device("cpu"), [0] * len(LENGTHS), keeps=True
+        [[1] * length for length in lengths], torch.device("cpu"), [0] * len(lengths), keeps=True
     )
     if ranks is not None:
         batch.ranks = ranks  # type: ignore[attr-defined]
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     found = prune(differentiate(graph, carried), carried)
+    forward, backward = graph.replace(outputs=(*graph.outputs, *found.needed)), found.backward
     count = len(graph.outputs)
-    results = evaluate(graph.replace(outputs=(*graph.outputs, *found.needed)), values, batch)
-    outputs, kept = results[:count], results[count:]
+    if parts_tokens(graph):
+        shared = tuple(value.name for value in graph.inputs[count:])
+        kind = LayerKind("layer", 0, (0,), shared, tuple(carried), found)
+        problem = SaveProblem(graph, found.needed, shared, len(lengths), max(lengths))
+        layer = plan_layer(kind, problem.frontier()[0].saved, "layer")
+        assert layer.backward is not None
+        forward, backward = layer.forward, layer.backward
+    results = evaluate(forward, values, batch)
+    outputs, kept = results[:count], dict(zip(forward.outputs, results, strict=True))
     upstream = {
-        f"d_{name}": torch.randn(
-            out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype
+        f"d_{name}": rows_held(
+            torch.randn(
+                (sum(lengths), *out.shape[1:]),
+                generator=torch.Generator().manual_seed(5),
+                dtype=out.dtype,
+            ),
+            parts_tokens(graph),
+            ranks,
         )
         for name, out in zip(graph.outputs, outputs, strict=True)
     }
-    known = {**values, **dict(zip(found.needed, kept, strict=True)), **upstream}
-    gradients = evaluate(found.backward, known, batch)
+    gradients = evaluate(backward, {**values, **kept, **upstream}, batch)
     names = [*found.wrt, *found.trained]
     return list(outputs), dict(zip(names, gradients, strict=True))
 
 
+def parts_tokens(graph: Graph) -> bool:
+    """Whether a layer is handed, and hands on, a rank's part of the tokens."""
+    return graph.inputs[0].type.shape[0] != TOKENS
+
+
+def rows_held(tensor: Tensor, is_parted: bool, ranks: ThreadRanks | None) -> Tensor:
+    """What a rank holds of a value [T, …]."""
+    if not is_parted or ranks is None:
+        return tensor
+    count = -(-len(tensor) // ranks.size)
+    rows = tensor[ranks.rank * count :][:count]
+    return torch.cat([rows, torch.zeros(count - len(rows), *tensor.shape[1:], dtype=rows.dtype)])
+
+
 def errors(
-    graph: Graph, degree: int, plan: Plan, sent: dict[str, int] | None = None
+    graph: Graph,
+    degree: int,
+    plan: Plan,
+    sent: dict[str, int] | None = None,
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, float]:
     """Relative errors of outputs and gradients on ranks, by name.
 
     Into `sent` goes what rank 0 sends, by kind of collective.
     """
-    values = random_values(graph, sum(LENGTHS))
-    outputs, gradients = run(graph, values)
+    tokens = sum(lengths)
+    values = random_values(graph, tokens)
+    outputs, gradients = run(graph, values, lengths=lengths)
     local = localize(shard(graph, degree, plan), degree)
     verify(local)
+    parted = {value.name for value in local.inputs if value.type.shape[0] != TOKENS}
 
     def on_rank(ranks: ThreadRanks) -> tuple[list[Tensor], dict[str, Tensor]]:
-        own = {value.name: values[value.name] for value in local.inputs}
+        own = {
+            value.name: rows_held(values[value.name], value.name in parted, ranks)
+            for value in local.inputs
+        }
         own |= {p.name: held(values[_same(p, graph)], p.part, ranks) for p in local.parameters}
-        result = run(local, own, ranks)
+        result = run(local, own, ranks, lengths)
         if sent is not None and ranks.rank == 0:
             sent.update(ranks.moved_bytes)
         return result
@@ -90,11 +135,17 @@ def errors(
     found = run_ranks(degree, on_rank)
     result = {}
     for i, (name, expected) in enumerate(zip(graph.outputs, outputs, strict=True)):
-        for rank in range(degree):
-            result[f"{name} on rank {rank}"] = _error(found[rank][0][i], expected)
+        parts = [own[i] for own, _ in found]
+        if parts_tokens(local):
+            parts = [torch.cat(parts)[:tokens]]
+        for rank, part in enumerate(parts):
+            result[f"{name} on rank {rank}"] = _error(part, expected)
     for name, expected in gradients.items():
-        parameter = local.parameters_by_name.get(name)
-        whole = whole_gradient([own[name] for _, own in found], parameter)
+        parts = [own[name] for _, own in found]
+        if name in parted:
+            whole = torch.cat(parts)[:tokens]
+        else:
+            whole = whole_gradient(parts, local.parameters_by_name.get(name))
         result[f"gradient of {name}"] = _error(whole, expected)
     return result
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.ir.graph import Builder, Graph
+from pcg.ir.graph import Attribute, Builder, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
-from pcg.ir.types import TOKENS, tensor
+from pcg.ir.types import TOKENS, part_of_tokens, tensor
+from pcg.ir.verifier import verify
 from pcg.passes.differentiate import differentiate
 from tests.ir.test_shardings import held, joined
 from tests.passes.evaluate import evaluate
@@ -19,11 +20,13 @@ from tests.threads import ThreadRanks, run_ranks
 
 DEGREE = 2
 PART = partitioned(-1)
+ROWS = partitioned(-2)
 
 
 class Spread:
     def __init__(self, ranks: ThreadRanks) -> None:
         self.ranks = ranks
+        self.tokens = 5
 
 
 def one_node(op: str, width: int, with_dim: bool) -> Graph:
@@ -64,6 +67,56 @@ def test_a_transition_changes_how_a_tensor_is_held_and_no_number(
     for expected, whole in ((x, joined(ys, after)), (dy, joined(dxs, dual(before)))):
         assert whole is not None
         torch.testing.assert_close(whole, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 6])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("op", "before", "after"),
+    [
+        ("reduce_scatter", PRE_REDUCE, ROWS),
+        ("gathered_copy", ROWS, REPLICATED),
+        ("own_part", WHOLE, ROWS),
+        ("all_gather", ROWS, WHOLE),
+        ("taken_part", REPLICATED, ROWS),
+        ("placed_part", ROWS, PRE_REDUCE),
+    ],
+)
+def test_a_transition_of_tokens(
+    op: str, before: Layout, after: Layout, degree: int, tokens: int
+) -> None:
+    """The same where the ranks hold parts of the tokens, of any number; rows of none are zeros."""
+    x, dy = torch.randn(2, tokens, 6, dtype=torch.float64).unbind()
+    builder = Builder("g")
+    rows = part_of_tokens(degree) if before == ROWS else TOKENS
+    flag: dict[str, Attribute] = {} if op == "reduce_scatter" else {"tokens": True}
+    value = builder.input("x", tensor("f64", rows, 6))
+    y = builder.add(op, [value], name="y", dim=-2, degree=degree, **flag)
+    graph = builder.build([y])
+    verify(graph)
+    found = differentiate(graph, ["x"])
+    parts = rows_held(x, before, degree, "x")
+    upstream = rows_held(dy, dual(after), degree, "dy")
+
+    def on_rank(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
+        batch = Spread(ranks)
+        batch.tokens = tokens
+        (y,) = evaluate(graph, {"x": parts[ranks.rank]}, batch)
+        (dx,) = evaluate(found.backward, {"d_y": upstream[ranks.rank]}, batch)
+        return y, dx
+
+    ys, dxs = zip(*run_ranks(degree, on_rank), strict=True)
+    for expected, ranks_have, layout in ((x, ys, after), (dy, dxs, dual(before))):
+        whole = joined(ranks_have, layout)
+        assert whole is not None
+        torch.testing.assert_close(whole[:tokens], expected)
+        assert not whole[tokens:].any()
+
+
+def rows_held(x: Tensor, layout: Layout, degree: int, key: object) -> list[Tensor]:
+    """What each rank holds; parts of the tokens have equally many rows."""
+    padding = -len(x) % degree if layout == ROWS else 0
+    return held(F.pad(x, (0, 0, 0, padding)), layout, degree, key)
 
 
 def test_rows_of_a_parted_table() -> None:

@@ -397,7 +397,7 @@ def test_only_floats_are_profiled() -> None:
 def test_links_are_measured() -> None:
     exchanges, backend = link_profiler.measured_exchanges(2, torch.device("cpu"), quick=True)
     assert backend == "gloo"
-    assert len(exchanges) == 2 * len(link_profiler.QUICK_SIZES)
+    assert len(exchanges) == 3 * len(link_profiler.QUICK_SIZES)
     model = ProfileModel(Profile("here", {}, quick().points, exchanges, backend))
     assert model.collective_seconds("all_reduce", 2**20, 2) > 0
     with pytest.raises(CostModelError, match="--tp 4"):

@@ -258,16 +258,18 @@ def test_64_ranks_by_shapes() -> None:
     assert ranks.moved_bytes["all_reduce"] >= 4 * 2 * hidden * (degree - 1) // degree
 
 
-def test_formulas_in_the_degree_give_the_bytes_of_each() -> None:
+@pytest.mark.parametrize("parts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_formulas_in_the_degree_give_the_bytes_of_each(parts: bool) -> None:
     config = {**resolve("meta-llama/Llama-3.1-8B").config, "num_hidden_layers": 2}
-    report = pcg.explain(config, tp=4, seq=256, find_region=True)
+    options: dict[str, Any] = {"seq": 256, "sequence_parallel": parts}
+    report = pcg.explain(config, tp=4, find_region=True, **options)
     names = {
         name: sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S", "tp", "r")
     }
     assert report.formula_degrees["activations"] == (2, 4, 8)
     assert report.formula_degrees["weights"] == (2, 4, 8)
     for degree in (2, 8):
-        found = pcg.explain(config, tp=degree, seq=256).memory_bytes
+        found = pcg.explain(config, tp=degree, **options).memory_bytes
         at = {names["B"]: 1, names["S"]: 256, names["tp"]: degree, names["r"]: 16}
         for name, degrees in report.formula_degrees.items():
             if degree in degrees:

@@ -48,23 +48,30 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_a_job_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("sequence-parallel",)], ids=["sums", "parts of tokens"])
+def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     options += ["--local-addr", "127.0.0.1"]
-    torchrun = start("-m", "torch.distributed.run", *options, SCRIPT, "job", str(tmp_path))
+    options += [SCRIPT, "job", str(tmp_path), *words]
+    torchrun = start("-m", "torch.distributed.run", *options)
     executor = make_executor(make_program("qwen2", 1), "qwen2")
     expected = work(executor)
     _, errors = torchrun.communicate(timeout=120)
     assert torchrun.returncode == 0, errors
     config = executor.program.config
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    predicted = predicted_memory(executor.program, "qwen2", "a")
+    program = make_program("qwen2", 2, sequence_parallel=bool(words))
+    predicted = predicted_memory(program, "qwen2", "a")
+    # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
+    sums, logits = (2 * layers + 1) * 8 * hidden * 4, 8 * config["vocab_size"] // 2 * 4
+    expected_bytes = {"all_reduce": sums, "all_gather": logits, "reduce_scatter": 0}
+    if words:  # a half of each sum, and the other where its parts are joined
+        expected_bytes = {"all_reduce": 0, "all_gather": sums // 2 + logits}
+        expected_bytes["reduce_scatter"] = sums // 2
     for rank in range(2):
         outcome, sent, memory, steps = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
         assert worst_error(outcome, expected) < 1e-5
-        # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
-        assert sent["all_reduce"] == (2 * layers + 1) * 8 * hidden * 4
-        assert sent["all_gather"] == 8 * config["vocab_size"] // 2 * 4
+        assert sent == expected_bytes
         assert memory == predicted
         # All ranks stopped after the step in which one was interrupted, and went on from there.
         assert steps == (2, 2, 4)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from pcg.codegen.kernels.bypass_ops import MadeWeight
 from pcg.parallel.ranks import Ranks
+from pcg.parallel.token_parts import joined_rows, placed_rows, rows_of_rank
 
 
 class Spread(Protocol):
-    """A batch that runs on several ranks."""
+    """A batch that runs on several ranks; of values that are whole it has so many `tokens`."""
 
     ranks: Ranks
+    tokens: int
 
 
 def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
@@ -23,19 +25,29 @@ def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
     return None if x is None else batch.ranks.all_reduce(x)
 
 
-def all_gather(x: Any, dim: int, batch: Spread) -> Any:
+def reduce_scatter(x: Tensor, batch: Spread) -> Tensor:
+    """The rank's part of the tokens of the sum over the ranks."""
+    size = batch.ranks.size
+    parts = [rows_of_rank(x, rank, size).contiguous() for rank in range(size)]
+    return batch.ranks.reduce_scatter(parts)
+
+
+def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Any:
     """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
         return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
-    return torch.cat(batch.ranks.all_gather(x.contiguous()), dim)
+    parts = batch.ranks.all_gather(x.contiguous())
+    return joined_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
 
 
-def placed_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
+def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False) -> Tensor | None:
     """The rank's part of a dim, with zeros for the others'."""
     if x is None:
         return None
+    if tokens:
+        return placed_rows(x, batch.ranks.rank, batch.tokens)
     shape = list(x.shape)
     shape[dim] *= batch.ranks.size
     whole = x.new_zeros(shape)
@@ -44,10 +56,13 @@ def placed_part(x: Tensor | None, dim: int, batch: Spread) -> Tensor | None:
     return whole
 
 
-def own_part(x: Any, dim: int, batch: Spread) -> Any:
+def own_part(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Any:
     """The rank's part of a dim of a tensor, or of one adapter's weight."""
     if x is None:
         return None
+    if tokens:
+        # Not a view, so that what is kept of it is no more than it is.
+        return rows_of_rank(x, batch.ranks.rank, batch.ranks.size).clone()
     if not isinstance(x, Tensor):
         return MadeWeight(own_part(x.weight, dim, batch), x.scale)
     size = x.shape[dim] // batch.ranks.size

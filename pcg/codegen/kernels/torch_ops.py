@@ -40,6 +40,7 @@ from pcg.codegen.kernels.collectives import (
     embedding_part,
     own_part,
     placed_part,
+    reduce_scatter,
 )
 from pcg.codegen.kernels.products import linear, linear_group, product, whole_product
 from pcg.codegen.kernels.virtual_tokens import (
@@ -67,6 +68,7 @@ __all__ = [
     "own_part",
     "placed_part",
     "product",
+    "reduce_scatter",
     "scale",
     "singular_down",
     "singular_down_backward",

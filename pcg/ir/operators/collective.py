@@ -9,9 +9,14 @@ A parallel computation graph has the first four, whose types say how ranks hold 
     combine      |d → -    all_gather     backward: own_part
     take         = → |d    taken_part     backward: placed_part
     place        |d → +    placed_part    backward: taken_part
+    scatter      + → |d    reduce_scatter backward: all_gather
+    gather       |d → =    gathered_copy  backward: reduce_scatter
 
-The last two move nothing: of a tensor that all ranks hold each can take its part, and a part among
-zeros is a summand of the whole.
+take and place move nothing: of a tensor that all ranks hold each can take its part, and a part
+among zeros is a summand of the whole. scatter and gather are of the token dim alone.
+
+Parts of the token dim are of as many rows on all ranks (`pcg.parallel.token_parts`): where the
+ranks are no divisor of T, the last rows are zeros, which a whole tensor is without.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import sympy
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.types import TOKENS, Size, TensorType, counts_tokens, part_of_tokens
 
 
 class Transition(Operator):
@@ -95,6 +101,22 @@ class Place(Transition):
     after = PRE_REDUCE
 
 
+class Scatter(Transition):
+    """A rank's part of the tokens, dim `dim`, of the sum of what the ranks hold."""
+
+    name = "scatter"
+    before = PRE_REDUCE
+    after = None
+
+
+class Gather(Transition):
+    """The ranks' parts of the tokens joined: a copy on each, which has a part of the gradient."""
+
+    name = "gather"
+    before = None
+    after = REPLICATED
+
+
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks: an A100 has 312 TFLOP/s and 300 GB/s of NVLink
 each way (its data sheet), later GPUs about as many."""
@@ -125,24 +147,18 @@ class AllReduce(Collective):
 
 
 class OwnPart(Operator):
-    """The rank's part of dim `dim`, one of `degree` equal ones."""
+    """The rank's part of dim `dim`, one of `degree` equal ones; `tokens` says that it is theirs."""
 
     name = "own_part"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim, degree = _dim_and_degree(types, attributes)
-        sizes = list(types[0].shape)
-        size = sizes[dim]
-        if isinstance(size, int) and size % degree:
-            raise TypeCheckError(f"own_part of {types[0]}: {degree} does not divide dim {dim}")
-        sizes[dim] = size // degree if isinstance(size, int) else size / degree
-        return (types[0].with_shape(tuple(sizes)),)
+        return (_parted(types, attributes),)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return sympy.Integer(0)  # PyTorch gives a view
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.own_part({inputs[0]}, {attributes['dim']}, batch)"
+        return f"K.own_part({inputs[0]}, {_part_arguments(attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("all_gather", context.incoming, **context.attributes)]
@@ -158,18 +174,20 @@ class TakenPart(OwnPart):
 
 
 class AllGather(Collective):
-    """The parts of `degree` ranks, joined along dim `dim`."""
+    """The parts of `degree` ranks, joined along dim `dim`; `tokens` says that it is theirs."""
 
     name = "all_gather"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim, degree = _dim_and_degree(types, attributes)
-        sizes = list(types[0].shape)
-        sizes[dim] *= degree
-        return (types[0].with_shape(tuple(sizes)),)
+        return (_joined(types, attributes),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.all_gather({inputs[0]}, {attributes['dim']}, batch)"
+        return f"K.all_gather({inputs[0]}, {_part_arguments(attributes)})"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Every rank's rows, before they are joined.
+        rows = cast("int", attributes["degree"]) * inputs[0].size_bytes
+        return rows if attributes.get("tokens") else sympy.Integer(0)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("own_part", context.incoming, **context.attributes)]
@@ -186,29 +204,102 @@ class PlacedPart(AllGather):
         return 2 * inputs[0].size_bytes + outputs[0].size_bytes  # zeros, then the part over them
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.placed_part({inputs[0]}, {attributes['dim']}, batch)"
+        return f"K.placed_part({inputs[0]}, {_part_arguments(attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("taken_part", context.incoming, **context.attributes)]
 
 
-def _dim_and_degree(types: Types, attributes: Attributes) -> tuple[int, int]:
+class GatheredCopy(AllGather):
+    """The parts of `degree` ranks of the tokens, joined; each copy has a part of the gradient.
+
+    It is not kept for backward, which gathers it again where it reads it: kept whole on each rank
+    it would be all that is spared (Korthikanti et al. 2022, §4.2.2).
+    """
+
+    name = "gathered_copy"
+    is_product = False
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = {k: v for k, v in context.attributes.items() if k != "tokens"}
+        return [context.add("reduce_scatter", context.incoming, **attributes)]
+
+
+class ReduceScatter(Collective):
+    """The rank's part of the tokens, one of `degree` along dim `dim`, of the sum of all tensors."""
+
+    name = "reduce_scatter"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (_parted(types, {**attributes, "tokens": True}),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.reduce_scatter({inputs[0]}, batch)"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("all_gather", context.incoming, tokens=True, **context.attributes)]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * inputs[0].size_bytes
+
+
+def _parted(types: Types, attributes: Attributes) -> TensorType:
+    """What one rank has of a tensor."""
+    dim, degree = _dim_and_degree(types, attributes, TOKENS)
+    sizes = list(types[0].shape)
+    size = sizes[dim]
+    if isinstance(size, int) and size % degree:
+        raise TypeCheckError(f"{types[0]}: {degree} does not divide dim {dim}")
+    if size == TOKENS:
+        sizes[dim] = part_of_tokens(degree)
+    else:
+        sizes[dim] = size // degree if isinstance(size, int) else size / degree
+    return types[0].with_shape(tuple(sizes))
+
+
+def _joined(types: Types, attributes: Attributes) -> TensorType:
+    """What the ranks' parts are together."""
+    degree = cast("int", attributes["degree"])
+    dim, degree = _dim_and_degree(types, attributes, part_of_tokens(degree))
+    sizes = list(types[0].shape)
+    sizes[dim] = TOKENS if counts_tokens(sizes[dim]) else sizes[dim] * degree
+    return types[0].with_shape(tuple(sizes))
+
+
+def _dim_and_degree(types: Types, attributes: Attributes, tokens: Size) -> tuple[int, int]:
+    """The dim and the degree, checked; `tokens` is the size that a token dim has to have."""
     dim, degree = cast("int", attributes["dim"]), cast("int", attributes["degree"])
     if not -len(types[0].dims) <= dim < 0 or degree < 2:
         raise TypeCheckError(f"{types[0]} has no {degree} parts of dim {dim}")
+    size = types[0].shape[dim]
+    if attributes.get("tokens", False) != counts_tokens(size) or (
+        counts_tokens(size) and size != tokens
+    ):
+        raise TypeCheckError(
+            f"dim {dim} of {types[0]} is of size {size}; of tokens it is {tokens}, and the "
+            "attribute tokens is True, else it is missing"
+        )
     return dim, degree
+
+
+def _part_arguments(attributes: Attributes) -> str:
+    return f"{attributes['dim']}, batch" + (", tokens=True" if attributes.get("tokens") else "")
 
 
 OPERATORS: tuple[Operator, ...] = (
     AllGather(),
     AllReduce(),
     Combine(),
+    Gather(),
+    GatheredCopy(),
     OwnPart(),
     Partition(),
     Place(),
     PlacedPart(),
     Reduce(),
+    ReduceScatter(),
     Replicate(),
+    Scatter(),
     Take(),
     TakenPart(),
 )

@@ -22,7 +22,7 @@ from pcg.ir.operators.operator import (
     cast_bytes,
     widened,
 )
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, promote, tensor
+from pcg.ir.types import DTYPE_BYTES, TensorType, promote, tensor
 
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
 """Tokens that a token attends to at most: the length of its sequence."""
@@ -170,7 +170,7 @@ class Rope(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, cos, sin = types
-        expected = (TOKENS, attributes["rotary_dim"])
+        expected = (x.shape[0], attributes["rotary_dim"])
         if len(x.dims) != 3 or cos.shape != expected or sin.shape != expected:
             raise TypeCheckError(
                 f"rope of {x} takes cos and sin {list(expected)}, not {cos}, {sin}"
@@ -405,7 +405,7 @@ class CrossEntropy(Operator):
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (tensor("f32", TOKENS),)
+        return (tensor("f32", types[0].shape[0]),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.cross_entropy({', '.join(inputs)})"

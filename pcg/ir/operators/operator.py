@@ -19,7 +19,7 @@ import sympy
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Node
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType
+from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
 Types = tuple[TensorType, ...]
 Attributes = Mapping[str, Attribute]
@@ -37,6 +37,8 @@ class Operator:
     """Whether eager PyTorch gives a view of the first input, which costs no memory."""
     sees_sequences: ClassVar[bool] = False
     """Whether a token's result depends on other tokens; true of attention alone."""
+    sees_rows: ClassVar[bool] = False
+    """Whether it asks the batch which token a row is, as where some are virtual."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Names of the outputs after the first."""
     returns_sequence: ClassVar[bool] = False
@@ -101,7 +103,7 @@ class Operator:
                 layouts = [PRE_REDUCE if i in summed else REPLICATED for i in range(len(types))]
                 yield Sharding(tuple(layouts), (PRE_REDUCE,) * len(outputs))
         dims = list(self.aligned(types, attributes))
-        if not self.sees_sequences and not self.is_random:
+        if not (self.sees_sequences or self.sees_rows or self.is_random):
             dims.append((_token_dims(types), _token_dims(outputs)))
         for ins, outs in dims:
             if all(outs):
@@ -271,6 +273,6 @@ def feature_dim(type_: TensorType, dim: int) -> int:
         TypeCheckError: the dim is out of range, or the token dim.
     """
     rank = len(type_.dims)
-    if not -rank <= dim < 0 or type_.shape[dim] == TOKENS:
+    if not -rank <= dim < 0 or counts_tokens(type_.shape[dim]):
         raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")
     return dim

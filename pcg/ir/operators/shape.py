@@ -23,7 +23,7 @@ from pcg.ir.operators.operator import (
     feature_dim,
     same_dims,
 )
-from pcg.ir.types import TOKENS, TensorType, promote, tensor
+from pcg.ir.types import TensorType, promote, tensor
 
 
 def _sizes(attributes: Attributes, name: str = "shape") -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def _full_shape(type_: TensorType, attributes: Attributes) -> TensorType:
     sizes = _sizes(attributes)
     if (sizes[:1] == (-1,)) != type_.is_token_wise:
         raise TypeCheckError(f"shape {list(sizes)} of {type_}: -1 first if and only if tokens lead")
-    return type_.with_shape(tuple(TOKENS if size == -1 else size for size in sizes))
+    return type_.with_shape(tuple(type_.shape[0] if size == -1 else size for size in sizes))
 
 
 class Reshape(Operator):
@@ -333,9 +333,9 @@ class Embedding(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types
-        if ids.is_float or len(table.dims) != 2 or ids.shape != (TOKENS,):
+        if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise or ids.features:
             raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
-        return (table.with_shape((TOKENS, table.shape[1])),)
+        return (table.with_shape((ids.shape[0], table.shape[1])),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"F.embedding({inputs[1]}, {inputs[0]})"

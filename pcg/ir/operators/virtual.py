@@ -22,6 +22,7 @@ class VirtualTokens(Operator):
     """
 
     name = "virtual_tokens"
+    sees_rows = True
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -46,6 +47,7 @@ class WithoutVirtual(Operator):
     """x with zeros in each virtual row: the gradient of what a prompt replaced."""
 
     name = "without_virtual"
+    sees_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not types[0].is_token_wise:
@@ -66,6 +68,7 @@ class VirtualTokensBackward(Operator):
     """
 
     name = "virtual_tokens_backward"
+    sees_rows = True
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

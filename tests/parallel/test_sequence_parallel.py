@@ -1,0 +1,378 @@
+"""Parts of the tokens on each rank between products: plans, numbers, bytes and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pcg
+import pcg.explaining as explaining
+from pcg.errors import ParallelError
+from pcg.ir.parser import parse_graph
+from pcg.ir.program_folder import load_program, save_program
+from pcg.ir.verifier import verify
+from pcg.parallel.token_parts import joined_rows, placed_rows, rows_of_rank
+from pcg.passes.parallelize import Sharded, parallelize, search_layer
+from pcg.runtime.data import Example
+from pcg.runtime.loss_chunks import loss_chunks
+from tests.families.families import BY_NAME
+from tests.parallel.ranked import (
+    JOB,
+    Outcome,
+    make_executor,
+    make_program,
+    predicted_memory,
+    rank_memory,
+    recipes,
+    work,
+    worst_error,
+)
+from tests.parallel.sharded import errors
+from tests.parallel.test_execution import METHODS, method_work
+from tests.parallel.test_parallelize import attached, transitions
+from tests.parallel.test_search import costs
+from tests.threads import ThreadRanks, run_ranks
+
+FAMILIES = ("llama3", "gpt2", "opt", "qwen2", "falcon-7b", "gemma2")
+FAST = (("llama3", 2), ("gpt2", 4), ("opt", 2))
+ODD = (6, 5)
+"""Lengths of sequences, of 11 tokens together."""
+
+
+def sharded(name: str, degree: int) -> Sharded:
+    state = attached(name)
+    assert state.training_model is not None
+    assert state.base is not None
+    return parallelize(state.training_model, state.base, degree, sequence_parallel=True)
+
+
+# -------------------------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "words"), [("llama2", 2), ("gpt2", 2), ("opt", 2), ("falcon-7b", 1)]
+)
+def test_sums_become_parts_and_products_gather_them(name: str, words: int, degree: int) -> None:
+    base = attached(name).base
+    assert base is not None
+    found = parallelize(base, base, degree, sequence_parallel=True)
+    for graph in (*found.typed.graphs, *found.local.graphs):
+        verify(graph)
+        assert parse_graph(str(graph)) == graph
+    for block in found.typed.blocks:
+        assert transitions(block) == {}
+        ops = [node.op for node in block.nodes]
+        assert (ops.count("gather"), ops.count("scatter")) == (words, words)
+    assert [n.op for n in found.typed.prologue.nodes].count("scatter") == 1
+    assert [n.op for n in found.typed.epilogue.nodes].count("gather") == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
+    found = sharded(name, 2)
+    for block in (*found.typed.blocks, found.typed.epilogue):
+        hidden = block.inputs[0].type
+        assert str(hidden).endswith(f"[T|2, {hidden.shape[-1]}]")
+        for node in block.nodes:
+            if (
+                node.op in ("add", "layer_norm", "rms_norm")
+                and node.output.type.shape[1:] == (hidden.shape[1:])
+            ):
+                assert node.output.type.dims[0].degree == 2, str(node)
+
+
+def test_without_the_option_no_value_is_parted_by_tokens() -> None:
+    state = attached("llama3")
+    assert state.training_model is not None
+    assert state.base is not None
+    plain = parallelize(state.training_model, state.base, 2)
+    assert not plain.parts_tokens
+    assert "T|" not in "".join(map(str, plain.typed.graphs))
+    assert sharded("llama3", 2).parts_tokens
+
+
+# ------------------------------------------------------------------------------- rows of the ranks
+
+
+@given(tokens=st.integers(1, 20), degree=st.integers(2, 5))
+def test_parts_are_the_whole(tokens: int, degree: int) -> None:
+    x = torch.randn(tokens, 3)
+    parts = [rows_of_rank(x, rank, degree) for rank in range(degree)]
+    assert {len(part) for part in parts} == {-(-tokens // degree)}
+    assert torch.equal(joined_rows(parts, tokens), x)
+    summands = [placed_rows(part, rank, tokens) for rank, part in enumerate(parts)]
+    assert torch.equal(torch.stack(summands).sum(0), x)
+
+
+@given(
+    targets=st.lists(st.sampled_from([-100, 1, 2]), min_size=1, max_size=30),
+    size=st.integers(1, 9),
+    degree=st.integers(2, 4),
+)
+def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int) -> None:
+    wanted = torch.tensor(targets)
+    hidden = torch.arange(1.0, len(targets) + 1).unsqueeze(-1)
+
+    def on_rank(ranks: ThreadRanks) -> list[torch.Tensor]:
+        own = rows_of_rank(hidden, ranks.rank, degree)
+        back = torch.zeros_like(own)
+        rows = []
+        for chunk in loss_chunks(wanted, size, ranks, parts_tokens=True):
+            assert len(chunk.rows) <= max(size, degree)
+            part = chunk.of_own(own)
+            joined = torch.cat(ranks.all_gather(part))
+            real = chunk.targets >= 0
+            assert torch.equal(joined[real], hidden[chunk.rows[real]])
+            assert torch.equal(chunk.targets[real], wanted[chunk.rows[real]])
+            chunk.put_own(part, back)
+            rows.append(chunk.rows[real])
+        empty = torch.zeros(0, dtype=torch.long)
+        return [torch.cat([empty, *rows]).sort().values, back]
+
+    found = run_ranks(degree, on_rank)
+    expected = torch.nonzero(wanted >= 0).squeeze(-1)
+    assert all(torch.equal(rows, expected) for rows, _ in found)
+    gradient = joined_rows([back for _, back in found], len(targets))
+    assert torch.equal(gradient, hidden * (wanted >= 0).unsqueeze(-1))
+
+
+# ----------------------------------------------------------------------------------------- numbers
+
+
+@cache
+def on_one(name: str) -> Outcome:
+    return work(make_executor(make_program(name, 1), name))
+
+
+def check(name: str, degree: int, **options: Any) -> None:
+    program = make_program(name, degree, sequence_parallel=True, **options)
+    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
+    for outcome in found:
+        assert worst_error(outcome, on_one(name)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "degree"), FAST)
+def test_a_job_over_ranks(name: str, degree: int) -> None:
+    """Prompts of 13, 7, 9 and 5 tokens; LoRA on every linear."""
+    check(name, degree)
+
+
+def test_a_job_that_keeps_the_least() -> None:
+    check("llama3", 2, memory_budget=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
+    check(name, degree)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_fewer_tokens_than_ranks(degree: int) -> None:
+    """A prompt of one token, and steps of one: some ranks have none."""
+    name = "llama3"
+    program = make_program(name, degree, sequence_parallel=True)
+    options: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+    one = make_executor(make_program(name, 1), name)
+
+    def act(ranks: ThreadRanks) -> Any:
+        executor = make_executor(program, name, ranks)
+        return executor.generate([[5]], "a", **options), executor.logits([[5]], "a")[0]
+
+    expected = one.generate([[5]], "a", **options)
+    for completions, logits in run_ranks(degree, act):
+        assert completions[0].token_ids == expected[0].token_ids
+        torch.testing.assert_close(logits, one.logits([[5]], "a")[0], rtol=1e-5, atol=1e-5)
+
+
+def check_method(name: str, method: str) -> None:
+    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
+    program = make_program(name, 2, peft=None, sequence_parallel=True)
+    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
+    for found in run_ranks(2, run):
+        for a, b in zip(found, one, strict=True):
+            assert (a - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize(("name", "method"), [("gpt2", "bitfit"), ("llama3", "houlsby")])
+def test_what_is_trained_beside_norms_and_residuals(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_every_method_over_ranks(name: str, method: str) -> None:
+    check_method(name, method)
+
+
+# -------------------------------------------------------------------------------- bytes and memory
+
+
+@pytest.mark.parametrize("lengths", [(7, 5), ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    ("name", "site", "degree"),
+    [
+        ("llama3", "q_proj", 2),
+        ("gpt2", "c_proj", 4),
+        *(
+            pytest.param(name, site, degree, marks=pytest.mark.slow)
+            for name, sites in {
+                "llama3": ("q_proj", "o_proj", "gate_proj", "down_proj"),
+                "opt": ("q_proj", "out_proj", "fc1", "fc2"),
+                "gpt2": ("c_attn", "c_proj", "c_fc"),
+            }.items()
+            for site in sites
+            for degree in (2, 4)
+        ),
+    ],
+)
+def test_every_candidate_is_right_and_sends_what_it_says(
+    name: str, site: str, degree: int, lengths: tuple[int, ...]
+) -> None:
+    state = attached(name, "float64")
+    assert state.training_model is not None
+    assert state.base is not None
+    pair = state.training_model.blocks[0], state.base.blocks[0]
+    device = costs(degree, sum(lengths))
+    search = search_layer(*pair, degree, device, sequence_parallel=True)
+    found = search.find()
+    choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
+    assert choices
+    for choice in choices:
+        for candidate in choice.candidates:
+            plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
+            sent: dict[str, int] = {}
+            worst = errors(search.graph, degree, plan, sent, lengths)
+            assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
+            said = plan.total
+            assert sum(sent.values()) == said.forward_bytes + said.backward_bytes, (
+                candidate.strategy,
+                sent,
+            )
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
+@pytest.mark.parametrize(("degree", "seq"), [(2, 16), (4, 13)])
+def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> None:
+    recipe = recipes(BY_NAME[name])["a"]
+    options: dict[str, Any] = {"batch": 1, "seq": seq, "dtype": "float32"}
+    options["sequence_parallel"] = True
+    program = make_program(name, degree, peft={"a": recipe}, **options)
+    report = explaining.explain(program.config, recipe, tp=degree, **options)
+    (said,) = report.parallel["communication"]
+
+    def act(ranks: ThreadRanks) -> list[Any]:
+        runner = make_executor(program, name, ranks).training_runner("a")
+        counts = []
+        with torch.no_grad():
+            batch, targets = runner._shifted([Example([3] * seq, [3] * seq)])
+            counts.append(sum(ranks.moved_bytes.values()))
+            shared, carried, kept = runner._forward(batch)
+            counts.append(sum(ranks.moved_bytes.values()))
+            _, gradients = runner._loss(batch, targets, carried, shared, 1.0)
+            counts.append(sum(ranks.moved_bytes.values()))
+            hidden = (degree - 1) * gradients[0].nbytes
+            runner._backward(batch, gradients, kept, shared)
+            counts.append(sum(ranks.moved_bytes.values()))
+        return [counts[1] - counts[0], counts[3] - counts[2], hidden]
+
+    layers = len(program.base.layers)
+    for forward, backward, hidden in run_ranks(degree, act):
+        # The embedding's sum comes before; and nobody wants the gradient of the first layer's input
+        assert forward == hidden + layers * said["forward_bytes"]
+        assert backward == layers * said["backward_bytes"] - hidden
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
+@pytest.mark.parametrize("seq", [16, 13])
+def test_memory_of_a_rank_is_what_is_predicted_and_less(
+    name: str, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.passes.test_kept_memory.SEQ", seq)
+    monkeypatch.setattr("tests.parallel.ranked.SEQ", seq)
+    program = make_program(name, 2, sequence_parallel=True)
+    found = run_ranks(2, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    predicted = predicted_memory(program, name, "a")
+    assert found == [predicted] * 2
+    plain = predicted_memory(make_program(name, 2), name, "a")
+    assert predicted["activations"] < plain["activations"]
+    assert {**predicted, "activations": 0} == {**plain, "activations": 0}
+
+
+def test_a_layer_keeps_a_part_of_its_input() -> None:
+    """Of a layer without adapters at its linears, nothing whole: 70B at 8 ranks, by shapes."""
+    reports = {
+        parts: explaining.explain(
+            "meta-llama/Llama-3.1-70B", "lora", tp=8, seq=1024, sequence_parallel=parts
+        )
+        for parts in (False, True)
+    }
+    saved = {
+        parts: {row.tensor.partition(".")[2]: row for row in report.saved if row.bytes}
+        for parts, report in reports.items()
+    }
+    assert saved[False]["x"].shape == (1024, 8192)
+    assert saved[True]["x"].shape == (128, 8192)
+    assert saved[False]["x"].bytes == 8 * saved[True]["x"].bytes
+    assert "gathered once more" in saved[True]["input_layernorm_gathered"].reason
+
+
+# ------------------------------------------------------------------------------------ the contract
+
+
+def test_one_rank_has_nothing_to_share() -> None:
+    message = "sequence_parallel=True shares norms and residuals over ranks, and tp=1 .* use tp=2"
+    for act in (pcg.explain, pcg.compile):
+        with pytest.raises(ParallelError, match=message):
+            act(BY_NAME["llama3"].config(2), sequence_parallel=True)
+
+
+def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
+    program = make_program("opt", 2, sequence_parallel=True)
+    save_program(program, tmp_path / "program")
+    loaded = load_program(tmp_path / "program")
+    assert loaded.sequence_parallel
+    assert loaded.serving == program.serving
+    assert loaded.training == program.training
+
+
+def test_an_adapter_at_other_sites_is_served_and_trained_so() -> None:
+    """The program is specialised anew, with parts of the tokens as before."""
+    name = "llama3"
+    program = make_program(name, 2, peft=None, sequence_parallel=True)
+
+    def act(ranks: ThreadRanks) -> bool:
+        executor = make_executor(program, name, ranks)
+        executor.finetune([Example([3] * 7, [3] * 7)], "m", peft="lora", **_short())
+        return "reduce_scatter" in executor.training_runner("m").training.source
+
+    assert run_ranks(2, act) == [True, True]
+
+
+def _short() -> Mapping[str, Any]:
+    return {key: value for key, value in JOB.items() if key != "eval_data"}
+
+
+def test_the_report_says_so() -> None:
+    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, sequence_parallel=True)
+    plain = pcg.explain("meta-llama/Llama-3.1-8B", tp=4)
+    assert report.to_json()["parallel"]["sequence_parallel"] is True
+    assert plain.to_json()["parallel"]["sequence_parallel"] is False
+    assert "(sequence-parallel)" in report.to_text()
+    assert "(sequence-parallel)" in report.to_html()
+    assert "sequence-parallel" not in plain.to_text() + plain.to_html()
+    (sent,), (before,) = (r.parallel["communication"] for r in (report, plain))
+    # A sum in two halves sends as much; backward gathers what adapters read, once more.
+    assert sent["forward_bytes"] == before["forward_bytes"]
+    gathered = 2 * 1024 * 4096 * 2 * 3 // 4
+    assert sent["backward_bytes"] == before["backward_bytes"] + gathered
