@@ -43,6 +43,7 @@ from pcg.ir.layouts import (
 )
 from pcg.ir.operators import operator
 from pcg.ir.types import RANK, TensorType
+from pcg.parallel.graph_facts import last_readers, with_gradient
 from pcg.parallel.kept_reads import kept_reads
 from pcg.parallel.parallel_plan import KEPT, Bill, Choice, Costs, Fixed, Plan, Step, transitions
 
@@ -105,7 +106,7 @@ class Planner:
         self._kept_reads = kept_reads(graph, self.active) if token_nodes else frozenset()
         kinds = {(type_, name in self.active): name for name, type_ in graph.types.items()}
         self._kinds = {n: kinds[type_, n in self.active] for n, type_ in graph.types.items()}
-        self._last = _last_readers(graph)
+        self._last = last_readers(graph)
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
 
@@ -406,33 +407,6 @@ class _MakeChoice:
         return Choice(rule, tuple(self.steps), tuple(self.held), bill)
 
 
-def nodes_of_tokens(
-    graph: Graph, many_adapters: bool, outputs: Sequence[str] | None = None
-) -> frozenset[str]:
-    """Names of nodes that ranks may run on parts of the tokens.
-
-    Args:
-        graph: of whole tensors.
-        many_adapters: whether each token of a batch has its own adapter; what reads adapters'
-            weights then runs on all tokens.
-        outputs: that nodes have to be behind; all by default.
-    """
-    adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()
-    behind = graph if outputs is None else graph.replace(outputs=tuple(outputs))
-    nodes = behind.without_dead_code().nodes
-    return frozenset(node.name for node in nodes if adapter.isdisjoint(node.inputs))
-
-
-def with_gradient(graph: Graph) -> frozenset[str]:
-    """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
-    active = {value.name for value in graph.inputs[: len(graph.outputs)]}
-    active |= {p.name for p in graph.parameters if p.role == "adapter"}
-    for node in graph.nodes:
-        if any(name in active for name in node.inputs):
-            active.update(value.name for value in node.outputs if value.type.is_float)
-    return frozenset(active)
-
-
 def _tokens(type_: TensorType, layout: Layout) -> bool:
     """Whether a layout is of parts of the tokens."""
     return bool(layout.dim) and type_.is_token_wise and layout.dim == -len(type_.dims)
@@ -443,16 +417,3 @@ def _may_be(fixed: Layout | None, layout: Layout) -> bool:
     if fixed is None:
         return True
     return layout in (WHOLE, REPLICATED, PRE_REDUCE) if fixed == WHOLE else layout == fixed
-
-
-def _last_readers(graph: Graph) -> dict[int, list[str]]:
-    """Values that no node after one reads, by its place; outputs are read to the end."""
-    last: dict[str, int] = {}
-    for place, node in enumerate(graph.nodes):
-        for name in (*node.inputs, *(value.name for value in node.outputs)):
-            last[name] = place
-    found: dict[int, list[str]] = {}
-    for name, place in last.items():
-        if name not in graph.outputs:
-            found.setdefault(place, []).append(name)
-    return found

@@ -22,8 +22,9 @@ import networkx
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.parallel.graph_facts import nodes_of_tokens
 from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan, Step, token_ends
-from pcg.parallel.planner import Planner, nodes_of_tokens
+from pcg.parallel.planner import Planner
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
 

@@ -14,9 +14,10 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of, token_part
 from pcg.ir.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.graph_facts import nodes_of_tokens
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Costs, Fixed, Plan, token_ends
-from pcg.parallel.planner import nodes_of_tokens, plan
+from pcg.parallel.planner import plan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.localize import localize

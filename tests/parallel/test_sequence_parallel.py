@@ -22,6 +22,7 @@ from pcg.parallel.token_parts import joined_rows, placed_rows, rows_of_rank
 from pcg.passes.parallelize import Sharded, parallelize, search_layer
 from pcg.runtime.data import Example
 from pcg.runtime.loss_chunks import loss_chunks
+from pcg.runtime.training_pass import TrainingPass
 from tests.families.families import BY_NAME
 from tests.parallel.ranked import (
     JOB,
@@ -273,17 +274,18 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 
     def act(ranks: ThreadRanks) -> list[Any]:
         runner = make_executor(program, name, ranks).training_runner("a")
-        counts = []
-        with torch.no_grad():
-            batch, targets = runner._shifted([Example([3] * seq, [3] * seq)])
-            counts.append(sum(ranks.moved_bytes.values()))
-            shared, carried, kept = runner._forward(batch)
-            counts.append(sum(ranks.moved_bytes.values()))
-            _, gradients = runner._loss(batch, targets, carried, shared, 1.0)
-            counts.append(sum(ranks.moved_bytes.values()))
-            hidden = (degree - 1) * gradients[0].nbytes
-            runner._backward(batch, gradients, kept, shared)
-            counts.append(sum(ranks.moved_bytes.values()))
+        whole = TrainingPass(runner, [Example([3] * seq, [3] * seq)], normaliser=1.0)
+        counts = [sum(ranks.moved_bytes.values())]
+        window = whole.begin(whole.tokens)
+        for layer in range(layers):
+            whole.forward_layer(layer, window)
+        hidden = (degree - 1) * window.carried[0].nbytes
+        counts.append(sum(ranks.moved_bytes.values()))
+        whole.end(window)
+        counts.append(sum(ranks.moved_bytes.values()))
+        while not whole.is_done:
+            whole.backward()
+        counts.append(sum(ranks.moved_bytes.values()))
         return [counts[1] - counts[0], counts[3] - counts[2], hidden]
 
     layers = len(program.base.layers)
