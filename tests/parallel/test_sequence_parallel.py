@@ -69,7 +69,7 @@ def test_sums_become_parts_and_products_gather_them(name: str, words: int, degre
         verify(graph)
         assert parse_graph(str(graph)) == graph
     for block in found.typed.blocks:
-        assert transitions(block) == {}
+        assert set(transitions(block)) <= {"take"}
         ops = [node.op for node in block.nodes]
         assert (ops.count("gather"), ops.count("scatter")) == (words, words)
     assert [n.op for n in found.typed.prologue.nodes].count("scatter") == 1
