@@ -179,7 +179,7 @@ def _explained(
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)
     if what.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(what.sharded, made(folded.device_costs(trains=True)))
+        rows = parallel_rows(what.sharded, made(folded.device_costs()))
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)

@@ -86,12 +86,12 @@ class Compilation:
     serving: Serving | None = None
     training: Training | None = None
 
-    def device_costs(self, trains: bool) -> DeviceCosts | None:
+    def device_costs(self) -> DeviceCosts | None:
         """What a step costs on the device; None where that is not known."""
         if self.costs is None:
             return None
         tokens = self.budget.batch * self.budget.seq
-        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq, trains=trains)
+        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq)
 
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
@@ -138,8 +138,7 @@ def _parallelize(state: Compilation) -> Compilation:
     def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
         if model is None:
             return None
-        costs = state.device_costs(trains)
-        return parallelize(model, base, state.tp, costs, trains, state.tp_plan)
+        return parallelize(model, base, state.tp, state.device_costs(), trains, state.tp_plan)
 
     serving, training = (
         over_ranks(state.serving_model, False),

@@ -65,8 +65,6 @@ class DeviceCosts:
         degree: number of ranks.
         tokens: of a step.
         context: tokens that a token attends to.
-        accumulation: micro-batches of an optimizer step.
-        trains: whether there is a backward.
     """
 
     def __init__(
@@ -75,21 +73,16 @@ class DeviceCosts:
         degree: int,
         tokens: int,
         context: int,
-        accumulation: int = 1,
-        trains: bool = True,
     ) -> None:
         self.model = model
         self.degree = degree
         self.tokens = tokens
         self.context = context
-        self.accumulation = accumulation
-        self.trains = trains
         self._known: dict[object, float] = {}
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         ins = self._held([graph.types[name] for name in node.inputs], rule.inputs)
         outs = self._held([value.type for value in node.outputs], rule.outputs)
-        needs = needs if self.trains else (False,) * len(needs)
         key = (rule.op or node.op, ins, outs, node.attributes, needs)
         if key not in self._known:
             attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
@@ -116,14 +109,12 @@ class DeviceCosts:
 
     def sum_gradient(self, type_: TensorType) -> float:
         """All are summed together, so that each pays for its bytes, and none for the message."""
-        if not self.trains:
-            return 0.0
         size = size_bytes(type_, self.tokens)
         one, two = (
             self.model.collective_seconds("all_reduce", times * size, self.degree)
             for times in (1, 2)
         )
-        return (two - one) / self.accumulation
+        return two - one
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)

@@ -34,7 +34,7 @@ class Costs(Protocol):
         """To write a rank's part of a whole tensor among zeros."""
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """To sum an adapter weight's gradient over the ranks, its share of one micro-batch."""
+        """To sum an adapter weight's gradient over the ranks, where a step has one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

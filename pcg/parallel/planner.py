@@ -30,6 +30,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
 from pcg.ir.operators import operator
+from pcg.ir.trained import reachable, trained
 from pcg.ir.types import RANK, TensorType
 from pcg.parallel.parallel_plan import Bill, Choice, Costs, Fixed, Plan, Step, transitions
 
@@ -45,7 +46,9 @@ class _State:
     choice: Choice | None = None
 
 
-def plan(graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None) -> Plan:
+def plan(
+    graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None, trains: bool = True
+) -> Plan:
     """The cheapest way to run a graph over ranks.
 
     Args:
@@ -53,21 +56,29 @@ def plan(graph: Graph, degree: int, costs: Costs, fixed: Fixed | None = None) ->
         degree: number of ranks.
         costs: what ranks pay.
         fixed: what is given.
+        trains: whether there is a backward.
     Raises:
         TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
             names the operator, the layouts, and what it takes.
     """
-    return Planner(graph, degree, costs).plan(fixed or Fixed())
+    return Planner(graph, degree, costs, trains).plan(fixed or Fixed())
 
 
 class Planner:
-    """Plans one graph; what it learns of costs serves further plans of it."""
+    """Plans one graph; what it learns of costs serves further plans of it.
 
-    def __init__(self, graph: Graph, degree: int, costs: Costs) -> None:
+    Args:
+        graph: with whole tensors.
+        degree: number of ranks.
+        costs: what ranks pay.
+        trains: whether there is a backward.
+    """
+
+    def __init__(self, graph: Graph, degree: int, costs: Costs, trains: bool = True) -> None:
         self.graph = graph
         self.degree = degree
         self.costs = costs
-        self.active = with_gradient(graph)
+        self.active = with_gradient(graph) if trains else frozenset[str]()
         self._last = _last_readers(graph)
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
@@ -164,7 +175,7 @@ class Planner:
             made = _MakeChoice()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
-                made.hold(name, layout, self.graph.types[name], self.costs)
+                made.hold(name, layout, self.graph.types[name], name in self.active, self.costs)
             if self._bring(versions, node.inputs, rule.inputs, made):
                 yield versions, (made.cost, made.count), made
 
@@ -300,9 +311,11 @@ class _MakeChoice:
     backward_bytes: int = 0
     step_bytes: int = 0
 
-    def hold(self, name: str, layout: Layout, type_: TensorType, costs: Costs) -> None:
+    def hold(
+        self, name: str, layout: Layout, type_: TensorType, is_active: bool, costs: Costs
+    ) -> None:
         self.held.append((name, layout))
-        if layout == REPLICATED:
+        if layout == REPLICATED and is_active:
             self.cost += costs.sum_gradient(type_)
             self.step_bytes += costs.bytes_sent("all_reduce", type_)
 
@@ -331,12 +344,8 @@ class _MakeChoice:
 
 def with_gradient(graph: Graph) -> frozenset[str]:
     """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
-    active = {value.name for value in graph.inputs[: len(graph.outputs)]}
-    active |= {p.name for p in graph.parameters if p.role == "adapter"}
-    for node in graph.nodes:
-        if any(name in active for name in node.inputs):
-            active.update(value.name for value in node.outputs if value.type.is_float)
-    return frozenset(active)
+    carried = (value.name for value in graph.inputs[: len(graph.outputs)])
+    return reachable(graph, (*carried, *trained(graph)))
 
 
 def _may_be(fixed: Layout | None, layout: Layout) -> bool:

@@ -150,8 +150,8 @@ class Search:
         costs: what ranks pay.
         layouts: of the base's weights.
         base: ways of the base's nodes, by name.
-        gathers: whether weights may be gathered where they are read; those of a batch's many
-            adapters may not.
+        trains: whether there is a backward, and each adapter's weight is one tensor, which may be
+            gathered where it is read; those of a batch's many adapters may not.
     """
 
     def __init__(
@@ -161,15 +161,15 @@ class Search:
         costs: Costs,
         layouts: Mapping[str, Layout],
         base: Mapping[str, Sharding],
-        gathers: bool = True,
+        trains: bool = True,
     ) -> None:
         self.graph = graph
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
-        self.planner = Planner(graph, degree, costs)
+        self.planner = Planner(graph, degree, costs, trains)
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
-        self._direct = frozenset() if gathers else frozenset(weights)
+        self._direct = frozenset() if trains else frozenset(weights)
 
     def plan(self) -> Plan:
         """The cheapest plan."""

@@ -56,7 +56,8 @@ def parallelize(
         base: the same without.
         degree: number of ranks, at least 2.
         costs: by which bypass networks are parallelized; bytes between ranks by default.
-        trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
+        trains: whether there is a backward, and each adapter's weight is one tensor, not those of a
+            batch's many adapters.
         tp_plan: the base's plan, where the user gives one.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
@@ -73,7 +74,7 @@ def parallelize(
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
         layouts = _vocabulary(model, base, degree, prologue=is_first)
-        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts))
+        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts), trains)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     local = typed.map(lambda graph: localize(graph, degree))

@@ -299,3 +299,10 @@ def test_the_report_of_ranks_has_every_site() -> None:
 def test_a_device_without_costs_is_refused_by_name() -> None:
     with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
         pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")
+
+
+def test_what_is_shared_is_not_counted_as_trained() -> None:
+    """Of VeRA a rank trains at most what one rank alone does, and at least its share."""
+    config = BY_NAME["llama3"].config(2)
+    one, two = (pcg.explain(config, "vera", tp=tp).memory_bytes["gradients"] for tp in (1, 2))
+    assert one / 2 <= two <= one

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import Sharding
+from pcg.ir.layouts import REPLICATED, Sharding
 from pcg.ir.operators import operator
+from pcg.ir.program import ModelGraph
+from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS
 from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.parallel.parallel_plan import Fixed, Plan
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Found, Search, Site
+from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import search_layer
+from pcg.pipeline import Compilation, run_passes
+from tests.families.families import BY_NAME
 from tests.parallel.sharded import LENGTHS, errors
 from tests.parallel.test_parallelize import RANK, attached
 
@@ -200,3 +205,53 @@ def test_a_type_error_names_operator_layouts_and_ways() -> None:
     fixed = Fixed(search.layouts, {**search.base, site.nodes[-1]: rule})
     with pytest.raises(TypeCheckError, match=r"'expand_add' \(in self_attn.q_proj\).*it takes "):
         search.planner.plan(fixed)
+
+
+def test_serving_pays_for_no_backward() -> None:
+    """What it sends is what its graph sends forward, and every second is one of forward."""
+    state = attached("llama3", "float64")
+    assert state.serving_model is not None
+    assert state.base is not None
+    layers = state.serving_model.blocks[0], state.base.blocks[0]
+    search = search_layer(*layers, 2, costs(2), trains=False)
+    plan = search.plan()
+    bill = plan.total
+    assert (bill.backward_bytes, bill.step_bytes) == (0, 0)
+    assert bill.forward_bytes > 0
+    seconds = sum(
+        search.planner.costs.node(node, search.graph, choice.rule, (False,) * len(node.inputs))
+        + sum(
+            search.planner.costs.send(step.forward, search.graph.types[name])
+            for name, steps in choice.steps
+            for step in steps
+            if step.forward
+        )
+        for node in search.graph.nodes
+        for choice in [plan.choices[node.name]]
+    )
+    assert bill.cost == pytest.approx(seconds, rel=1e-12)
+    assert search_layer(*layers, 2, costs(2)).plan().total.backward_bytes > 0
+
+
+def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
+    """VeRA's matrices: their copies have no gradients, and so no message either."""
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        sites = (site for site in base.linear_sites() if "{layer}" in site)
+        return Bypasses(vera=dict.fromkeys(sites, RANK))
+
+    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float32")
+    state = run_passes(state, last="attach")
+    assert state.training_model is not None
+    assert state.base is not None
+    block = state.training_model.blocks[0]
+    vectors = set(trained(block))
+    adapters = {p.name for p in block.parameters if p.role == "adapter"}
+    assert adapters - vectors == {"vera_A", "vera_B"}
+    search = search_layer(block, state.base.blocks[0], 2, costs(2))
+    plan = search.hold(dict.fromkeys(adapters, REPLICATED))
+    sizes = (size_bytes(block.types[name], 1) for name in vectors)
+    assert plan.total.step_bytes == sum(ring_bytes("all_reduce", size, 2) for size in sizes)
+    sent: dict[str, int] = {}
+    assert max(errors(search.graph, 2, plan, sent).values()) < 1e-5
+    assert sum(sent.values()) == plan.total.forward_bytes + plan.total.backward_bytes
