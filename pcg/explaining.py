@@ -138,7 +138,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    check_degree(tp)
+    check_degree(tp, costs, tp_plan)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]

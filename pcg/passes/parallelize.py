@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.base_plan import COLUMN, base_plan, parted_attentions
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Costs, Fixed, Plan
 from pcg.parallel.planner import plan
@@ -90,10 +90,12 @@ def search_layer(
     tp_plan: Mapping[str, str] | None = None,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
-    layouts = base_plan(split(plain), degree, tp_plan)
-    base = repeat_heads(split(plain), degree)
+    base = split(plain)
+    layouts = base_plan(base, degree, tp_plan)
+    attentions = parted_attentions(base, layouts)
+    base = repeat_heads(base, degree, attentions)
     choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
-    whole = repeat_heads(split(block), degree)
+    whole = repeat_heads(split(block), degree, attentions)
     rules = {name: choice.rule for name, choice in choices.items()}
     return Search(whole, degree, costs, layouts, rules, trains)
 
