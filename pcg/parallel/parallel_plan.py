@@ -11,7 +11,7 @@ from functools import cache
 from typing import Protocol
 
 from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.types import TensorType
 
 
@@ -152,8 +152,8 @@ class Fixed:
         layouts: of parameters by name. A frozen one that is not named takes what costs the least.
         rules: ways of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named. Outputs are whole.
-        gathered: adapters' weights that have to be gathered where they are read.
-        direct: adapters' weights that must not.
+        gathered: adapters' weights in parts that are gathered by all that read them.
+        direct: adapters' weights that all read as they are held.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -164,16 +164,19 @@ class Fixed:
 
 
 @cache
-def transitions(layout: Layout, wanted: Layout) -> tuple[Step, ...]:
-    """The transitions from a layout, on the way to a wanted one."""
-    parts = [wanted] if wanted.dim else []
+def transitions(layout: Layout, parts: tuple[Layout, ...]) -> tuple[Step, ...]:
+    """The transitions from a layout.
+
+    Args:
+        layout: that a tensor has.
+        parts: that it can be held in.
+    """
     if layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
-        # A copy is whole again by way of its parts, or of a summand.
-        found = [("take", part) for part in parts or [partitioned(-1)]]
+        found = [("take", part) for part in parts]
     elif layout == PRE_REDUCE:
         found = [("reduce", WHOLE)]
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
-    return tuple(Step(op, layout, after) for op, after in found if after != layout)
+    return tuple(Step(op, layout, after) for op, after in found)

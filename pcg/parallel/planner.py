@@ -7,6 +7,7 @@ are brought into the layouts that a way takes by transitions:
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
     = → |d   0 both ways                                |d → +   0 both ways
 
+and by paths of these: - → + is - → |d → +, and = → - is = → |d → -, of the cheapest dim.
 A layout that a value was once brought into is there for all later readers, so that what is cheapest
 for one node depends on what others did. A state is which layouts the values that are still read
 have; for each state the cheapest way there is kept (dynamic programming), and a state is dropped
@@ -80,6 +81,7 @@ class Planner:
         self.costs = costs
         self.active = with_gradient(graph) if trains else frozenset[str]()
         self._last = _last_readers(graph)
+        self._parts: dict[TensorType, tuple[Layout, ...]] = {}
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
 
@@ -97,9 +99,11 @@ class Planner:
                         found[key] = new
             if not found:
                 raise TypeCheckError(self._refusal(node, states[0], fixed))
-            states = self._undominated(found.values())
+            states = self._undominated(found.values(), fixed)
             widest = max(widest, len(states))
-        ends = [self._ended(state) for state in states]
+        ends = [end for state in states if (end := self._ended(state, fixed)) is not None]
+        if not ends:
+            raise TypeCheckError(f"{self.graph.name} has an output that cannot be made whole")
         end = min(ends, key=lambda state: state.cost)
         choices: list[Choice] = []
         at: _State | None = end
@@ -164,6 +168,8 @@ class Planner:
             if parameter.role != "adapter":
                 if not _may_be(fixed.layouts.get(name), layout):
                     return
+            elif name in fixed.gathered and layout in (fixed.layouts[name], PRE_REDUCE):
+                return
             elif name not in state.versions:
                 held = self._holdings(parameter, layout, fixed)
                 if not held:
@@ -176,7 +182,7 @@ class Planner:
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 made.hold(name, layout, self.graph.types[name], name in self.active, self.costs)
-            if self._bring(versions, node.inputs, rule.inputs, made):
+            if self._bring(versions, node.inputs, rule.inputs, made, fixed):
                 yield versions, (made.cost, made.count), made
 
     def _bring(
@@ -185,12 +191,13 @@ class Planner:
         names: Sequence[str],
         layouts: Sequence[Layout],
         made: _MakeChoice,
+        fixed: Fixed,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
         for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
             if name not in versions or layout in versions[name]:
                 continue
-            path = self._path(name, versions[name], layout)
+            path = self._path(name, versions[name], layout, fixed)
             if path is None:
                 return False
             cost, steps = path
@@ -202,57 +209,74 @@ class Planner:
         """Layouts to hold an adapter's weight in that a node reads in a wanted one."""
         name = parameter.name
         only = fixed.layouts.get(name)
-        dims = range(-len(parameter.type.dims), 0)
-        parts = [layout for dim in dims if self.fits(parameter.type, layout := partitioned(dim))]
         if wanted == PRE_REDUCE:
             return []  # a part among zeros is the part
         choices = [wanted]
         if wanted in (WHOLE, REPLICATED) and name not in fixed.direct:
-            choices += parts
+            choices += self.parts(parameter.type)
         if only is not None:
-            if only == wanted:
-                return [] if name in fixed.gathered else [only]
-            is_reached = self._path(name, frozenset([only]), wanted) is not None
-            choices = [only] if is_reached and name not in fixed.direct else []
+            is_reached = self._path(name, frozenset([only]), wanted, fixed) is not None
+            choices = [only] if is_reached else []
         return choices
 
-    def _ended(self, state: _State) -> _State:
-        """With the outputs whole."""
+    def _ended(self, state: _State, fixed: Fixed) -> _State | None:
+        """With the outputs whole; None where there is no way."""
         versions, made = dict(state.versions), _MakeChoice()
         names = self.graph.outputs
-        if not self._bring(versions, names, [WHOLE] * len(names), made):
-            raise TypeCheckError(f"{self.graph.name} has an output that cannot be made whole")
+        if not self._bring(versions, names, [WHOLE] * len(names), made, fixed):
+            return None
         total = (state.cost[0] + made.cost, state.cost[1] + made.count)
         return _State(versions, total, state, made(Sharding((), ()), 0.0))
 
     # --------------------------------------------------------------------------------- transitions
 
     def _path(
-        self, name: str, have: frozenset[Layout], wanted: Layout
+        self, name: str, have: frozenset[Layout], wanted: Layout, fixed: Fixed
     ) -> tuple[float, tuple[Step, ...]] | None:
         """The cheapest transitions to a layout from those that a value has, and their cost."""
-        type_ = self.graph.types[name]
-        is_active = name in self.active
-        key = (type_, is_active, have, wanted)
+        if wanted in have:
+            return 0.0, ()
+        type_, is_active = self.graph.types[name], name in self.active
+        is_direct = name in fixed.direct
+        key = (type_, is_active, is_direct, have, wanted)
         if key not in self._paths:
-            self._paths[key] = self._find_path(type_, is_active, have, wanted)
+            found = self.cheapest(type_, is_active, have, is_direct)
+            self._paths[key] = found.get(wanted)
         return self._paths[key]
 
-    def _find_path(
-        self, type_: TensorType, is_active: bool, have: frozenset[Layout], wanted: Layout
-    ) -> tuple[float, tuple[Step, ...]] | None:
+    def cheapest(
+        self, type_: TensorType, is_active: bool, have: Iterable[Layout], is_direct: bool = False
+    ) -> dict[Layout, tuple[float, tuple[Step, ...]]]:
+        """The cheapest transitions to every layout from those that a value has, and their cost.
+
+        Args:
+            type_: of the value.
+            is_active: whether a gradient flows back to it.
+            have: its layouts.
+            is_direct: whether it is read as it is held, whole or as a copy.
+        """
         best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
-        for _ in range(4):
-            for layout, (cost, steps) in list(best.items()):
-                for step in transitions(layout, wanted):
-                    if not self.fits(type_, step.after):
-                        continue
-                    total = cost + self._step_cost(type_, is_active, step)
-                    known = best.get(step.after)
-                    if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
-                        best[step.after] = (total, (*steps, step))
-        return best.get(wanted)
+        changed = list(best)
+        while changed:
+            layout = changed.pop(0)
+            cost, steps = best[layout]
+            for step in transitions(layout, self.parts(type_)):
+                if is_direct and step.op != "replicate":
+                    continue
+                total = cost + self._step_cost(type_, is_active, step)
+                known = best.get(step.after)
+                if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
+                    best[step.after] = (total, (*steps, step))
+                    changed.append(step.after)
+        return best
+
+    def parts(self, type_: TensorType) -> tuple[Layout, ...]:
+        """The parts that ranks can hold of a tensor."""
+        if type_ not in self._parts:
+            every = map(partitioned, range(-len(type_.dims), 0))
+            self._parts[type_] = tuple(part for part in every if self.fits(type_, part))
+        return self._parts[type_]
 
     def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
         cost = self.costs.send(step.forward, type_) if step.forward else 0.0
@@ -262,14 +286,14 @@ class Planner:
             cost += self.costs.place(type_, step.dim)
         return cost
 
-    def _undominated(self, states: Iterable[_State]) -> list[_State]:
+    def _undominated(self, states: Iterable[_State], fixed: Fixed) -> list[_State]:
         kept: list[_State] = []
         for state in sorted(states, key=lambda state: state.cost):
-            if not any(self._dominates(other, state) for other in kept):
+            if not any(self._dominates(other, state, fixed) for other in kept):
                 kept.append(state)
         return kept
 
-    def _dominates(self, one: _State, other: _State) -> bool:
+    def _dominates(self, one: _State, other: _State, fixed: Fixed) -> bool:
         """Whether all that the other can do, the one can do for no more."""
         cost, count = one.cost
         for name, layouts in other.versions.items():
@@ -277,7 +301,7 @@ class Planner:
             if have is None:
                 return False
             for layout in layouts - have:
-                path = self._path(name, have, layout)
+                path = self._path(name, have, layout, fixed)
                 if path is None:
                     return False
                 cost, count = cost + path[0], count + len(path[1])

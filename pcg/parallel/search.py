@@ -21,11 +21,10 @@ import networkx
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
+from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
 from pcg.parallel.planner import Planner
-
-COLUMN, ROW = partitioned(-2), partitioned(-1)
 
 _PARTED_MOST = 64
 """Candidates of a site of which all are listed; of more, those that differ in one weight."""
@@ -200,8 +199,13 @@ class Search:
 
     def candidate(self, plan: Plan, site: Site) -> Candidate:
         """What a plan does at a site, with what that adds to the layer."""
-        moved = {name for node in site.nodes for name, _ in plan.choices[node].steps}
-        gathered = frozenset(name for name in site.weights if name in moved and plan.held[name].dim)
+        combined = {
+            name
+            for node in site.nodes
+            for name, steps in plan.choices[node].steps
+            if any(step.op == "combine" for step in steps)
+        }
+        gathered = frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
         return self._candidate(plan, plan, site, gathered)
 
     def _choices(self, best: Plan, site: Site) -> SiteChoice:
@@ -243,10 +247,8 @@ class Search:
         type_ = self.graph.types[name]
         yield WHOLE, False
         yield REPLICATED, False
-        parts = [partitioned(dim) for dim in range(-len(type_.dims), 0)]
-        fitting = [part for part in parts if self.planner.fits(type_, part)]
-        yield from ((part, False) for part in fitting)
-        yield from ((part, True) for part in fitting[:1])
+        for part in self.planner.parts(type_):
+            yield from ((part, False), (part, True))
 
     @staticmethod
     def _neighbours(
@@ -296,7 +298,7 @@ def strategy_name(site: Site, layouts: Mapping[str, Layout], gathered: frozenset
     held = tuple(layouts.values())
     ends = [name.rpartition(".")[2] for name in layouts]
     if ends == ["lora_A", "lora_B"]:
-        if len(gathered) == len(layouts):
+        if len(gathered) == len(layouts) and set(held) == {COLUMN}:
             return _GATHERED
         names = _OF_ROW if site.is_row else _OF_COLUMN
         if site.is_row is not None and not gathered and held in names:

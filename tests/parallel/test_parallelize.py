@@ -332,7 +332,7 @@ def test_the_report_of_ranks_has_every_site() -> None:
     assert len(parallel["bypass"]) == 7
     for site in parallel["bypass"]:
         strategies = {row["strategy"]: row for row in site["candidates"]}
-        assert len(strategies) == 25
+        assert len(strategies) == 36
         least = min(row["cost_us"] for row in site["candidates"])
         assert strategies[site["chosen"]]["cost_us"] == least
     (sent,) = parallel["communication"]

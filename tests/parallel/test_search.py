@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import pytest
 
+from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import REPLICATED, Sharding
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding
 from pcg.ir.operators import operator
 from pcg.ir.program import ModelGraph
 from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS
+from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.parallel.parallel_plan import Fixed, Plan
 from pcg.parallel.planner import Planner
@@ -74,7 +77,7 @@ def test_a_site_lists_every_way_of_the_papers() -> None:
         strategies = [candidate.strategy for candidate in choice.candidates]
         assert all(any(paper in name for name in strategies) for paper in PAPERS)
         assert set(OTHERS) <= set(strategies)
-        assert len(strategies) == 25  # 4 layouts, or gathered, of A and of B; none is rejected
+        assert len(strategies) == 36  # whole, copies, 2 parts, or these gathered, of A and of B
         bills = [candidate.bill.cost for candidate in choice.candidates]
         assert bills == sorted(bills)
         assert choice.chosen.bill.cost == pytest.approx(bills[0])
@@ -85,7 +88,7 @@ def test_nothing_costs_less(name: str) -> None:
     """Without dropping states, and over all ways of a site alone."""
 
     class Exhaustive(Planner):
-        def _undominated(self, states: Iterable[Any]) -> list[Any]:
+        def _undominated(self, states: Iterable[Any], fixed: Fixed) -> list[Any]:
             return list(states)
 
     search, found = searched(name)
@@ -196,9 +199,6 @@ def test_what_is_best_changes_with_tokens() -> None:
 
 
 def test_a_type_error_names_operator_layouts_and_ways() -> None:
-    from pcg.errors import TypeCheckError
-    from pcg.ir.layouts import PRE_REDUCE, WHOLE
-
     search, found = searched("llama3")
     site = found.sites[0].site
     rule = Sharding((WHOLE, WHOLE, PRE_REDUCE), (WHOLE,))
@@ -255,3 +255,38 @@ def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
     sent: dict[str, int] = {}
     assert max(errors(search.graph, 2, plan, sent).values()) < 1e-5
     assert sum(sent.values()) == plan.total.forward_bytes + plan.total.backward_bytes
+
+
+def test_every_reader_gathers_or_none() -> None:
+    """DoRA reads A and B twice: in the bypass, and for the length of the weights."""
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "down_proj"))]
+        return Bypasses(dict.fromkeys(sites, RANK), magnitudes=frozenset(sites), dtype="f64")
+
+    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
+    state = run_passes(state, last="attach")
+    assert state.training_model is not None
+    assert state.base is not None
+    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], 2, costs(2))
+    best = search.plan()
+    seen = set()
+    for site in search.sites:
+        a, b = (n for n in site.weights if n.endswith(("lora_A", "lora_B")))
+        assert all(len(search.graph.consumers[name]) == 2 for name in (a, b))
+        for held, is_gathered in itertools.product((COLUMN, ROW), (False, True)):
+            for name in (a, b):
+                gathered = frozenset([name] if is_gathered else ())
+                try:
+                    plan = search.force(best, site, {name: held}, gathered)
+                except TypeCheckError:
+                    continue
+                nodes = search.graph.consumers[name]
+                read = {
+                    dict(zip(node.inputs, plan.choices[node.name].rule.inputs, strict=True))[name]
+                    for node in nodes
+                }
+                seen.add(is_gathered)
+                assert held not in read if is_gathered else read == {held}
+                assert max(errors(search.graph, 2, plan).values()) < 1e-5
+    assert seen == {False, True}
