@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pcg.codegen.emit import emit_serving, emit_training
 from pcg.errors import (
@@ -41,9 +41,6 @@ from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prolo
 from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class Compilation:
@@ -60,6 +57,19 @@ class Compilation:
         tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
         costs: of the device and links that bypass networks are parallelized for.
         tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
+        traced: what `trace` makes.
+        base: what `fold` makes, and `raise` of that: the model without bypass networks.
+        serving_model: what `attach` makes to serve, of one rank once parallelized.
+        training_model: the same to finetune; None where there is nothing to train.
+        local_base: the base of one rank.
+        sharded: what `parallelize` makes of what is trained, else of what serves; None at tp 1.
+        kinds: what `differentiate` makes of the layers, then `prune` and `compress` of that.
+        frontiers: what the layers can keep and make again.
+        plan: what `rematerialize` chooses of it.
+        training_prologue: the prologue's backward, and what it trains.
+        training_epilogue: the epilogue with its loss and backward, the loss, and what it trains.
+        serving: what `emit` makes to serve.
+        training: the same to finetune.
     """
 
     name: str

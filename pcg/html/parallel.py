@@ -23,9 +23,9 @@ def parallel(report: Report) -> Markup | None:
         element(
             "p",
             f"The base is fixed; what adapters add is the least of all typed ways, by the costs of "
-            f"{found['costs']} at {found['tokens']:,} tokens. Times and bytes are what a site adds "
-            "to one layer and one rank: forward and backward, and the gradients of copied weights, "
-            "which are summed once an optimizer step.",
+            f"{found['costs']} at {found['tokens']:,} tokens in sequences of {found['context']:,}. "
+            "Times and bytes are what a site adds to one layer and one rank: forward and backward, "
+            "and the gradients of copied weights, which are summed once an optimizer step.",
         ),
         *(_sent(sent) for sent in found["communication"]),
         scroll("The base's plan", _base(found)),

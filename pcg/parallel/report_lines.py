@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
@@ -15,7 +15,10 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         parallel: of a report.
         candidates: whether to list what was not chosen, too.
     """
-    lines = [f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens"]
+    lines = [
+        f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
+        f"in sequences of {parallel['context']:,}"
+    ]
     several = len(parallel["communication"]) > 1
     for sent in parallel["communication"]:
         block = sent["block"]
@@ -53,7 +56,8 @@ def region_lines(parallel: Mapping[str, Any]) -> list[str]:
     """For which tokens, ranks, degrees and links which strategies are the best."""
     lines: list[str] = []
     for variant, rows in parallel.get("regions", {}).items():
-        lines += ["", f"best strategies, {variant}"]
+        most = f"{parallel['context']:,}"
+        lines += ["", f"best strategies, {variant}, in sequences of {most} tokens at most"]
         lines += [_region_line(row) for row in rows]
     return lines
 
@@ -61,14 +65,11 @@ def region_lines(parallel: Mapping[str, Any]) -> list[str]:
 def _region_line(row: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for site, strategy in row["strategies"].items():
-        groups.setdefault(strategy, []).append(_module(site))
-    told = "; ".join(f"{strategy}: {_all(names)}" for strategy, names in groups.items())
+        block, _, path = site.rpartition("/")
+        groups.setdefault(strategy, []).append(f"{block}{'/' if block else ''}{_module(path)}")
+    told = "; ".join(f"{strategy}: {', '.join(names)}" for strategy, names in groups.items())
     where = f"{row['from_tokens']:,} to {row['to_tokens']:,}"
     return f"  {where:>16} tokens   {told}"
-
-
-def _all(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 def _module(path: str) -> str:

@@ -18,9 +18,6 @@ from pcg.passes.parallelize import Sharded
 _TOKENS = tuple(4**power for power in range(9))
 """At which the best strategies are looked for: 1 to 65,536."""
 
-Strategies = tuple[tuple[str, str], ...]
-"""Of each site, by its name."""
-
 
 def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
     """The `parallel` object of a report, without regions."""
@@ -48,6 +45,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
     return {
         "costs": costs.model.name,
         "tokens": costs.tokens,
+        "context": costs.context,
         "base": base,
         "bypass": bypass,
         "communication": sent,
@@ -94,26 +92,36 @@ def _why(choice: SiteChoice) -> str:
     return f"{text}; {others[0].strategy.partition(':')[0]} takes {more:,.1f} µs more"
 
 
-def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> Strategies:
-    """What each site of some blocks does, by the site's name; blocks that say the same, once."""
-    found: dict[str, str] = {}
+def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, str]:
+    """What each site does, by its name; by its block's, too, where blocks say different things."""
+    found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
             name = search.candidate(plan, site).strategy.partition(":")[0]
-            found.setdefault(site.name, name)
-    return tuple(found.items())
+            found.setdefault(site.name, {})[search.graph.name] = name
+    return {
+        site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy
+        for site, blocks in found.items()
+        for block, strategy in blocks.items()
+    }
 
 
 def token_regions(
-    searches_at: Callable[[int], Sequence[Search]],
+    searches_at: Callable[[int, int], Sequence[Search]], seq: int
 ) -> list[dict[str, Any]]:
-    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536."""
+    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536.
+
+    Args:
+        searches_at: of the blocks, at a number of tokens and of tokens that each attends to.
+        seq: tokens of a sequence, of which fewer tokens are one.
+    """
     rows: list[dict[str, Any]] = []
     for tokens in _TOKENS:
-        searches = searches_at(tokens)
-        now = dict(strategies(searches, [search.plan() for search in searches]))
-        if rows and rows[-1]["strategies"] == now:
-            rows[-1]["to_tokens"] = tokens
-        else:
-            rows.append({"from_tokens": tokens, "to_tokens": tokens, "strategies": now})
+        context = min(tokens, seq)
+        searches = searches_at(tokens, context)
+        now = strategies(searches, [search.plan() for search in searches])
+        if not rows or rows[-1]["strategies"] != now:
+            first = {"from_tokens": tokens, "from_context": context}
+            rows.append({**first, "strategies": now})
+        rows[-1] |= {"to_tokens": tokens, "to_context": context}
     return rows

@@ -73,7 +73,7 @@ def parallelize(
     )
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
-        layouts = _vocabulary(model, base, degree, prologue=is_first)
+        layouts = _vocabulary(base, degree, is_first=is_first)
         found = plan(graph, degree, ByteCosts(degree), Fixed(layouts), trains)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
@@ -100,18 +100,15 @@ def search_layer(
     return Search(whole, degree, costs, layouts, rules, trains)
 
 
-def _vocabulary(
-    model: ModelGraph, base: ModelGraph, degree: int, *, prologue: bool
-) -> dict[str, Layout]:
+def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
     """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
-    graph = base.prologue if prologue else base.epilogue
-    if prologue:
-        node = token_embedding(graph)
+    if is_first:
+        graph, node = base.prologue, token_embedding(base.prologue)
         weight = node.inputs[0] if node is not None else None
     else:
-        scope = base.output_module
-        products = [n for n in graph.nodes if n.op == "linear"]
-        weight = products[-1].inputs[1] if products and scope else None
+        graph = base.epilogue
+        products = [node for node in graph.nodes if node.op == "linear"]
+        weight = products[-1].inputs[1] if products else None
     if weight is None or graph.types[weight].features[0] % degree:
         return {}
     return {weight: COLUMN}
