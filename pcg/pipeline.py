@@ -33,6 +33,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
+from pcg.passes.join import join
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
@@ -198,7 +199,7 @@ def _rematerialize(state: Compilation) -> Compilation:
 
 
 def _fuse(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, serving_model=fuse(made(state.serving_model)))
+    return dataclasses.replace(state, serving_model=fuse(made(state.serving_model)).map(join))
 
 
 def _emit(state: Compilation) -> Compilation:

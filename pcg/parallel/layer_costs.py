@@ -44,14 +44,14 @@ class ByteCosts:
         is_parted = any(layout.dim for layout in rule.inputs)
         return work if is_parted else work * self.degree
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, type_))
+    def send(self, kind: str, *types: TensorType) -> float:
+        return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, *types))
 
     def place(self, type_: TensorType, dim: int) -> float:
         return 0.0
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
-        return ring_bytes(kind, size_bytes(type_, 1), self.degree)
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        return ring_bytes(kind, sum(size_bytes(type_, 1) for type_ in types), self.degree)
 
     def sum_gradient(self, type_: TensorType) -> float:
         return 0.0
@@ -95,12 +95,13 @@ class DeviceCosts:
                 )
         return self._known[key]
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        size = size_bytes(type_, self.tokens)
+    def send(self, kind: str, *types: TensorType) -> float:
+        size = sum(size_bytes(type_, self.tokens) for type_ in types)
         return self.model.collective_seconds(kind, size, self.degree)
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
-        return ring_bytes(kind, size_bytes(type_, self.tokens), self.degree)
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        size = sum(size_bytes(type_, self.tokens) for type_ in types)
+        return ring_bytes(kind, size, self.degree)
 
     def place(self, type_: TensorType, dim: int) -> float:
         whole = _ranked(type_)

@@ -24,10 +24,13 @@ class Costs(Protocol):
         `needs` says which inputs need a gradient.
         """
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        """An `all_reduce` of a tensor, or an `all_gather` of its parts to the whole."""
+    def send(self, kind: str, *types: TensorType) -> float:
+        """An `all_reduce` of tensors, or an `all_gather` of their parts to the wholes.
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        One message; of no tensor it costs what a message does that carries nothing.
+        """
+
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
         """By each rank in it."""
 
     def place(self, type_: TensorType, dim: int) -> float:
@@ -70,12 +73,16 @@ class Bill:
         forward_bytes: sent by a rank.
         backward_bytes: the same, backward.
         step_bytes: sent by a rank once an optimizer step, to sum gradients.
+        forward_messages: that the forward's bytes are sent in.
+        backward_messages: the same, backward.
     """
 
     cost: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
     step_bytes: int = 0
+    forward_messages: int = 0
+    backward_messages: int = 0
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(
@@ -83,6 +90,8 @@ class Bill:
             self.forward_bytes + other.forward_bytes,
             self.backward_bytes + other.backward_bytes,
             self.step_bytes + other.step_bytes,
+            self.forward_messages + other.forward_messages,
+            self.backward_messages + other.backward_messages,
         )
 
     def __sub__(self, other: Bill) -> Bill:
@@ -91,6 +100,8 @@ class Bill:
             self.forward_bytes - other.forward_bytes,
             self.backward_bytes - other.backward_bytes,
             self.step_bytes - other.step_bytes,
+            self.forward_messages - other.forward_messages,
+            self.backward_messages - other.backward_messages,
         )
 
 
@@ -140,7 +151,7 @@ class Plan:
 
     @property
     def total(self) -> Bill:
-        """What all nodes cost, and the outputs' transitions."""
+        """What all nodes cost, and the outputs' transitions, each in a message of its own."""
         return self.of(self.choices) + self.outputs.bill
 
 

@@ -23,6 +23,7 @@ for bypass networks takes them so (dependent parallelization).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,13 +81,24 @@ class Planner:
         self.degree = degree
         self.costs = costs
         self.active = with_gradient(graph) if trains else frozenset[str]()
+        self.free: frozenset[tuple[str, str]] = frozenset()
         self._last = _last_readers(graph)
         self._parts: dict[TensorType, tuple[Layout, ...]] = {}
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
 
+    def where_free(self, free: frozenset[tuple[str, str]]) -> Planner:
+        """A planner for which some messages cost nothing to start.
+
+        Args:
+            free: forward or backward, and the kind.
+        """
+        other = copy.copy(self)
+        other.free, other._paths = free, {}
+        return other
+
     def plan(self, fixed: Fixed) -> Plan:
-        """The cheapest plan that keeps to what is given."""
+        """The cheapest plan that keeps to what is given, where each message is by itself."""
         given = {v.name: fixed.inputs.get(v.name, WHOLE) for v in self.graph.inputs}
         states = [_State({name: frozenset([held]) for name, held in given.items()}, (0.0, 0))]
         widest = 1
@@ -122,7 +134,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------- a node
 
-    def _rules(self, node: Node) -> tuple[tuple[Sharding, float], ...]:
+    def _rules(self, node: Node) -> dict[Sharding, float]:
         """The ways of a node whose parts are equal, with what they cost a rank."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
@@ -132,7 +144,7 @@ class Planner:
             held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
             if all(self.fits(type_, layout) for type_, layout in held):
                 found[rule] = self.costs.node(node, self.graph, rule, needs)
-        return tuple(found.items())
+        return found
 
     def fits(self, type_: TensorType, layout: Layout) -> bool:
         """Whether ranks can hold it so: equal parts of a number, or of an open rank, no tokens."""
@@ -145,9 +157,9 @@ class Planner:
 
     def _after(self, state: _State, place: int, node: Node, fixed: Fixed) -> Iterator[_State]:
         only = fixed.rules.get(node.name)
-        for rule, work in self._ways[node.name]:
-            if only is not None and rule != only:
-                continue
+        ways = self._ways[node.name]
+        for rule in ways if only is None else ways.keys() & {only}:
+            work = ways[rule]
             for versions, (cost, count), choice in self._brought(state, node, rule, fixed):
                 for value, layout in zip(node.outputs, rule.outputs, strict=True):
                     versions[value.name] = frozenset([layout])
@@ -279,11 +291,18 @@ class Planner:
         return self._parts[type_]
 
     def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
-        cost = self.costs.send(step.forward, type_) if step.forward else 0.0
-        if step.backward and is_active:
-            cost += self.costs.send(step.backward, type_)
+        cost = self.send(step, type_, is_active)
         if step.op == "place" or (step.op == "take" and is_active):
             cost += self.costs.place(type_, step.dim)
+        return cost
+
+    def send(self, step: Step, type_: TensorType, is_active: bool) -> float:
+        """What the messages of a transition cost, forward and backward."""
+        cost = 0.0
+        for way, kind in (("forward", step.forward), ("backward", step.backward)):
+            if kind and (way == "forward" or is_active):
+                cost += self.costs.send(kind, type_)
+                cost -= self.costs.send(kind) if (way, kind) in self.free else 0.0
         return cost
 
     def _undominated(self, states: Iterable[_State], fixed: Fixed) -> list[_State]:
@@ -316,7 +335,7 @@ class Planner:
         for name in node.inputs:
             layouts = state.versions.get(name) or {fixed.layouts.get(name, WHOLE)}
             held.append(f"%{name} in {' or '.join(sorted(map(str, layouts)))}")
-        takes = dict.fromkeys(str(rule) for rule, _ in self._ways[node.name])
+        takes = dict.fromkeys(map(str, self._ways[node.name]))
         return (
             f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
             f"ranks with {', '.join(held)}; it takes {', '.join(takes) or 'no layouts'}"
@@ -334,6 +353,8 @@ class _MakeChoice:
     forward_bytes: int = 0
     backward_bytes: int = 0
     step_bytes: int = 0
+    forward_messages: int = 0
+    backward_messages: int = 0
 
     def hold(
         self, name: str, layout: Layout, type_: TensorType, is_active: bool, costs: Costs
@@ -358,11 +379,20 @@ class _MakeChoice:
         for step in steps:
             if step.forward:
                 self.forward_bytes += costs.bytes_sent(step.forward, type_)
+                self.forward_messages += 1
             if step.backward and is_active:
                 self.backward_bytes += costs.bytes_sent(step.backward, type_)
+                self.backward_messages += 1
 
     def __call__(self, rule: Sharding, work: float) -> Choice:
-        bill = Bill(work + self.cost, self.forward_bytes, self.backward_bytes, self.step_bytes)
+        bill = Bill(
+            work + self.cost,
+            self.forward_bytes,
+            self.backward_bytes,
+            self.step_bytes,
+            self.forward_messages,
+            self.backward_messages,
+        )
         return Choice(rule, tuple(self.steps), tuple(self.held), bill)
 
 

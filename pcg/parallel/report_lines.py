@@ -34,7 +34,9 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         lines += [
             f"  a rank sends     {_mib(sent['forward_bytes'])} MiB forward and "
             f"{_mib(sent['backward_bytes'])} backward, of that for the adapters "
-            f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])};",
+            f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])},",
+            f"  {'':<16} in {_count(sent['forward_messages'])} forward and "
+            f"{sent['backward_messages']} backward;",
             f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step",
         ]
     return lines
@@ -47,7 +49,8 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
     lines.append(f"  {'':<16} {site['why']}")
     return lines + [
         f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
-        f" {_mib(row['step_bytes']):>7} a step   {row['strategy']}"
+        f" {_mib(row['step_bytes']):>7} a step {row['layer_messages']:>3} messages   "
+        f"{row['strategy']}"
         for row in site["candidates"]
     ]
 
@@ -75,6 +78,10 @@ def _region_line(row: Mapping[str, Any]) -> str:
 def _module(path: str) -> str:
     """The last part of a module's path, or of a weight's."""
     return path.removesuffix(".weight").rpartition(".")[2]
+
+
+def _count(messages: int) -> str:
+    return f"{messages} message{'' if messages == 1 else 's'}"
 
 
 def _mib(size: int) -> str:

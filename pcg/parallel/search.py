@@ -6,6 +6,11 @@ are planned at the least cost (`pcg.parallel.planner`), so that what one site ga
 A candidate of a site holds its weights in given layouts, with everything else about it planned at
 the least cost and all other sites as chosen.
 
+The planner takes each message by itself; what a plan costs is then counted with neighbours in one
+message (`pcg.parallel.messages`). So more plans are made for which some kinds of messages cost
+nothing to start, as if they always met another, and from the planner's own the search takes over
+what these do at a site, at those of one input, or at all, as long as that costs less.
+
 Names of LoRA's candidates, by the layouts of A and B: FlexLLM's four (v1 figure 5, v2 figure 4),
 Punica's (§7), S-LoRA's (§6), weights gathered where they are read (as fully sharded data
 parallelism does), and copies of both.
@@ -14,7 +19,7 @@ parallelism does), and copies of both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx
@@ -23,6 +28,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
 from pcg.parallel.base_plan import COLUMN, ROW
+from pcg.parallel.messages import messages
 from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
 from pcg.parallel.planner import Planner
 
@@ -43,6 +49,13 @@ _OF_ROW = {
     (WHOLE, WHOLE): "FlexLLM 4: whole, combine the input",
     (REPLICATED, REPLICATED): "fully replicated",
 }
+_FREE = (
+    frozenset({("forward", "all_reduce")}),
+    frozenset({("backward", "all_reduce")}),
+    frozenset({("forward", "all_reduce"), ("backward", "all_reduce")}),
+    frozenset(itertools.product(("forward", "backward"), ("all_gather", "all_reduce"))),
+)
+"""Messages that may meet others: sums meet the base's, which has some each way; then all."""
 _GATHERED = "fully sharded, weights gathered"
 
 
@@ -72,12 +85,14 @@ class Candidate:
         layouts: of its weights, by name.
         gathered: weights that are gathered where they are read.
         bill: what it adds to the layer.
+        layer: what the layer costs with it.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     bill: Bill
+    layer: Bill
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -166,13 +181,84 @@ class Search:
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
         self.planner = Planner(graph, degree, costs, trains)
+        self._best: Plan | None = None
+        self._joined: dict[int, tuple[Plan, Bill]] = {}
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
         self._direct = frozenset() if trains else frozenset(weights)
 
     def plan(self) -> Plan:
-        """The cheapest plan."""
-        return self.planner.plan(Fixed(self.layouts, self.base, direct=self._direct))
+        """The cheapest plan that is found, with neighbours in one message."""
+        if self._best is None:
+            self._best = self._cheapest()
+        return self._best
+
+    def _cheapest(self) -> Plan:
+        fixed = Fixed(self.layouts, self.base, direct=self._direct)
+        best = self.planner.plan(fixed)
+        others = [self.planner.where_free(free).plan(fixed) for free in _FREE]
+        sets = [self.sites, *self._of_one_input(), *((site,) for site in self.sites)]
+        cost, is_better = self.joined(best).cost, True
+        while is_better:
+            is_better = False
+            for other, some in itertools.product(others, sets):
+                plan = self._with(best, other, some)
+                if plan is not None and (now := self.joined(plan).cost) < cost * (1 - 1e-9):
+                    best, cost, is_better = plan, now, True
+        return best
+
+    def _of_one_input(self) -> list[tuple[Site, ...]]:
+        """Sites that read the same value of the base's, where they are several."""
+        inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
+        found: dict[str, list[Site]] = {}
+        for site in self.sites:
+            found.setdefault(inputs[site.nodes[0]], []).append(site)
+        return [tuple(some) for some in found.values() if 1 < len(some) < len(self.sites)]
+
+    def _with(self, best: Plan, other: Plan, some: Iterable[Site]) -> Plan | None:
+        """The one plan with some sites as in the other; None where it is so, or cannot be."""
+        now = {name: choice.rule for name, choice in best.choices.items()}
+        rules, held = dict(now), best.held
+        for site in some:
+            rules |= {name: other.choices[name].rule for name in site.nodes}
+            held |= {name: other.held[name] for name in site.weights}
+        if (rules, held) == (now, best.held):
+            return None
+        try:
+            return self.planner.plan(Fixed({**self.layouts, **held}, rules, direct=self._direct))
+        except TypeCheckError:
+            return None
+
+    def joined(self, plan: Plan) -> Bill:
+        """What a plan costs, with neighbours in one message."""
+        known = self._joined.get(id(plan))
+        if known is None or known[0] is not plan:
+            known = self._joined[id(plan)] = (plan, self._join(plan))
+        return known[1]
+
+    def _join(self, plan: Plan) -> Bill:
+        planner, costs = self.planner, self.planner.costs
+        sent = messages(self.graph, plan, planner.active)
+        total = plan.total
+        alone = sum(
+            planner.send(step, self.graph.types[name], name in planner.active)
+            for choice in (*plan.choices.values(), plan.outputs)
+            for name, steps in choice.steps
+            for step in steps
+        )
+        both = (*sent.forward, *sent.backward)
+        forward, backward = (
+            sum(costs.bytes_sent(message.kind, *message.types) for message in some)
+            for some in (sent.forward, sent.backward)
+        )
+        return Bill(
+            total.cost - alone + sum(costs.send(m.kind, *m.types) for m in both),
+            forward,
+            backward,
+            total.step_bytes,
+            len(sent.forward),
+            len(sent.backward),
+        )
 
     def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
         """The cheapest plan that holds adapters' weights in given layouts.
@@ -289,8 +375,9 @@ class Search:
 
     def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        bill = best.of(site.nodes) + (plan.total - best.total)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill)
+        layer, of_best = self.joined(plan), self.joined(best)
+        bill = best.of(site.nodes) + (layer - of_best)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill, layer)
 
 
 def strategy_name(site: Site, layouts: Mapping[str, Layout], gathered: frozenset[str]) -> str:

@@ -1,7 +1,8 @@
 """What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
 
 Costs and bytes are of one layer and one rank, for one step: forward, backward, and the sum of
-copied weights' gradients, which is done once an optimizer step.
+copied weights' gradients, which is done once an optimizer step. Messages are counted with
+neighbours in one, a candidate's those of the whole layer with it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         found = search.find()
         bypass += [_site(choice, block.name) for choice in found.sites]
         added = best.of(name for site in search.sites for name in site.nodes)
-        whole = best.total
+        whole = search.joined(best)
         sent.append(
             {
                 "block": block.name,
                 "forward_bytes": whole.forward_bytes,
                 "backward_bytes": whole.backward_bytes,
+                "forward_messages": whole.forward_messages,
+                "backward_messages": whole.backward_messages,
                 "bypass_forward_bytes": added.forward_bytes,
                 "bypass_backward_bytes": added.backward_bytes,
                 "step_bytes": whole.step_bytes,
@@ -75,6 +78,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "forward_bytes": bill.forward_bytes,
         "backward_bytes": bill.backward_bytes,
         "step_bytes": bill.step_bytes,
+        "layer_messages": candidate.layer.forward_messages + candidate.layer.backward_messages,
     }
 
 
@@ -89,7 +93,8 @@ def _why(choice: SiteChoice) -> str:
     if not others:
         return text
     more = (others[0].bill.cost - bill.cost) * 1e6
-    return f"{text}; {others[0].strategy.partition(':')[0]} takes {more:,.1f} µs more"
+    next_best = f"{text}; {others[0].strategy.partition(':')[0]} takes"
+    return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
 
 
 def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, str]:

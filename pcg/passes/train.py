@@ -10,6 +10,7 @@ from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
+from pcg.passes.join import join
 from pcg.passes.prune import prune
 
 
@@ -72,8 +73,8 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     forward = graph.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
         kind.block,
-        forward.without_dead_code(),
-        backward,
+        join(forward.without_dead_code()),
+        join(backward),
         (*inputs, *made),
         kind.gradients.trained,
     )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pcg.errors import TypeCheckError
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding
 from pcg.ir.operators import operator
 from pcg.ir.program import ModelGraph
@@ -18,7 +17,7 @@ from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
-from pcg.parallel.parallel_plan import Fixed, Plan
+from pcg.parallel.parallel_plan import Fixed
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Found, Search, Site
 from pcg.passes.bypasses import Bypasses
@@ -128,23 +127,21 @@ def test_every_candidate_is_right_and_sends_what_it_says(name: str, site: str, d
     search, found = searched(name, degree)
     choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
     assert choices
-    base = sent_by(search.graph, degree, found.plan)
     for choice in choices:
         for candidate in choice.candidates:
             plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
             sent: dict[str, int] = {}
-            worst = errors(search.graph, degree, plan, sent)
+            messages: dict[str, int] = {}
+            worst = errors(search.graph, degree, plan, sent, messages)
             assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
-            extra = sum(sent.values()) - base
-            said = candidate.bill - choice.chosen.bill
-            assert extra == said.forward_bytes + said.backward_bytes, candidate.strategy
-
-
-def sent_by(graph: Graph, degree: int, plan: Plan) -> int:
-    """Bytes that rank 0 sends, forward and backward."""
-    sent: dict[str, int] = {}
-    errors(graph, degree, plan, sent)
-    return sum(sent.values())
+            layer = candidate.layer
+            assert sum(sent.values()) == layer.forward_bytes + layer.backward_bytes
+            said = layer.forward_messages + layer.backward_messages
+            assert sum(messages.values()) == said, candidate.strategy
+            extra, bill = layer - choice.chosen.layer, candidate.bill - choice.chosen.bill
+            assert extra.forward_bytes + extra.backward_bytes == (
+                bill.forward_bytes + bill.backward_bytes
+            )
 
 
 def by_name(found: Found, site: str) -> dict[str, Candidate]:
