@@ -9,7 +9,7 @@ from pcg.html.element import Markup, element, row, scroll, section, table
 from pcg.report import Report
 
 _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each rank"}
-_HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step", "#messages of the layer")
+_HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step", "#messages")
 
 
 def parallel(report: Report) -> Markup | None:
@@ -69,7 +69,7 @@ def _site(site: Mapping[str, Any]) -> Markup:
             f"{candidate['cost_us']:,.1f}",
             _kib(candidate["communication_bytes"]),
             _kib(candidate["step_bytes"]),
-            str(candidate["layer_messages"]),
+            str(candidate["messages"]),
             class_="chosen" if candidate["strategy"] == site["chosen"] else None,
         )
         for candidate in site["candidates"]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph, Node, Parameter
@@ -34,7 +34,8 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, part
 from pcg.ir.operators import operator
 from pcg.ir.trained import reachable, trained
 from pcg.ir.types import RANK, TensorType
-from pcg.parallel.parallel_plan import Bill, Choice, Costs, Fixed, Plan, Step, transitions
+from pcg.parallel.choice_maker import ChoiceMaker
+from pcg.parallel.parallel_plan import Choice, Costs, Fixed, Plan, Step, transitions
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""
@@ -95,6 +96,14 @@ class Planner:
         """
         other = copy.copy(self)
         other.free, other._paths = free, {}
+        return other
+
+    def of(self, graph: Graph) -> Planner:
+        """A planner of a graph of the same nodes, or fewer, that read values of the same types."""
+        other = copy.copy(self)
+        other.graph = graph
+        other.active = self.active & graph.types.keys()
+        other._last = _last_readers(graph)
         return other
 
     def plan(self, fixed: Fixed) -> Plan:
@@ -170,7 +179,7 @@ class Planner:
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Fixed
-    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], _MakeChoice]]:
+    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], ChoiceMaker]]:
         """The ways to have the inputs in a rule's layouts: versions, cost and number of steps."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
@@ -190,7 +199,7 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            made = _MakeChoice()
+            made = ChoiceMaker()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 made.hold(name, layout, self.graph.types[name], name in self.active, self.costs)
@@ -202,7 +211,7 @@ class Planner:
         versions: dict[str, frozenset[Layout]],
         names: Sequence[str],
         layouts: Sequence[Layout],
-        made: _MakeChoice,
+        made: ChoiceMaker,
         fixed: Fixed,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
@@ -233,7 +242,7 @@ class Planner:
 
     def _ended(self, state: _State, fixed: Fixed) -> _State | None:
         """With the outputs whole; None where there is no way."""
-        versions, made = dict(state.versions), _MakeChoice()
+        versions, made = dict(state.versions), ChoiceMaker()
         names = self.graph.outputs
         if not self._bring(versions, names, [WHOLE] * len(names), made, fixed):
             return None
@@ -340,60 +349,6 @@ class Planner:
             f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
             f"ranks with {', '.join(held)}; it takes {', '.join(takes) or 'no layouts'}"
         )
-
-
-@dataclass
-class _MakeChoice:
-    """Adds up what bringing a node's inputs takes."""
-
-    cost: float = 0.0
-    count: int = 0
-    steps: list[tuple[str, tuple[Step, ...]]] = field(default_factory=list)
-    held: list[tuple[str, Layout]] = field(default_factory=list)
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    step_bytes: int = 0
-    forward_messages: int = 0
-    backward_messages: int = 0
-
-    def hold(
-        self, name: str, layout: Layout, type_: TensorType, is_active: bool, costs: Costs
-    ) -> None:
-        self.held.append((name, layout))
-        if layout == REPLICATED and is_active:
-            self.cost += costs.sum_gradient(type_)
-            self.step_bytes += costs.bytes_sent("all_reduce", type_)
-
-    def bring(
-        self,
-        name: str,
-        type_: TensorType,
-        cost: float,
-        steps: tuple[Step, ...],
-        is_active: bool,
-        costs: Costs,
-    ) -> None:
-        self.cost += cost
-        self.count += len(steps)
-        self.steps.append((name, steps))
-        for step in steps:
-            if step.forward:
-                self.forward_bytes += costs.bytes_sent(step.forward, type_)
-                self.forward_messages += 1
-            if step.backward and is_active:
-                self.backward_bytes += costs.bytes_sent(step.backward, type_)
-                self.backward_messages += 1
-
-    def __call__(self, rule: Sharding, work: float) -> Choice:
-        bill = Bill(
-            work + self.cost,
-            self.forward_bytes,
-            self.backward_bytes,
-            self.step_bytes,
-            self.forward_messages,
-            self.backward_messages,
-        )
-        return Choice(rule, tuple(self.steps), tuple(self.held), bill)
 
 
 def with_gradient(graph: Graph) -> frozenset[str]:

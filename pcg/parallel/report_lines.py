@@ -36,7 +36,8 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
             f"{_mib(sent['backward_bytes'])} backward, of that for the adapters "
             f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])},",
             f"  {'':<16} in {_count(sent['forward_messages'])} forward and "
-            f"{sent['backward_messages']} backward;",
+            f"{sent['backward_messages']} backward, of that for the adapters "
+            f"{sent['bypass_messages']};",
             f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step",
         ]
     return lines
@@ -49,7 +50,7 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
     lines.append(f"  {'':<16} {site['why']}")
     return lines + [
         f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
-        f" {_mib(row['step_bytes']):>7} a step {row['layer_messages']:>3} messages   "
+        f" {_mib(row['step_bytes']):>7} a step {row['messages']:>3} messages   "
         f"{row['strategy']}"
         for row in site["candidates"]
     ]

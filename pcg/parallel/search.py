@@ -28,7 +28,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.messages import messages
+from pcg.parallel.layer_bill import LayerBill
 from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan
 from pcg.parallel.planner import Planner
 
@@ -182,10 +182,10 @@ class Search:
         self.layouts = layouts
         self.planner = Planner(graph, degree, costs, trains)
         self._best: Plan | None = None
-        self._joined: dict[int, tuple[Plan, Bill]] = {}
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
         self._direct = frozenset() if trains else frozenset(weights)
+        self.bill = LayerBill(self.planner, layouts, self._direct)
 
     def plan(self) -> Plan:
         """The cheapest plan that is found, with neighbours in one message."""
@@ -198,12 +198,12 @@ class Search:
         best = self.planner.plan(fixed)
         others = [self.planner.where_free(free).plan(fixed) for free in _FREE]
         sets = [self.sites, *self._of_one_input(), *((site,) for site in self.sites)]
-        cost, is_better = self.joined(best).cost, True
+        cost, is_better = self.bill.of(best).cost, True
         while is_better:
             is_better = False
             for other, some in itertools.product(others, sets):
                 plan = self._with(best, other, some)
-                if plan is not None and (now := self.joined(plan).cost) < cost * (1 - 1e-9):
+                if plan is not None and (now := self.bill.of(plan).cost) < cost * (1 - 1e-9):
                     best, cost, is_better = plan, now, True
         return best
 
@@ -228,37 +228,6 @@ class Search:
             return self.planner.plan(Fixed({**self.layouts, **held}, rules, direct=self._direct))
         except TypeCheckError:
             return None
-
-    def joined(self, plan: Plan) -> Bill:
-        """What a plan costs, with neighbours in one message."""
-        known = self._joined.get(id(plan))
-        if known is None or known[0] is not plan:
-            known = self._joined[id(plan)] = (plan, self._join(plan))
-        return known[1]
-
-    def _join(self, plan: Plan) -> Bill:
-        planner, costs = self.planner, self.planner.costs
-        sent = messages(self.graph, plan, planner.active)
-        total = plan.total
-        alone = sum(
-            planner.send(step, self.graph.types[name], name in planner.active)
-            for choice in (*plan.choices.values(), plan.outputs)
-            for name, steps in choice.steps
-            for step in steps
-        )
-        both = (*sent.forward, *sent.backward)
-        forward, backward = (
-            sum(costs.bytes_sent(message.kind, *message.types) for message in some)
-            for some in (sent.forward, sent.backward)
-        )
-        return Bill(
-            total.cost - alone + sum(costs.send(m.kind, *m.types) for m in both),
-            forward,
-            backward,
-            total.step_bytes,
-            len(sent.forward),
-            len(sent.backward),
-        )
 
     def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
         """The cheapest plan that holds adapters' weights in given layouts.
@@ -285,14 +254,23 @@ class Search:
 
     def candidate(self, plan: Plan, site: Site) -> Candidate:
         """What a plan does at a site, with what that adds to the layer."""
+        return self._candidate(plan, plan, site, self._gathered(plan, site))
+
+    def strategy(self, plan: Plan, site: Site) -> str:
+        """What a plan does at a site is called."""
+        layouts = {name: plan.held[name] for name in site.weights}
+        return strategy_name(site, layouts, self._gathered(plan, site))
+
+    @staticmethod
+    def _gathered(plan: Plan, site: Site) -> frozenset[str]:
+        """Weights that the site's nodes gather."""
         combined = {
             name
             for node in site.nodes
             for name, steps in plan.choices[node].steps
             if any(step.op == "combine" for step in steps)
         }
-        gathered = frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
-        return self._candidate(plan, plan, site, gathered)
+        return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def _choices(self, best: Plan, site: Site) -> SiteChoice:
         chosen = self.candidate(best, site)
@@ -375,8 +353,8 @@ class Search:
 
     def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        layer, of_best = self.joined(plan), self.joined(best)
-        bill = best.of(site.nodes) + (layer - of_best)
+        layer = self.bill.of(plan)
+        bill = layer - self.bill.without(best, site.nodes)
         return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill, layer)
 
 

@@ -2,7 +2,7 @@
 
 Costs and bytes are of one layer and one rank, for one step: forward, backward, and the sum of
 copied weights' gradients, which is done once an optimizer step. Messages are counted with
-neighbours in one, a candidate's those of the whole layer with it.
+neighbours in one, so that what joins another adds none.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
                 base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
         found = search.find()
         bypass += [_site(choice, block.name) for choice in found.sites]
-        added = best.of(name for site in search.sites for name in site.nodes)
-        whole = search.joined(best)
+        nodes = [name for site in search.sites for name in site.nodes]
+        added = search.bill.of(best) - search.bill.without(best, nodes)
+        whole = search.bill.of(best)
         sent.append(
             {
                 "block": block.name,
@@ -42,6 +43,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
                 "backward_messages": whole.backward_messages,
                 "bypass_forward_bytes": added.forward_bytes,
                 "bypass_backward_bytes": added.backward_bytes,
+                "bypass_messages": added.forward_messages + added.backward_messages,
                 "step_bytes": whole.step_bytes,
             }
         )
@@ -78,7 +80,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "forward_bytes": bill.forward_bytes,
         "backward_bytes": bill.backward_bytes,
         "step_bytes": bill.step_bytes,
-        "layer_messages": candidate.layer.forward_messages + candidate.layer.backward_messages,
+        "messages": bill.forward_messages + bill.backward_messages,
     }
 
 
@@ -102,7 +104,7 @@ def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, s
     found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
-            name = search.candidate(plan, site).strategy.partition(":")[0]
+            name = search.strategy(plan, site).partition(":")[0]
             found.setdefault(site.name, {})[search.graph.name] = name
     return {
         site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy

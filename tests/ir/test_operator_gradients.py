@@ -46,7 +46,7 @@ NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
 """What an emitted file imports, and the batch that its functions take."""
 ELSEWHERE = {
     "attention",
-    *("all_gather", "all_reduce", "cross_entropy_part", "own_part"),
+    *("all_gather", "all_gathers", "all_reduce", "all_reduces", "cross_entropy_part", "own_part"),
     *("column_norm_part", "expand_add_part", "placed_part", "replicate", "taken_part"),
 }
 """Operators whose rule is checked in a test of their own."""
