@@ -100,8 +100,14 @@ def test_nothing_costs_less(name: str) -> None:
         assert every.plan(fixed).cost == pytest.approx(plan.cost, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
-@pytest.mark.parametrize("held", [(COLUMN, COLUMN), (ROW, COLUMN), (WHOLE, COLUMN)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("llama3", (COLUMN, COLUMN)),
+        *itertools.product(("llama3", "gpt2"), ((ROW, COLUMN), (WHOLE, COLUMN))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
+)
 def test_neighbours_share_messages_both_ways(name: str, held: tuple[Layout, Layout]) -> None:
     """With all sites held alike: right in numbers, and as many messages as are said."""
     search, _ = searched(name)
