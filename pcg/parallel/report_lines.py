@@ -50,8 +50,8 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
     lines.append(f"  {'':<16} {site['why']}")
     return lines + [
         f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
-        f" {_mib(row['step_bytes']):>7} a step {row['messages']:>3} messages   "
-        f"{row['strategy']}"
+        f" in {row['messages']:>2}"
+        f" {_mib(row['step_bytes']):>7} a step   {row['strategy']}"
         for row in site["candidates"]
     ]
 

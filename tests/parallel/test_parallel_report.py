@@ -29,7 +29,8 @@ def test_blocks_that_differ_are_all_told() -> None:
     same = strategies((first, second), (first.plan(), second.plan()))
     assert set(same) == {site.name for site in first.sites}
     site = first.sites[0]
-    other = second.hold(dict.fromkeys(second.sites[0].weights, REPLICATED))
+    best = second.plan()
+    other = second.force(best, second.sites[0], dict.fromkeys(second.sites[0].weights, REPLICATED))
     found = strategies((first, second), (first.plan(), other))
     assert found[f"{first.graph.name}/{site.name}"] == same[site.name]
     assert found[f"{second.graph.name}/{site.name}"] == "fully replicated"

@@ -337,7 +337,13 @@ def test_the_report_of_ranks_has_every_site() -> None:
         assert strategies[site["chosen"]]["cost_us"] == least
     (sent,) = parallel["communication"]
     # An all-reduce of the hidden states after attention and after the MLP, each way.
-    assert sent["forward_bytes"] == sent["backward_bytes"] == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    for way in ("forward", "backward"):
+        of_base = sent[f"{way}_bytes"] - sent[f"bypass_{way}_bytes"]
+        assert of_base == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    messages = sent["forward_messages"] + sent["backward_messages"]
+    assert messages - sent["bypass_messages"] == 4
+    # The sites that share a message would send more by themselves.
+    assert sent["bypass_messages"] < len(parallel["bypass"])
     page = report.to_html()
     assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
     text = report.to_text()
