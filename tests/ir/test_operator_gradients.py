@@ -539,6 +539,24 @@ def test_every_gradient_rule_is_covered() -> None:
     assert with_rule >= ELSEWHERE
 
 
+def test_no_gradient_flows_to_constants() -> None:
+    """`constant_in` says of each rule to which inputs it never gives a gradient."""
+    checked = set()
+    for case in CASES:
+        constants = operator(case.op).constant_in
+        if not constants:
+            continue
+        graph = forward_graph(case, "f64")
+        (node,) = graph.nodes
+        builder = Builder("backward")
+        upstream = (builder.input("incoming", node.output.type),)
+        needs = (True,) * len(node.inputs)
+        gradients = operator(case.op).gradient(Gradient(builder, graph, node, upstream, needs))
+        assert tuple(i for i, name in enumerate(gradients) if name is None) == constants
+        checked.add(case.op)
+    assert checked == {op for op, entry in OPERATORS.items() if entry.constant_in} - ELSEWHERE
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_is_autograds(case: Case) -> None:
     if case.op == "embedding":
