@@ -257,16 +257,16 @@ class Planner:
         """The cheapest transitions to a layout from those that a value has, and their cost."""
         if wanted in have:
             return 0.0, ()
+        if name in fixed.direct:
+            return None
         type_, is_active = self.graph.types[name], name in self.active
-        is_direct = name in fixed.direct
-        key = (type_, is_active, is_direct, have, wanted)
+        key = (type_, is_active, have, wanted)
         if key not in self._paths:
-            found = self.cheapest(type_, is_active, have, is_direct)
-            self._paths[key] = found.get(wanted)
+            self._paths[key] = self.cheapest(type_, is_active, have).get(wanted)
         return self._paths[key]
 
     def cheapest(
-        self, type_: TensorType, is_active: bool, have: Iterable[Layout], is_direct: bool = False
+        self, type_: TensorType, is_active: bool, have: Iterable[Layout]
     ) -> dict[Layout, tuple[float, tuple[Step, ...]]]:
         """The cheapest transitions to every layout from those that a value has, and their cost.
 
@@ -274,7 +274,6 @@ class Planner:
             type_: of the value.
             is_active: whether a gradient flows back to it.
             have: its layouts.
-            is_direct: whether it is read as it is held, whole or as a copy.
         """
         best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
@@ -283,8 +282,6 @@ class Planner:
             layout = changed.pop(0)
             cost, steps = best[layout]
             for step in transitions(layout, self.parts(type_)):
-                if is_direct and step.op != "replicate":
-                    continue
                 total = cost + self._step_cost(type_, is_active, step)
                 known = best.get(step.after)
                 if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
