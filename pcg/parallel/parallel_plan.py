@@ -11,7 +11,7 @@ from functools import cache
 from typing import Protocol
 
 from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.types import TensorType
 
 
@@ -24,17 +24,20 @@ class Costs(Protocol):
         `needs` says which inputs need a gradient.
         """
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        """An `all_reduce` of a tensor, or an `all_gather` of its parts to the whole."""
+    def send(self, kind: str, *types: TensorType) -> float:
+        """An `all_reduce` of tensors, or an `all_gather` of their parts to the wholes.
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        One message; of no tensor it costs what a message does that carries nothing.
+        """
+
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
         """By each rank in it."""
 
     def place(self, type_: TensorType, dim: int) -> float:
         """To write a rank's part of a whole tensor among zeros."""
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """To sum an adapter weight's gradient over the ranks, its share of one micro-batch."""
+        """To sum an adapter weight's gradient over the ranks, where a step has one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,16 @@ class Bill:
         forward_bytes: sent by a rank.
         backward_bytes: the same, backward.
         step_bytes: sent by a rank once an optimizer step, to sum gradients.
+        forward_messages: that the forward's bytes are sent in.
+        backward_messages: the same, backward.
     """
 
     cost: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
     step_bytes: int = 0
+    forward_messages: int = 0
+    backward_messages: int = 0
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(
@@ -83,6 +90,8 @@ class Bill:
             self.forward_bytes + other.forward_bytes,
             self.backward_bytes + other.backward_bytes,
             self.step_bytes + other.step_bytes,
+            self.forward_messages + other.forward_messages,
+            self.backward_messages + other.backward_messages,
         )
 
     def __sub__(self, other: Bill) -> Bill:
@@ -91,6 +100,8 @@ class Bill:
             self.forward_bytes - other.forward_bytes,
             self.backward_bytes - other.backward_bytes,
             self.step_bytes - other.step_bytes,
+            self.forward_messages - other.forward_messages,
+            self.backward_messages - other.backward_messages,
         )
 
 
@@ -140,7 +151,7 @@ class Plan:
 
     @property
     def total(self) -> Bill:
-        """What all nodes cost, and the outputs' transitions."""
+        """What all nodes cost, and the outputs' transitions, each in a message of its own."""
         return self.of(self.choices) + self.outputs.bill
 
 
@@ -152,8 +163,8 @@ class Fixed:
         layouts: of parameters by name. A frozen one that is not named takes what costs the least.
         rules: ways of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named. Outputs are whole.
-        gathered: adapters' weights that have to be gathered where they are read.
-        direct: adapters' weights that must not.
+        gathered: adapters' weights in parts that are gathered by all that read them.
+        direct: adapters' weights that all read as they are held.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -164,16 +175,19 @@ class Fixed:
 
 
 @cache
-def transitions(layout: Layout, wanted: Layout) -> tuple[Step, ...]:
-    """The transitions from a layout, on the way to a wanted one."""
-    parts = [wanted] if wanted.dim else []
+def transitions(layout: Layout, parts: tuple[Layout, ...]) -> tuple[Step, ...]:
+    """The transitions from a layout.
+
+    Args:
+        layout: that a tensor has.
+        parts: that it can be held in.
+    """
     if layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
-        # A copy is whole again by way of its parts, or of a summand.
-        found = [("take", part) for part in parts or [partitioned(-1)]]
+        found = [("take", part) for part in parts]
     elif layout == PRE_REDUCE:
         found = [("reduce", WHOLE)]
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
-    return tuple(Step(op, layout, after) for op, after in found if after != layout)
+    return tuple(Step(op, layout, after) for op, after in found)

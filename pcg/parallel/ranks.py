@@ -37,12 +37,14 @@ class Ranks(Protocol):
         size: how many there are.
         device: of the tensors that they exchange.
         moved_bytes: what this rank has sent, by kind of collective.
+        messages: in how many messages.
     """
 
     rank: int
     size: int
     device: torch.device
     moved_bytes: dict[str, int]
+    messages: dict[str, int]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, in one of the same shape."""
@@ -60,6 +62,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.moved_bytes: dict[str, int] = {}
+        self.messages: dict[str, int] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -85,12 +88,14 @@ class ProcessRanks:
         self.size = group.size()
         self.device = device
         self.moved_bytes = {"all_reduce": 0, "all_gather": 0}
+        self.messages = {"all_reduce": 0, "all_gather": 0}
         self._group = group
         self._store = store
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors. RankLostError: another rank is gone."""
         self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
+        self.messages["all_reduce"] += 1
         total = x.clone(memory_format=torch.contiguous_format)
         self._wait(lambda: dist.all_reduce(total, group=self._group), "an all-reduce")
         return total
@@ -98,6 +103,7 @@ class ProcessRanks:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors. RankLostError: another rank is gone."""
         self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
+        self.messages["all_gather"] += 1
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(parts, x, group=self._group), "an all-gather")

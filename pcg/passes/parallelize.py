@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.base_plan import COLUMN, base_plan, parted_attentions
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Costs, Fixed, Plan
 from pcg.parallel.planner import plan
@@ -56,7 +56,8 @@ def parallelize(
         base: the same without.
         degree: number of ranks, at least 2.
         costs: by which bypass networks are parallelized; bytes between ranks by default.
-        trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
+        trains: whether there is a backward, and each adapter's weight is one tensor, not those of a
+            batch's many adapters.
         tp_plan: the base's plan, where the user gives one.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
@@ -72,8 +73,8 @@ def parallelize(
     )
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
-        layouts = _vocabulary(model, base, degree, prologue=is_first)
-        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts))
+        layouts = _vocabulary(base, degree, is_first=is_first)
+        found = plan(graph, degree, ByteCosts(degree), Fixed(layouts), trains)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     local = typed.map(lambda graph: localize(graph, degree))
@@ -89,26 +90,25 @@ def search_layer(
     tp_plan: Mapping[str, str] | None = None,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
-    layouts = base_plan(split(plain), degree, tp_plan)
-    base = repeat_heads(split(plain), degree)
+    base = split(plain)
+    layouts = base_plan(base, degree, tp_plan)
+    attentions = parted_attentions(base, layouts)
+    base = repeat_heads(base, degree, attentions)
     choices = plan(base, degree, ByteCosts(degree), Fixed(layouts)).choices
-    whole = repeat_heads(split(block), degree)
+    whole = repeat_heads(split(block), degree, attentions)
     rules = {name: choice.rule for name, choice in choices.items()}
     return Search(whole, degree, costs, layouts, rules, trains)
 
 
-def _vocabulary(
-    model: ModelGraph, base: ModelGraph, degree: int, *, prologue: bool
-) -> dict[str, Layout]:
+def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
     """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
-    graph = base.prologue if prologue else base.epilogue
-    if prologue:
-        node = token_embedding(graph)
+    if is_first:
+        graph, node = base.prologue, token_embedding(base.prologue)
         weight = node.inputs[0] if node is not None else None
     else:
-        scope = base.output_module
-        products = [n for n in graph.nodes if n.op == "linear"]
-        weight = products[-1].inputs[1] if products and scope else None
+        graph = base.epilogue
+        products = [node for node in graph.nodes if node.op == "linear"]
+        weight = products[-1].inputs[1] if products else None
     if weight is None or graph.types[weight].features[0] % degree:
         return {}
     return {weight: COLUMN}

@@ -485,6 +485,14 @@ def collective(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2)
 
 
+def joined(make: Maker, op: str) -> Sequence[str]:
+    count = make.draw(st.integers(2, 4))
+    operands = [make.of("f32", TOKENS, make.draw(SMALL)) for _ in range(count)]
+    if op == "all_reduces":
+        return make.add(op, *operands)
+    return make.add(op, *operands, dims=(-1,) * count, degree=2)
+
+
 UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(UNARIES, unary),
@@ -509,6 +517,7 @@ RECIPES: dict[str, Recipe] = {
         cross_entropy,
     ),
     **dict.fromkeys(("all_gather", "own_part", "placed_part", "taken_part"), collective),
+    **dict.fromkeys(("all_gathers", "all_reduces"), joined),
     **dict.fromkeys(
         ("all_reduce", "combine", "partition", "place", "reduce", "replicate", "take"), transition
     ),

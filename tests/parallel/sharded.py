@@ -13,6 +13,7 @@ from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
+from pcg.passes.join import join
 from pcg.passes.localize import localize
 from pcg.passes.prune import prune
 from pcg.runtime.batch import whole_sequences
@@ -53,7 +54,9 @@ def run(
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     found = prune(differentiate(graph, carried), carried)
     count = len(graph.outputs)
-    results = evaluate(graph.replace(outputs=(*graph.outputs, *found.needed)), values, batch)
+    forward = join(graph.replace(outputs=(*graph.outputs, *found.needed)))
+    verify(forward)
+    results = evaluate(forward, values, batch)
     outputs, kept = results[:count], results[count:]
     upstream = {
         f"d_{name}": torch.randn(
@@ -62,17 +65,23 @@ def run(
         for name, out in zip(graph.outputs, outputs, strict=True)
     }
     known = {**values, **dict(zip(found.needed, kept, strict=True)), **upstream}
-    gradients = evaluate(found.backward, known, batch)
+    backward = join(found.backward)
+    verify(backward)
+    gradients = evaluate(backward, known, batch)
     names = [*found.wrt, *found.trained]
     return list(outputs), dict(zip(names, gradients, strict=True))
 
 
 def errors(
-    graph: Graph, degree: int, plan: Plan, sent: dict[str, int] | None = None
+    graph: Graph,
+    degree: int,
+    plan: Plan,
+    sent: dict[str, int] | None = None,
+    messages: dict[str, int] | None = None,
 ) -> dict[str, float]:
     """Relative errors of outputs and gradients on ranks, by name.
 
-    Into `sent` goes what rank 0 sends, by kind of collective.
+    Into `sent` goes what rank 0 sends, by kind of collective, and into `messages` in how many.
     """
     values = random_values(graph, sum(LENGTHS))
     outputs, gradients = run(graph, values)
@@ -85,6 +94,8 @@ def errors(
         result = run(local, own, ranks)
         if sent is not None and ranks.rank == 0:
             sent.update(ranks.moved_bytes)
+        if messages is not None and ranks.rank == 0:
+            messages.update(ranks.messages)
         return result
 
     found = run_ranks(degree, on_rank)
