@@ -85,7 +85,7 @@ def compile_program(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    check_degree(tp, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -170,7 +170,7 @@ def compile(
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
-    check_degree(tp, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel)
     if tp > 1:
         check_started(tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
@@ -296,10 +296,22 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
     return str(path.resolve()) if path.is_file() else os.fspath(costs)
 
 
-def check_degree(tp: object, sequence_parallel: bool = False) -> None:
-    """Refuse what is no number of ranks, and parts of the tokens on one rank. ParallelError."""
+def check_degree(
+    tp: object, costs: object = None, tp_plan: object = None, sequence_parallel: bool = False
+) -> None:
+    """Refuse what is no number of ranks, and what is said of ranks where there is one.
+
+    Raises:
+        ParallelError: it is so; names the fix.
+    """
     if type(tp) is not int or tp < 1:
         raise ParallelError(f"tp={tp!r}; use an int of at least 1")
+    for name, given in (("costs", costs), ("tp_plan", tp_plan)):
+        if tp == 1 and given is not None:
+            raise ParallelError(
+                f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; give "
+                f"tp=2 or more (--tp 2), or leave {name} out"
+            )
     if sequence_parallel and tp == 1:
         raise ParallelError(
             "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one rank; "

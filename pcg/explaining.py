@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pcg.parallel.devices import Device
     from pcg.parallel.search import Search
+    from pcg.passes.adapter_use import AdapterUse
     from pcg.passes.step_memory import Account, Asked
     from pcg.report import Report
 
@@ -143,7 +144,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    check_degree(tp, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -185,7 +186,7 @@ def _explained(
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)
     if what.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(what.sharded, made(folded.device_costs(trains=True)))
+        rows = parallel_rows(what.sharded, made(folded.device_costs()))
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)
@@ -208,19 +209,21 @@ def _with_regions(report: Report, folded: Compilation, what: Account, asked: Ask
         found = frontiers(made(what.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
-    def formulas_of(state: Compilation, recipes: Mapping[str, Recipe]) -> dict[str, sympy.Expr]:
+    def formulas_of(
+        state: Compilation, recipes: Mapping[str, Recipe]
+    ) -> dict[str, sympy.Expr] | None:
         then = _account_of(state, recipes)
-        then = dataclasses.replace(then, plan=replanned(plan, made(then.frontiers)))
+        others = replanned(plan, made(then.frontiers))
+        if others is None:
+            return None
+        then = dataclasses.replace(then, plan=others)
         return step_formulas(then, dataclasses.replace(asked, tp=state.tp))
 
     def at_degree(degree: int) -> dict[str, sympy.Expr] | None:
         state = dataclasses.replace(folded, tp=degree)
-        try:
-            if rank is None:
-                return formulas_of(state, asked.recipes)
-            return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
-        except KeyError:
-            return None  # its graphs are others
+        if rank is None:
+            return formulas_of(state, asked.recipes)
+        return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
 
     degrees: dict[str, tuple[int, ...]] = {}
     if folded.tp > 1:
@@ -252,19 +255,21 @@ def _parallel_regions(
     from pcg.passes.rank_formulas import rank_of, with_rank
 
     def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
-        bypasses = _bypasses_of(state, then)
+        bypasses = _use_of(state, then)
         attached = run_passes(
-            dataclasses.replace(state, bypasses=bypasses), first="raise", last="attach"
+            dataclasses.replace(state, bypasses=lambda base: bypasses(base).bypasses),
+            first="raise",
+            last="attach",
         )
         pairs = zip(made(attached.training_model).blocks, made(attached.base).blocks, strict=True)
         layers = list(pairs)
 
-        def searches_at(tokens: int) -> list[Search]:
-            costs = DeviceCosts(made(state.costs), state.tp, tokens, state.budget.seq)
+        def searches_at(tokens: int, context: int) -> list[Search]:
+            costs = DeviceCosts(made(state.costs), state.tp, tokens, context)
             given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
             return [search_layer(block, plain, *given) for block, plain in layers]
 
-        return token_regions(searches_at)
+        return token_regions(searches_at, state.budget.seq)
 
     found = {"as asked": at(folded, recipes)}
     rank = rank_of(recipes)
@@ -288,13 +293,9 @@ def _parallel_regions(
 
 def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     """What a report of a folded model and recipes accounts for."""
-    from pcg.passes.adapter_use import AdapterUse, adapter_use
     from pcg.passes.step_memory import Account
 
-    def use_of(base: ModelGraph) -> AdapterUse:
-        model_type = str(folded.config["model_type"])
-        return adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))
-
+    use_of = _use_of(folded, recipes)
     state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
     attached = run_passes(state, first="raise", last="parallelize")
     refusal = ""
@@ -323,10 +324,11 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     )
 
 
-def _bypasses_of(
+def _use_of(
     folded: Compilation, recipes: Mapping[str, Recipe]
-) -> Callable[[ModelGraph], Bypasses]:
+) -> Callable[[ModelGraph], AdapterUse]:
+    """What the recipes train of a base, by a function of it."""
     from pcg.passes.adapter_use import adapter_use
 
     model_type = str(folded.config["model_type"])
-    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype)).bypasses
+    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pcg.codegen.emit import emit_serving, emit_training
 from pcg.errors import (
@@ -34,6 +34,7 @@ from pcg.passes.compress import compress
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
+from pcg.passes.join import join
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
@@ -42,9 +43,6 @@ from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prolo
 from pcg.passes.window_attention import window_attention
 from pcg.trace import Trace
 from pcg.trace import trace as trace_config
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,19 @@ class Compilation:
         tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
         windows: whether what finetunes takes sequences window by window, through the KV cache.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
+        traced: what `trace` makes.
+        base: what `fold` makes, and `raise` of that: the model without bypass networks.
+        serving_model: what `attach` makes to serve, of one rank once parallelized.
+        training_model: the same to finetune; None where there is nothing to train.
+        local_base: the base of one rank.
+        sharded: what `parallelize` makes of what is trained, else of what serves; None at tp 1.
+        kinds: what `differentiate` makes of the layers, then `prune` and `compress` of that.
+        frontiers: what the layers can keep and make again.
+        plan: what `rematerialize` chooses of it.
+        training_prologue: the prologue's backward, and what it trains.
+        training_epilogue: the epilogue with its loss and backward, the loss, and what it trains.
+        serving: what `emit` makes to serve.
+        training: the same to finetune.
     """
 
     name: str
@@ -92,12 +103,12 @@ class Compilation:
     serving: Serving | None = None
     training: Training | None = None
 
-    def device_costs(self, trains: bool) -> DeviceCosts | None:
+    def device_costs(self) -> DeviceCosts | None:
         """What a step costs on the device; None where that is not known."""
         if self.costs is None:
             return None
         tokens = self.budget.batch * self.budget.seq
-        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq, trains=trains)
+        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq)
 
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
@@ -146,8 +157,7 @@ def _parallelize(state: Compilation) -> Compilation:
     def over_ranks(model: ModelGraph | None, trains: bool) -> Sharded | None:
         if model is None:
             return None
-        costs = state.device_costs(trains)
-        return parallelize(model, base, state.tp, costs, trains, *base_options)
+        return parallelize(model, base, state.tp, state.device_costs(), trains, *base_options)
 
     serving, training = (
         over_ranks(state.serving_model, False),
@@ -200,7 +210,7 @@ def _rematerialize(state: Compilation) -> Compilation:
 
 
 def _fuse(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, serving_model=fuse(made(state.serving_model)))
+    return dataclasses.replace(state, serving_model=fuse(made(state.serving_model)).map(join))
 
 
 def _emit(state: Compilation) -> Compilation:

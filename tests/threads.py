@@ -17,6 +17,7 @@ class ThreadRanks:
     Attributes:
         device: of the tensors that they exchange.
         moved_bytes: what this rank has sent by ring algorithms, per kind of collective.
+        messages: in how many messages.
     """
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
@@ -26,6 +27,7 @@ class ThreadRanks:
         self._barrier = barrier
         self._slots = slots
         self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+        self.messages = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._slots[self.rank] = x.clone()
@@ -37,15 +39,18 @@ class ThreadRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         size_bytes = x.numel() * x.element_size()
         self.moved_bytes["all_reduce"] += 2 * size_bytes * (self.size - 1) // self.size
+        self.messages["all_reduce"] += 1
         return torch.stack(self._exchange(x)).sum(0)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         self.moved_bytes["all_gather"] += x.numel() * x.element_size() * (self.size - 1)
+        self.messages["all_gather"] += 1
         return self._exchange(x)
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         own = parts[self.rank]
         self.moved_bytes["reduce_scatter"] += own.numel() * own.element_size() * (self.size - 1)
+        self.messages["reduce_scatter"] += 1
         return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
 
 

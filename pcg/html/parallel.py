@@ -12,7 +12,7 @@ _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each
 _SEQUENCE_PARALLEL = (
     " Of norms and residuals each rank has a part of the tokens (sequence-parallel)."
 )
-_HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step")
+_HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step", "#messages")
 
 
 def parallel(report: Report) -> Markup | None:
@@ -26,9 +26,9 @@ def parallel(report: Report) -> Markup | None:
         element(
             "p",
             f"The base is fixed; what adapters add is the least of all typed ways, by the costs of "
-            f"{found['costs']} at {found['tokens']:,} tokens. Times and bytes are what a site adds "
-            "to one layer and one rank: forward and backward, and the gradients of copied weights, "
-            "which are summed once an optimizer step."
+            f"{found['costs']} at {found['tokens']:,} tokens in sequences of {found['context']:,}. "
+            "Times and bytes are what a site adds to one layer and one rank: forward and backward, "
+            "and the gradients of copied weights, which are summed once an optimizer step."
             + (_SEQUENCE_PARALLEL if found["sequence_parallel"] else ""),
         ),
         *(_sent(sent) for sent in found["communication"]),
@@ -59,8 +59,10 @@ def _sent(sent: Mapping[str, Any]) -> Markup:
     both = sent["forward_bytes"] + sent["backward_bytes"]
     return element(
         "p",
-        f"{sent['block']}: a rank sends {_kib(both)} KiB a step, {_kib(adapters)} of it for "
-        f"adapters, and {_kib(sent['step_bytes'])} of gradients once an optimizer step.",
+        f"{sent['block']}: a rank sends {_kib(both)} KiB in "
+        f"{sent['forward_messages'] + sent['backward_messages']} messages a step, "
+        f"{_kib(adapters)} of it for adapters, and {_kib(sent['step_bytes'])} of gradients once an "
+        "optimizer step.",
     )
 
 
@@ -71,6 +73,7 @@ def _site(site: Mapping[str, Any]) -> Markup:
             f"{candidate['cost_us']:,.1f}",
             _kib(candidate["communication_bytes"]),
             _kib(candidate["step_bytes"]),
+            str(candidate["messages"]),
             class_="chosen" if candidate["strategy"] == site["chosen"] else None,
         )
         for candidate in site["candidates"]

@@ -93,6 +93,8 @@ class State(enum.Enum):
     REPLICATED = "="
     PRE_REDUCE = "+"
 
+    __hash__ = object.__hash__  # there is one of each; by the name it takes a search twice as long
+
 
 @dataclass(frozen=True, slots=True)
 class Dim:

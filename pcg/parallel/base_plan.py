@@ -19,7 +19,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from math import gcd
 from pathlib import Path
+
+import sympy
 
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
@@ -43,17 +46,19 @@ def read_tp_plan(plan: str | os.PathLike[str] | Mapping[str, str] | None) -> dic
     """
     if plan is None:
         return {}
+    name = "tp_plan"
     if not isinstance(plan, Mapping):
         path = Path(plan).expanduser()
+        name = f"tp_plan {path}"
         try:
             plan = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ParallelError(f"tp_plan {path} cannot be read as JSON: {error}") from error
+            raise ParallelError(f"{name} cannot be read as JSON: {error}") from error
     if not isinstance(plan, Mapping) or not plan:
-        raise ParallelError("a tp_plan is an object with a style for each module path")
+        raise ParallelError(f"{name} has to be an object with a style for each module path")
     for module, style in plan.items():
-        if style not in STYLES:
-            raise ParallelError(f"tp_plan: {module} is {style!r}; use one of {', '.join(STYLES)}")
+        if not isinstance(style, str) or style not in STYLES:
+            raise ParallelError(f"{name}: {module} is {style!r}; use one of {', '.join(STYLES)}")
     return {str(module): str(style) for module, style in plan.items()}
 
 
@@ -75,7 +80,7 @@ def base_plan(
     sizes = list(_sizes(graph, plan))
     if any(size % degree for _, size in sizes):
         what, size = next((what, size) for what, size in sizes if size % degree)
-        fitting = [n for n in range(1, 65) if all(size % n == 0 for _, size in sizes)]
+        fitting = sympy.divisors(gcd(*(size for _, size in sizes)))
         raise ParallelError(
             f"tp={degree} does not divide {what}={size} of {graph.name}; use one of "
             f"{', '.join(map(str, fitting))}"
@@ -106,8 +111,9 @@ def _path(source: str) -> str:
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
     """What has to have equal parts, by what it is called."""
+    parted = parted_attentions(graph, plan)
     for node in graph.nodes:
-        if node.op == "attention":
+        if node.name in parted:
             yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
     for name, layout in plan.items():
         if layout == REPLICATED:
@@ -117,6 +123,25 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
             f"the {'rows' if layout == COLUMN else 'columns'} of {name}",
             (out if layout == COLUMN else in_),
         )
+
+
+def parted_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
+    """Attentions whose queries come from a product that is column-parallel: each rank has heads.
+
+    Args:
+        graph: of a layer, without bypass networks.
+        plan: layouts of its weights.
+    """
+    has_part: set[str] = set()
+    found = set()
+    for node in graph.nodes:
+        if node.op == "attention" and node.inputs[0] in has_part:
+            found.add(node.name)
+        weight = _frozen_weight(graph, node)
+        made = weight is None and any(name in has_part for name in node.inputs)
+        if made or plan.get(weight or "") == COLUMN:
+            has_part.update(value.name for value in node.outputs)
+    return frozenset(found)
 
 
 def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pcg.ir.graph import Graph
+from pcg.ir.trained import reachable, trained
 
 
 def with_gradient(graph: Graph) -> frozenset[str]:
     """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
-    active = {value.name for value in graph.inputs[: len(graph.outputs)]}
-    active |= {p.name for p in graph.parameters if p.role == "adapter"}
-    for node in graph.nodes:
-        if any(name in active for name in node.inputs):
-            active.update(value.name for value in node.outputs if value.type.is_float)
-    return frozenset(active)
+    carried = (value.name for value in graph.inputs[: len(graph.outputs)])
+    return reachable(graph, (*carried, *trained(graph)))
 
 
 def nodes_of_tokens(

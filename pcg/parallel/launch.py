@@ -39,7 +39,7 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
         ParallelError: a rank failed, and why; the others were ended.
         KeyboardInterrupt: Ctrl-C.
     """
-    # One rank after the other would take all cores.
+    # Else the threads of each rank are as many as there are cores, and wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // degree)))
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -52,14 +52,15 @@ class ByteCosts:
         is_parted = any(layout.dim for layout in rule.inputs)
         return work if is_parted else work * self.degree
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, type_))
+    def send(self, kind: str, *types: TensorType) -> float:
+        return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, *types))
 
     def place(self, type_: TensorType, dim: int) -> float:
         return 0.0
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
-        return ring_bytes(kind, size_bytes(type_, self._tokens), self.degree)
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        size = sum(size_bytes(type_, self._tokens) for type_ in types)
+        return ring_bytes(kind, size, self.degree)
 
     def sum_gradient(self, type_: TensorType) -> float:
         return 0.0
@@ -73,8 +74,6 @@ class DeviceCosts:
         degree: number of ranks.
         tokens: of a step.
         context: tokens that a token attends to.
-        accumulation: micro-batches of an optimizer step.
-        trains: whether there is a backward.
     """
 
     def __init__(
@@ -83,21 +82,16 @@ class DeviceCosts:
         degree: int,
         tokens: int,
         context: int,
-        accumulation: int = 1,
-        trains: bool = True,
     ) -> None:
         self.model = model
         self.degree = degree
         self.tokens = tokens
         self.context = context
-        self.accumulation = accumulation
-        self.trains = trains
         self._known: dict[object, float] = {}
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         ins = self._held([graph.types[name] for name in node.inputs], rule.inputs)
         outs = self._held([value.type for value in node.outputs], rule.outputs)
-        needs = needs if self.trains else (False,) * len(needs)
         key = (rule.op or node.op, ins, outs, node.attributes, needs)
         if key not in self._known:
             attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
@@ -110,12 +104,13 @@ class DeviceCosts:
                 )
         return self._known[key]
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        size = size_bytes(type_, self.tokens)
+    def send(self, kind: str, *types: TensorType) -> float:
+        size = sum(size_bytes(type_, self.tokens) for type_ in types)
         return self.model.collective_seconds(kind, size, self.degree)
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
-        return ring_bytes(kind, size_bytes(type_, self.tokens), self.degree)
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        size = sum(size_bytes(type_, self.tokens) for type_ in types)
+        return ring_bytes(kind, size, self.degree)
 
     def place(self, type_: TensorType, dim: int) -> float:
         whole = _ranked(type_)
@@ -124,14 +119,12 @@ class DeviceCosts:
 
     def sum_gradient(self, type_: TensorType) -> float:
         """All are summed together, so that each pays for its bytes, and none for the message."""
-        if not self.trains:
-            return 0.0
         size = size_bytes(type_, self.tokens)
         one, two = (
             self.model.collective_seconds("all_reduce", times * size, self.degree)
             for times in (1, 2)
         )
-        return (two - one) / self.accumulation
+        return two - one
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)

@@ -11,15 +11,7 @@ from functools import cache
 from typing import Protocol
 
 from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import (
-    PRE_REDUCE,
-    REPLICATED,
-    WHOLE,
-    Layout,
-    Sharding,
-    partitioned,
-    token_part,
-)
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.types import TOKENS, State, TensorType, part_of_tokens
 
 
@@ -32,17 +24,20 @@ class Costs(Protocol):
         `needs` says which inputs need a gradient.
         """
 
-    def send(self, kind: str, type_: TensorType) -> float:
-        """An `all_reduce` or `reduce_scatter` of a tensor, or an `all_gather` to the whole."""
+    def send(self, kind: str, *types: TensorType) -> float:
+        """An `all_reduce` or `reduce_scatter` of tensors, or an `all_gather` to the wholes.
 
-    def bytes_sent(self, kind: str, type_: TensorType) -> int:
+        One message; of no tensor it costs what a message does that carries nothing.
+        """
+
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
         """By each rank in it."""
 
     def place(self, type_: TensorType, dim: int) -> float:
         """To write a rank's part of a whole tensor among zeros."""
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """To sum an adapter weight's gradient over the ranks, its share of one micro-batch."""
+        """To sum an adapter weight's gradient over the ranks, where a step has one micro-batch."""
 
 
 KEPT = Layout(State.REPLICATED, 1)
@@ -75,9 +70,13 @@ class Step:
         """The collective of the backward; empty for none."""
         return _BACKWARD.get(self.op, "")
 
+    def is_of_tokens(self, type_: TensorType) -> bool:
+        """Whether it parts the tokens of a tensor, or joins them."""
+        return self.dim < 0 and type_.shape[self.dim] == TOKENS
+
     def message(self, type_: TensorType, degree: int) -> TensorType:
         """What its collective is of: the tensor, with rows for all of the ranks' equal parts."""
-        if not self.dim or type_.shape[self.dim] != TOKENS:
+        if not self.is_of_tokens(type_):
             return type_
         return type_.with_shape((degree * part_of_tokens(degree), *type_.shape[1:]))
 
@@ -106,12 +105,16 @@ class Bill:
         forward_bytes: sent by a rank.
         backward_bytes: the same, backward.
         step_bytes: sent by a rank once an optimizer step, to sum gradients.
+        forward_messages: that the forward's bytes are sent in.
+        backward_messages: the same, backward.
     """
 
     cost: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
     step_bytes: int = 0
+    forward_messages: int = 0
+    backward_messages: int = 0
 
     def __add__(self, other: Bill) -> Bill:
         return Bill(
@@ -119,6 +122,8 @@ class Bill:
             self.forward_bytes + other.forward_bytes,
             self.backward_bytes + other.backward_bytes,
             self.step_bytes + other.step_bytes,
+            self.forward_messages + other.forward_messages,
+            self.backward_messages + other.backward_messages,
         )
 
     def __sub__(self, other: Bill) -> Bill:
@@ -127,6 +132,8 @@ class Bill:
             self.forward_bytes - other.forward_bytes,
             self.backward_bytes - other.backward_bytes,
             self.step_bytes - other.step_bytes,
+            self.forward_messages - other.forward_messages,
+            self.backward_messages - other.backward_messages,
         )
 
 
@@ -176,7 +183,7 @@ class Plan:
 
     @property
     def total(self) -> Bill:
-        """What all nodes cost, and the outputs' transitions."""
+        """What all nodes cost, and the outputs' transitions, each in a message of its own."""
         return self.of(self.choices) + self.outputs.bill
 
 
@@ -189,8 +196,8 @@ class Fixed:
         rules: ways of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named.
         outputs: layouts of its outputs, likewise.
-        gathered: adapters' weights that have to be gathered where they are read.
-        direct: adapters' weights that must not.
+        gathered: adapters' weights in parts that are gathered by all that read them.
+        direct: adapters' weights that all read as they are held.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -211,24 +218,28 @@ def token_ends(graph: Graph) -> Fixed:
 
 
 @cache
-def transitions(layout: Layout, wanted: Layout, tokens: Layout | None = None) -> tuple[Step, ...]:
-    """The transitions from a layout, on the way to a wanted one.
+def transitions(
+    layout: Layout, parts: tuple[Layout, ...], tokens: Layout | None = None
+) -> tuple[Step, ...]:
+    """The transitions from a layout.
 
     Args:
-        layout: that there is.
-        wanted: that there has to be.
-        tokens: parts of the tensor's tokens, where ranks may hold such.
+        layout: that a tensor has.
+        parts: that it can be held in.
+        tokens: of these, the parts of its tokens, where ranks may hold such.
     """
-    parts = [wanted] if wanted.dim and wanted != KEPT else []
-    if layout == WHOLE:
+    if layout == KEPT:
+        found: list[tuple[str, Layout]] = []
+    elif layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
-        # A copy is whole again by way of its parts, or of a summand.
-        found = [("take", part) for part in parts or [partitioned(-1)]]
+        found = [("take", part) for part in parts]
     elif layout == PRE_REDUCE:
-        found = [("reduce", WHOLE), *(("scatter", part) for part in parts if part == tokens)]
+        found = [("reduce", WHOLE)]
+        if tokens is not None:
+            found.append(("scatter", tokens))
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
         if layout == tokens:
             found += [("gather", REPLICATED), ("keep", KEPT)]
-    return tuple(Step(op, layout, after) for op, after in found if after != layout)
+    return tuple(Step(op, layout, after) for op, after in found)

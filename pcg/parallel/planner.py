@@ -6,11 +6,16 @@ are brought into the layouts that a way takes by transitions:
     - → =    0 forward, an all-reduce backward          + → -    an all-reduce forward, 0 backward
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
     = → |d   0 both ways                                |d → +   0 both ways
+
     + → |d   a reduce-scatter, then an all-gather       |d → =   an all-gather, a reduce-scatter
 
 The last two are of tokens, whose parts ranks hold where that is asked for (sequence parallelism);
 a copy that was gathered so and that backward reads is gathered again there, one all-gather more.
+Where gradients flow back to parts of tokens, these are not combined: backward would find the whole
+kept, which is what they are to spare.
 
+Values are also brought by paths of these: - → + is - → |d → +, and = → - is = → |d → -, of the
+cheapest dim.
 A layout that a value was once brought into is there for all later readers, so that what is cheapest
 for one node depends on what others did. A state is which layouts the values that are still read
 have; for each state the cheapest way there is kept (dynamic programming), and a state is dropped
@@ -26,9 +31,10 @@ for bypass networks takes them so (dependent parallelization).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph, Node, Parameter
@@ -43,9 +49,10 @@ from pcg.ir.layouts import (
 )
 from pcg.ir.operators import operator
 from pcg.ir.types import RANK, TensorType
+from pcg.parallel.choice_maker import ChoiceMaker
 from pcg.parallel.graph_facts import last_readers, with_gradient
 from pcg.parallel.kept_reads import kept_reads
-from pcg.parallel.parallel_plan import KEPT, Bill, Choice, Costs, Fixed, Plan, Step, transitions
+from pcg.parallel.parallel_plan import KEPT, Choice, Costs, Fixed, Plan, Step, transitions
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""
@@ -64,6 +71,7 @@ def plan(
     degree: int,
     costs: Costs,
     fixed: Fixed | None = None,
+    trains: bool = True,
     token_nodes: frozenset[str] = frozenset(),
 ) -> Plan:
     """The cheapest way to run a graph over ranks.
@@ -73,12 +81,13 @@ def plan(
         degree: number of ranks.
         costs: what ranks pay.
         fixed: what is given.
+        trains: whether there is a backward.
         token_nodes: names of nodes that ranks may run on parts of the tokens.
     Raises:
         TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
             names the operator, the layouts, and what it takes.
     """
-    return Planner(graph, degree, costs, token_nodes).plan(fixed or Fixed())
+    return Planner(graph, degree, costs, trains, token_nodes).plan(fixed or Fixed())
 
 
 class Planner:
@@ -88,6 +97,7 @@ class Planner:
         graph: with whole tensors.
         degree: number of ranks.
         costs: what ranks pay.
+        trains: whether there is a backward.
         token_nodes: names of nodes that ranks may run on parts of the tokens.
     """
 
@@ -96,22 +106,45 @@ class Planner:
         graph: Graph,
         degree: int,
         costs: Costs,
+        trains: bool = True,
         token_nodes: frozenset[str] = frozenset(),
     ) -> None:
         self.graph = graph
         self.degree = degree
         self.costs = costs
+        self.active = with_gradient(graph) if trains else frozenset[str]()
+        self.free: frozenset[tuple[str, str]] = frozenset()
         self._token_nodes = token_nodes
-        self.active = with_gradient(graph)
-        self._kept_reads = kept_reads(graph, self.active) if token_nodes else frozenset()
-        kinds = {(type_, name in self.active): name for name, type_ in graph.types.items()}
-        self._kinds = {n: kinds[type_, n in self.active] for n, type_ in graph.types.items()}
+        self._kept_reads = self._reads_kept()
         self._last = last_readers(graph)
+        self._parts: dict[TensorType, tuple[Layout, ...]] = {}
         self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
 
+    def where_free(self, free: frozenset[tuple[str, str]]) -> Planner:
+        """A planner for which some messages cost nothing to start.
+
+        Args:
+            free: forward or backward, and the kind.
+        """
+        other = copy.copy(self)
+        other.free, other._paths = free, {}
+        return other
+
+    def of(self, graph: Graph) -> Planner:
+        """A planner of a graph of the same nodes, or fewer, that read values of the same types."""
+        other = copy.copy(self)
+        other.graph = graph
+        other.active = self.active & graph.types.keys()
+        other._kept_reads = other._reads_kept()
+        other._last = last_readers(graph)
+        return other
+
+    def _reads_kept(self) -> frozenset[tuple[str, int]]:
+        return kept_reads(self.graph, self.active) if self._token_nodes else frozenset()
+
     def plan(self, fixed: Fixed) -> Plan:
-        """The cheapest plan that keeps to what is given."""
+        """The cheapest plan that keeps to what is given, where each message is by itself."""
         given = {v.name: fixed.inputs.get(v.name, WHOLE) for v in self.graph.inputs}
         states = [_State({name: frozenset([held]) for name, held in given.items()}, (0.0, 0))]
         widest = 1
@@ -124,9 +157,12 @@ class Planner:
                         found[key] = new
             if not found:
                 raise TypeCheckError(self._refusal(node, states[0], fixed))
-            states = self._undominated(found.values())
+            states = self._undominated(found.values(), fixed)
             widest = max(widest, len(states))
-        ends = [self._ended(state, fixed) for state in states]
+        ends = [end for state in states if (end := self._ended(state, fixed)) is not None]
+        if not ends:
+            wanted = ", ".join(map(str, self._outputs(fixed)))
+            raise TypeCheckError(f"outputs of {self.graph.name} cannot be brought into {wanted}")
         end = min(ends, key=lambda state: state.cost)
         choices: list[Choice] = []
         at: _State | None = end
@@ -145,7 +181,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------- a node
 
-    def _rules(self, node: Node) -> tuple[tuple[Sharding, float], ...]:
+    def _rules(self, node: Node) -> dict[Sharding, float]:
         """The ways of a node whose parts are equal, with what they cost a rank."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
@@ -154,31 +190,31 @@ class Planner:
         found = {}
         for rule in operator(node.op).shardings(types, dict(node.attributes)):
             held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
-            if is_whole and any(_tokens(type_, layout) for type_, layout in held):
+            if is_whole and any(_is_of_tokens(type_, layout) for type_, layout in held):
                 continue
             if all(self.fits(type_, layout) for type_, layout in held):
                 found[rule] = self.costs.node(node, self.graph, rule, needs)
-        return tuple(found.items())
+        return found
 
     def fits(self, type_: TensorType, layout: Layout) -> bool:
         """Whether ranks can hold it so: equal parts of a number, or of an open rank.
 
         Or of the tokens, where that is asked for.
         """
-        if not layout.dim or layout == KEPT:
+        if not layout.dim:
             return True
         if -layout.dim > len(type_.dims):
             return False
-        if _tokens(type_, layout):
+        if _is_of_tokens(type_, layout):
             return bool(self._token_nodes)
         size = type_.shape[layout.dim]
         return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
     def _after(self, state: _State, place: int, node: Node, fixed: Fixed) -> Iterator[_State]:
         only = fixed.rules.get(node.name)
-        for rule, work in self._ways[node.name]:
-            if only is not None and rule != only:
-                continue
+        ways = self._ways[node.name]
+        for rule in ways if only is None else ways.keys() & {only}:
+            work = ways[rule]
             for versions, (cost, count), choice in self._brought(state, node, rule, fixed):
                 for value, layout in zip(node.outputs, rule.outputs, strict=True):
                     versions[value.name] = self._made(value.type, layout)
@@ -194,7 +230,7 @@ class Planner:
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Fixed
-    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], _MakeChoice]]:
+    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], ChoiceMaker]]:
         """The ways to have the inputs in a rule's layouts: versions, cost and number of steps."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
@@ -204,6 +240,8 @@ class Planner:
             if parameter.role != "adapter":
                 if not _may_be(fixed.layouts.get(name), layout):
                     return
+            elif name in fixed.gathered and layout in (fixed.layouts[name], PRE_REDUCE):
+                return
             elif name not in state.versions:
                 held = self._holdings(parameter, layout, fixed)
                 if not held:
@@ -212,18 +250,18 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            made = _MakeChoice()
+            made = ChoiceMaker()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
-                made.hold(name, layout, self.graph.types[name], self.costs)
-            if self._bring(versions, *self._wanted(node, rule), made):
+                made.hold(name, layout, self.graph.types[name], name in self.active, self.costs)
+            if self._bring(versions, *self._wanted(node, rule), made, fixed):
                 yield versions, (made.cost, made.count), made
 
-    def _wanted(self, node: Node, rule: Sharding) -> tuple[list[str], list[Layout]]:
+    def _wanted(self, node: Node, rule: Sharding) -> tuple[Sequence[str], Sequence[Layout]]:
         """The inputs of a node, and what it wants of each."""
-        names, layouts = list(node.inputs), list(rule.inputs)
         if not self._kept_reads:
-            return names, layouts
+            return node.inputs, rule.inputs
+        names, layouts = list(node.inputs), list(rule.inputs)
         for index, (name, layout) in enumerate(zip(node.inputs, rule.inputs, strict=True)):
             is_read = (node.name, index) in self._kept_reads
             if is_read and layout == REPLICATED and self.graph.types[name].is_token_wise:
@@ -236,21 +274,23 @@ class Planner:
         versions: dict[str, frozenset[Layout]],
         names: Sequence[str],
         layouts: Sequence[Layout],
-        made: _MakeChoice,
+        made: ChoiceMaker,
+        fixed: Fixed,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
         for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
             if name not in versions or layout in versions[name]:
                 continue
-            path = self._path(name, versions[name], layout)
+            path = self._path(name, versions[name], layout, fixed)
             if path is None:
                 return False
             cost, steps = path
+            type_ = self.graph.types[name]
             found = {step.after for step in steps}
             if any(step.op == "replicate" for step in steps):
-                found |= self._made(self.graph.types[name], REPLICATED)
+                found |= self._made(type_, REPLICATED)
             versions[name] = versions[name] | found
-            messages = [(step, step.message(self.graph.types[name], self.degree)) for step in steps]
+            messages = [(step, step.message(type_, self.degree)) for step in steps]
             made.bring(name, cost, messages, name in self.active, self.costs)
         return True
 
@@ -258,86 +298,104 @@ class Planner:
         """Layouts to hold an adapter's weight in that a node reads in a wanted one."""
         name = parameter.name
         only = fixed.layouts.get(name)
-        dims = range(-len(parameter.type.dims), 0)
-        parts = [layout for dim in dims if self.fits(parameter.type, layout := partitioned(dim))]
         if wanted == PRE_REDUCE:
             return []  # a part among zeros is the part
         choices = [wanted]
         if wanted in (WHOLE, REPLICATED) and name not in fixed.direct:
-            choices += parts
+            choices += self.parts(parameter.type)
         if only is not None:
-            if only == wanted:
-                return [] if name in fixed.gathered else [only]
-            is_reached = self._path(name, frozenset([only]), wanted) is not None
-            choices = [only] if is_reached and name not in fixed.direct else []
+            is_reached = self._path(name, frozenset([only]), wanted, fixed) is not None
+            choices = [only] if is_reached else []
         return choices
 
-    def _ended(self, state: _State, fixed: Fixed) -> _State:
-        """With the outputs in their layouts."""
-        versions, made = dict(state.versions), _MakeChoice()
-        names = self.graph.outputs
-        layouts = tuple(fixed.outputs.get(name, WHOLE) for name in names)
-        if not self._bring(versions, names, layouts, made):
-            wanted = ", ".join(map(str, layouts))
-            raise TypeCheckError(f"outputs of {self.graph.name} cannot be brought into {wanted}")
+    def _ended(self, state: _State, fixed: Fixed) -> _State | None:
+        """With the outputs in their layouts; None where there is no way."""
+        versions, made = dict(state.versions), ChoiceMaker()
+        layouts = self._outputs(fixed)
+        if not self._bring(versions, self.graph.outputs, layouts, made, fixed):
+            return None
         total = (state.cost[0] + made.cost, state.cost[1] + made.count)
         return _State(versions, total, state, made(Sharding(layouts, ()), 0.0))
+
+    def _outputs(self, fixed: Fixed) -> tuple[Layout, ...]:
+        return tuple(fixed.outputs.get(name, WHOLE) for name in self.graph.outputs)
 
     # --------------------------------------------------------------------------------- transitions
 
     def _path(
-        self, name: str, have: frozenset[Layout], wanted: Layout
+        self, name: str, have: frozenset[Layout], wanted: Layout, fixed: Fixed
     ) -> tuple[float, tuple[Step, ...]] | None:
         """The cheapest transitions to a layout from those that a value has, and their cost."""
-        # By a value of the same type, as names are looked up faster than types.
-        key = (self._kinds[name], have, wanted)
+        if wanted in have:
+            return 0.0, ()
+        if name in fixed.direct:
+            return None
+        type_, is_active = self.graph.types[name], name in self.active
+        key = (type_, is_active, have, wanted)
         if key not in self._paths:
-            is_active = name in self.active
-            self._paths[key] = self._find_path(self.graph.types[name], is_active, have, wanted)
+            self._paths[key] = self.cheapest(type_, is_active, have).get(wanted)
         return self._paths[key]
 
-    def _find_path(
-        self, type_: TensorType, is_active: bool, have: frozenset[Layout], wanted: Layout
-    ) -> tuple[float, tuple[Step, ...]] | None:
+    def cheapest(
+        self, type_: TensorType, is_active: bool, have: Iterable[Layout]
+    ) -> dict[Layout, tuple[float, tuple[Step, ...]]]:
+        """The cheapest transitions to every layout from those that a value has, and their cost.
+
+        Args:
+            type_: of the value.
+            is_active: whether a gradient flows back to it.
+            have: its layouts.
+        """
         best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
+        changed = list(best)
         tokens = token_part(type_) if self._token_nodes and type_.is_token_wise else None
-        for _ in range(4):
-            for layout, (cost, steps) in list(best.items()):
-                for step in transitions(layout, wanted, tokens):
-                    if not self.fits(type_, step.after):
-                        continue
-                    total = cost + self._step_cost(type_, is_active, step)
-                    known = best.get(step.after)
-                    if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
-                        best[step.after] = (total, (*steps, step))
-        return best.get(wanted)
+        while changed:
+            layout = changed.pop(0)
+            cost, steps = best[layout]
+            for step in transitions(layout, self.parts(type_), tokens):
+                if step.op == "combine" and is_active and step.is_of_tokens(type_):
+                    continue
+                total = cost + self._step_cost(type_, is_active, step)
+                known = best.get(step.after)
+                if known is None or (total, len(steps) + 1) < (known[0], len(known[1])):
+                    best[step.after] = (total, (*steps, step))
+                    changed.append(step.after)
+        return best
+
+    def parts(self, type_: TensorType) -> tuple[Layout, ...]:
+        """The parts that ranks can hold of a tensor."""
+        if type_ not in self._parts:
+            every = map(partitioned, range(-len(type_.dims), 0))
+            self._parts[type_] = tuple(part for part in every if self.fits(type_, part))
+        return self._parts[type_]
 
     def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
-        message = step.message(type_, self.degree)
-        cost = self.costs.send(step.forward, message) if step.forward else 0.0
-        if step.backward and is_active:
-            cost += self.costs.send(step.backward, message)
+        cost = self.send(step, type_, is_active)
         if step.op == "place" or (step.op == "take" and is_active):
             cost += self.costs.place(type_, step.dim)
         return cost
 
-    def bill_of(self, name: str, step: Step) -> Bill:
-        """What a transition of a value costs by itself."""
-        type_, made = self.graph.types[name], _MakeChoice()
-        is_active = name in self.active
-        cost = self._step_cost(type_, is_active, step)
-        made.bring(name, cost, [(step, step.message(type_, self.degree))], is_active, self.costs)
-        return made(Sharding((), ()), 0.0).bill
+    def send(self, step: Step, type_: TensorType, is_active: bool) -> float:
+        """What the messages of a transition cost, forward and backward."""
+        cost = 0.0
+        message = step.message(type_, self.degree)
+        may_meet = not step.is_of_tokens(type_)
+        for way, kind in (("forward", step.forward), ("backward", step.backward)):
+            if kind and (way == "forward" or is_active):
+                cost += self.costs.send(kind, message)
+                is_free = may_meet and (way, kind) in self.free
+                cost -= self.costs.send(kind) if is_free else 0.0
+        return cost
 
-    def _undominated(self, states: Iterable[_State]) -> list[_State]:
+    def _undominated(self, states: Iterable[_State], fixed: Fixed) -> list[_State]:
         kept: list[_State] = []
         for state in sorted(states, key=lambda state: state.cost):
-            if not any(self._dominates(other, state) for other in kept):
+            if not any(self._dominates(other, state, fixed) for other in kept):
                 kept.append(state)
         return kept
 
-    def _dominates(self, one: _State, other: _State) -> bool:
+    def _dominates(self, one: _State, other: _State, fixed: Fixed) -> bool:
         """Whether all that the other can do, the one can do for no more."""
         cost, count = one.cost
         for name, layouts in other.versions.items():
@@ -345,7 +403,7 @@ class Planner:
             if have is None:
                 return False
             for layout in layouts - have:
-                path = self._path(name, have, layout)
+                path = self._path(name, have, layout, fixed)
                 if path is None:
                     return False
                 cost, count = cost + path[0], count + len(path[1])
@@ -360,54 +418,14 @@ class Planner:
         for name in node.inputs:
             layouts = state.versions.get(name) or {fixed.layouts.get(name, WHOLE)}
             held.append(f"%{name} in {' or '.join(sorted(map(str, layouts)))}")
-        takes = dict.fromkeys(str(rule) for rule, _ in self._ways[node.name])
+        takes = dict.fromkeys(map(str, self._ways[node.name]))
         return (
             f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
             f"ranks with {', '.join(held)}; it takes {', '.join(takes) or 'no layouts'}"
         )
 
 
-@dataclass
-class _MakeChoice:
-    """Adds up what bringing a node's inputs takes."""
-
-    cost: float = 0.0
-    count: int = 0
-    steps: list[tuple[str, tuple[Step, ...]]] = field(default_factory=list)
-    held: list[tuple[str, Layout]] = field(default_factory=list)
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    step_bytes: int = 0
-
-    def hold(self, name: str, layout: Layout, type_: TensorType, costs: Costs) -> None:
-        self.held.append((name, layout))
-        if layout == REPLICATED:
-            self.cost += costs.sum_gradient(type_)
-            self.step_bytes += costs.bytes_sent("all_reduce", type_)
-
-    def bring(
-        self,
-        name: str,
-        cost: float,
-        messages: Sequence[tuple[Step, TensorType]],
-        is_active: bool,
-        costs: Costs,
-    ) -> None:
-        self.cost += cost
-        self.count += len(messages)
-        self.steps.append((name, tuple(step for step, _ in messages)))
-        for step, message in messages:
-            if step.forward:
-                self.forward_bytes += costs.bytes_sent(step.forward, message)
-            if step.backward and is_active:
-                self.backward_bytes += costs.bytes_sent(step.backward, message)
-
-    def __call__(self, rule: Sharding, work: float) -> Choice:
-        bill = Bill(work + self.cost, self.forward_bytes, self.backward_bytes, self.step_bytes)
-        return Choice(rule, tuple(self.steps), tuple(self.held), bill)
-
-
-def _tokens(type_: TensorType, layout: Layout) -> bool:
+def _is_of_tokens(type_: TensorType, layout: Layout) -> bool:
     """Whether a layout is of parts of the tokens."""
     return bool(layout.dim) and type_.is_token_wise and layout.dim == -len(type_.dims)
 

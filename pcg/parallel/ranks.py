@@ -38,12 +38,14 @@ class Ranks(Protocol):
         size: how many there are.
         device: of the tensors that they exchange.
         moved_bytes: what this rank has sent, by kind of collective.
+        messages: in how many messages.
     """
 
     rank: int
     size: int
     device: torch.device
     moved_bytes: dict[str, int]
+    messages: dict[str, int]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, in one of the same shape."""
@@ -64,6 +66,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.moved_bytes: dict[str, int] = {}
+        self.messages: dict[str, int] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -92,12 +95,14 @@ class ProcessRanks:
         self.size = group.size()
         self.device = device
         self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+        self.messages = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
         self._group = group
         self._store = store
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors. RankLostError: another rank is gone."""
         self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
+        self.messages["all_reduce"] += 1
         total = x.clone(memory_format=torch.contiguous_format)
         self._wait(lambda: dist.all_reduce(total, group=self._group), "an all-reduce")
         return total
@@ -105,6 +110,7 @@ class ProcessRanks:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors. RankLostError: another rank is gone."""
         self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
+        self.messages["all_gather"] += 1
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(parts, x, group=self._group), "an all-gather")
@@ -114,6 +120,7 @@ class ProcessRanks:
         """The sum of the ranks' tensors here. RankLostError: another rank is gone."""
         own = torch.empty_like(parts[self.rank])
         self.moved_bytes["reduce_scatter"] += own.nbytes * (self.size - 1)
+        self.messages["reduce_scatter"] += 1
         self._wait(lambda: dist.reduce_scatter(own, parts, group=self._group), "a reduce-scatter")
         return own
 

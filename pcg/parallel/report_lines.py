@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
@@ -15,7 +15,10 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         parallel: of a report.
         candidates: whether to list what was not chosen, too.
     """
-    lines = [f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens"]
+    lines = [
+        f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
+        f"in sequences of {parallel['context']:,}"
+    ]
     if parallel["sequence_parallel"]:
         lines.append("  norms, residuals parts of the tokens on each rank (sequence-parallel)")
     several = len(parallel["communication"]) > 1
@@ -33,7 +36,10 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         lines += [
             f"  a rank sends     {_mib(sent['forward_bytes'])} MiB forward and "
             f"{_mib(sent['backward_bytes'])} backward, of that for the adapters "
-            f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])};",
+            f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])},",
+            f"  {'':<16} in {_count(sent['forward_messages'])} forward and "
+            f"{sent['backward_messages']} backward, of that for the adapters "
+            f"{sent['bypass_messages']};",
             f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step",
         ]
     return lines
@@ -46,6 +52,7 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
     lines.append(f"  {'':<16} {site['why']}")
     return lines + [
         f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
+        f" in {row['messages']:>2}"
         f" {_mib(row['step_bytes']):>7} a step   {row['strategy']}"
         for row in site["candidates"]
     ]
@@ -55,7 +62,8 @@ def region_lines(parallel: Mapping[str, Any]) -> list[str]:
     """For which tokens, ranks, degrees and links which strategies are the best."""
     lines: list[str] = []
     for variant, rows in parallel.get("regions", {}).items():
-        lines += ["", f"best strategies, {variant}"]
+        most = f"{parallel['context']:,}"
+        lines += ["", f"best strategies, {variant}, in sequences of {most} tokens at most"]
         lines += [_region_line(row) for row in rows]
     return lines
 
@@ -63,19 +71,20 @@ def region_lines(parallel: Mapping[str, Any]) -> list[str]:
 def _region_line(row: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for site, strategy in row["strategies"].items():
-        groups.setdefault(strategy, []).append(_module(site))
-    told = "; ".join(f"{strategy}: {_all(names)}" for strategy, names in groups.items())
+        block, _, path = site.rpartition("/")
+        groups.setdefault(strategy, []).append(f"{block}{'/' if block else ''}{_module(path)}")
+    told = "; ".join(f"{strategy}: {', '.join(names)}" for strategy, names in groups.items())
     where = f"{row['from_tokens']:,} to {row['to_tokens']:,}"
     return f"  {where:>16} tokens   {told}"
-
-
-def _all(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 def _module(path: str) -> str:
     """The last part of a module's path, or of a weight's."""
     return path.removesuffix(".weight").rpartition(".")[2]
+
+
+def _count(messages: int) -> str:
+    return f"{messages} message{'' if messages == 1 else 's'}"
 
 
 def _mib(size: int) -> str:

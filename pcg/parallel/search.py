@@ -6,6 +6,11 @@ are planned at the least cost (`pcg.parallel.planner`), so that what one site ga
 A candidate of a site holds its weights in given layouts, with everything else about it planned at
 the least cost and all other sites as chosen.
 
+The planner takes each message by itself; what a plan costs is then counted with neighbours in one
+message (`pcg.parallel.messages`). So more plans are made for which some kinds of messages cost
+nothing to start, as if they always met another, and from the planner's own the search takes over
+what these do at a site, at those of one input, or at all, as long as that costs less.
+
 Names of LoRA's candidates, by the layouts of A and B: FlexLLM's four (v1 figure 5, v2 figure 4),
 Punica's (§7), S-LoRA's (§6), weights gathered where they are read (as fully sharded data
 parallelism does), and copies of both.
@@ -21,12 +26,12 @@ import networkx
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
+from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.graph_facts import nodes_of_tokens
-from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan, Step, token_ends
+from pcg.parallel.layer_bill import LayerBill
+from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan, token_ends
 from pcg.parallel.planner import Planner
-
-COLUMN, ROW = partitioned(-2), partitioned(-1)
 
 _PARTED_MOST = 64
 """Candidates of a site of which all are listed; of more, those that differ in one weight."""
@@ -45,6 +50,13 @@ _OF_ROW = {
     (WHOLE, WHOLE): "FlexLLM 4: whole, combine the input",
     (REPLICATED, REPLICATED): "fully replicated",
 }
+_FREE = (
+    frozenset({("forward", "all_reduce")}),
+    frozenset({("backward", "all_reduce")}),
+    frozenset({("forward", "all_reduce"), ("backward", "all_reduce")}),
+    frozenset(itertools.product(("forward", "backward"), ("all_gather", "all_reduce"))),
+)
+"""Messages that may meet others: sums meet the base's, which has some each way; then all."""
 _GATHERED = "fully sharded, weights gathered"
 
 
@@ -74,12 +86,14 @@ class Candidate:
         layouts: of its weights, by name.
         gathered: weights that are gathered where they are read.
         bill: what it adds to the layer.
+        layer: what the layer costs with it.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     bill: Bill
+    layer: Bill
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -151,11 +165,9 @@ class Search:
         costs: what ranks pay.
         layouts: of the base's weights.
         base: ways of the base's nodes, by name.
-        gathers: whether weights may be gathered where they are read; those of a batch's many
-            adapters may not.
+        trains: whether there is a backward, and each adapter's weight is one tensor, which may be
+            gathered where it is read; those of a batch's many adapters may not.
         parts_tokens: whether ranks hold parts of the tokens between the base's products.
-        base_steps: transitions by value that the base has without adapters, and pays for whoever
-            is the first to ask for them.
     """
 
     def __init__(
@@ -165,25 +177,63 @@ class Search:
         costs: Costs,
         layouts: Mapping[str, Layout],
         base: Mapping[str, Sharding],
-        gathers: bool = True,
+        trains: bool = True,
         parts_tokens: bool = False,
-        base_steps: frozenset[tuple[str, Step]] = frozenset(),
     ) -> None:
         self.graph = graph
-        self._base_steps = base_steps
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
-        nodes = nodes_of_tokens(graph, not gathers) if parts_tokens else frozenset()
-        self.planner = Planner(graph, degree, costs, nodes)
-        ends = token_ends(graph) if parts_tokens else Fixed()
-        self._given = replace(ends, layouts=layouts, rules=self.base)
+        nodes = nodes_of_tokens(graph, not trains) if parts_tokens else frozenset()
+        self.planner = Planner(graph, degree, costs, trains, nodes)
+        self._best: Plan | None = None
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
-        self._direct = frozenset() if gathers else frozenset(weights)
+        self._direct = frozenset() if trains else frozenset(weights)
+        ends = token_ends(graph) if parts_tokens else Fixed()
+        self._given = replace(ends, layouts=layouts, rules=self.base, direct=self._direct)
+        self.bill = LayerBill(self.planner, self._given)
 
     def plan(self) -> Plan:
-        """The cheapest plan."""
-        return self.planner.plan(replace(self._given, direct=self._direct))
+        """The cheapest plan that is found, with neighbours in one message."""
+        if self._best is None:
+            self._best = self._cheapest()
+        return self._best
+
+    def _cheapest(self) -> Plan:
+        best = self.planner.plan(self._given)
+        others = [self.planner.where_free(free).plan(self._given) for free in _FREE]
+        sets = [self.sites, *self._of_one_input(), *((site,) for site in self.sites)]
+        cost, is_better = self.bill.of(best).cost, True
+        while is_better:
+            is_better = False
+            for other, some in itertools.product(others, sets):
+                plan = self._with(best, other, some)
+                if plan is not None and (now := self.bill.of(plan).cost) < cost * (1 - 1e-9):
+                    best, cost, is_better = plan, now, True
+        return best
+
+    def _of_one_input(self) -> list[tuple[Site, ...]]:
+        """Sites that read the same value of the base's, where they are several."""
+        inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
+        found: dict[str, list[Site]] = {}
+        for site in self.sites:
+            found.setdefault(inputs[site.nodes[0]], []).append(site)
+        return [tuple(some) for some in found.values() if 1 < len(some) < len(self.sites)]
+
+    def _with(self, best: Plan, other: Plan, some: Iterable[Site]) -> Plan | None:
+        """The one plan with some sites as in the other; None where it is so, or cannot be."""
+        now = {name: choice.rule for name, choice in best.choices.items()}
+        rules, held = dict(now), best.held
+        for site in some:
+            rules |= {name: other.choices[name].rule for name in site.nodes}
+            held |= {name: other.held[name] for name in site.weights}
+        if (rules, held) == (now, best.held):
+            return None
+        fixed = replace(self._given, layouts={**self.layouts, **held}, rules=rules)
+        try:
+            return self.planner.plan(fixed)
+        except TypeCheckError:
+            return None
 
     def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
         """The cheapest plan that holds adapters' weights in given layouts.
@@ -211,21 +261,23 @@ class Search:
 
     def candidate(self, plan: Plan, site: Site) -> Candidate:
         """What a plan does at a site, with what that adds to the layer."""
-        moved = {name for node in site.nodes for name, _ in plan.choices[node].steps}
-        gathered = frozenset(name for name in site.weights if name in moved and plan.held[name].dim)
-        return self._candidate(plan, plan, site, gathered)
+        return self._candidate(plan, plan, site, self._gathered(plan, site))
 
-    def added(self, plan: Plan, nodes: Iterable[str]) -> Bill:
-        """What nodes of bypass networks cost a plan, without transitions that are the base's."""
-        nodes = list(nodes)
-        shared = (
-            self.planner.bill_of(name, step)
-            for node in nodes
+    def strategy(self, plan: Plan, site: Site) -> str:
+        """What a plan does at a site is called."""
+        layouts = {name: plan.held[name] for name in site.weights}
+        return strategy_name(site, layouts, self._gathered(plan, site))
+
+    @staticmethod
+    def _gathered(plan: Plan, site: Site) -> frozenset[str]:
+        """Weights that the site's nodes gather."""
+        combined = {
+            name
+            for node in site.nodes
             for name, steps in plan.choices[node].steps
-            for step in steps
-            if (name, step) in self._base_steps
-        )
-        return plan.of(nodes) - sum(shared, Bill())
+            if any(step.op == "combine" for step in steps)
+        }
+        return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def _choices(self, best: Plan, site: Site) -> SiteChoice:
         chosen = self.candidate(best, site)
@@ -266,10 +318,8 @@ class Search:
         type_ = self.graph.types[name]
         yield WHOLE, False
         yield REPLICATED, False
-        parts = [partitioned(dim) for dim in range(-len(type_.dims), 0)]
-        fitting = [part for part in parts if self.planner.fits(type_, part)]
-        yield from ((part, False) for part in fitting)
-        yield from ((part, True) for part in fitting[:1])
+        for part in self.planner.parts(type_):
+            yield from ((part, False), (part, True))
 
     @staticmethod
     def _neighbours(
@@ -311,8 +361,9 @@ class Search:
 
     def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        bill = self.added(best, site.nodes) + (plan.total - best.total)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill)
+        layer = self.bill.of(plan)
+        bill = layer - self.bill.without(best, site.nodes)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, bill, layer)
 
 
 def strategy_name(site: Site, layouts: Mapping[str, Layout], gathered: frozenset[str]) -> str:
@@ -320,7 +371,7 @@ def strategy_name(site: Site, layouts: Mapping[str, Layout], gathered: frozenset
     held = tuple(layouts.values())
     ends = [name.rpartition(".")[2] for name in layouts]
     if ends == ["lora_A", "lora_B"]:
-        if len(gathered) == len(layouts):
+        if len(gathered) == len(layouts) and set(held) == {COLUMN}:
             return _GATHERED
         names = _OF_ROW if site.is_row else _OF_COLUMN
         if site.is_row is not None and not gathered and held in names:

@@ -9,11 +9,12 @@ for (its UPDATEINPUT) is what backward reads, and nothing else; how it comes by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from pcg.ir.graph import Builder, Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
+from pcg.ir.trained import reachable, trained
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ def differentiate(
         UnsupportedError: an operator on the way has no gradient; it is named.
     """
     outputs = graph.outputs if outputs is None else outputs
-    trained = [p.name for p in graph.parameters if p.role == "adapter"]
     frozen = _product_weights(graph)
-    active = _reachable(graph, {*wrt, *trained, *frozen})
+    active = reachable(graph, {*wrt, *trained(graph), *frozen})
     builder = Builder(f"{graph.name}_backward")
     builder.reserved = graph.types
     gradients: dict[str, str] = {}
@@ -71,13 +71,13 @@ def differentiate(
             gradients[name] = builder.input(value.name, value.type)
     for node in reversed(graph.nodes):
         _backpropagate(builder, graph, node, active, gradients)
-    trained = [name for name in trained if name in gradients]
+    adapters = [name for name in trained(graph) if name in gradients]
     frozen = [name for name in frozen if name in gradients]
-    results = [gradients[name] for name in [*wrt, *trained, *frozen]]
+    results = [gradients[name] for name in [*wrt, *adapters, *frozen]]
     backward = builder.build(results)
     backward = _drop_unused_inputs(backward)
     backward = backward.renamed(_gradient_names(backward, gradients))
-    return Differentiated(graph, backward, tuple(wrt), tuple(trained), tuple(frozen))
+    return Differentiated(graph, backward, tuple(wrt), tuple(adapters), tuple(frozen))
 
 
 def _product_weights(graph: Graph) -> list[str]:
@@ -87,17 +87,8 @@ def _product_weights(graph: Graph) -> list[str]:
     return [p.name for p in graph.parameters if p.role == "frozen" and p.name in read]
 
 
-def _reachable(graph: Graph, sources: Iterable[str]) -> set[str]:
-    """Values that depend on the sources."""
-    active = set(sources)
-    for node in graph.nodes:
-        if any(name in active for name in node.inputs):
-            active.update(v.name for v in node.outputs if v.type.is_float)
-    return active
-
-
 def _backpropagate(
-    builder: Builder, graph: Graph, node: Node, active: set[str], gradients: dict[str, str]
+    builder: Builder, graph: Graph, node: Node, active: Container[str], gradients: dict[str, str]
 ) -> None:
     upstream = tuple(gradients.get(value.name) for value in node.outputs)
     needs = tuple(name in active for name in node.inputs)

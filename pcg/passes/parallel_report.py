@@ -1,7 +1,8 @@
 """What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
 
 Costs and bytes are of one layer and one rank, for one step: forward, backward, and the sum of
-copied weights' gradients, which is done once an optimizer step.
+copied weights' gradients, which is done once an optimizer step. Messages are counted with
+neighbours in one, so that what joins another adds none.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from pcg.passes.parallelize import Sharded
 _TOKENS = tuple(4**power for power in range(9))
 """At which the best strategies are looked for: 1 to 65,536."""
 
-Strategies = tuple[tuple[str, str], ...]
-"""Of each site, by its name."""
-
 
 def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
     """The `parallel` object of a report, without regions."""
@@ -33,21 +31,26 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
                 base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
         found = search.find()
         bypass += [_site(choice, block.name) for choice in found.sites]
-        added = search.added(best, (name for site in search.sites for name in site.nodes))
-        whole = best.total
+        nodes = [name for site in search.sites for name in site.nodes]
+        added = search.bill.of(best) - search.bill.without(best, nodes)
+        whole = search.bill.of(best)
         sent.append(
             {
                 "block": block.name,
                 "forward_bytes": whole.forward_bytes,
                 "backward_bytes": whole.backward_bytes,
+                "forward_messages": whole.forward_messages,
+                "backward_messages": whole.backward_messages,
                 "bypass_forward_bytes": added.forward_bytes,
                 "bypass_backward_bytes": added.backward_bytes,
+                "bypass_messages": added.forward_messages + added.backward_messages,
                 "step_bytes": whole.step_bytes,
             }
         )
     return {
         "costs": costs.model.name,
         "tokens": costs.tokens,
+        "context": costs.context,
         "sequence_parallel": sharded.parts_tokens,
         "base": base,
         "bypass": bypass,
@@ -78,6 +81,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "forward_bytes": bill.forward_bytes,
         "backward_bytes": bill.backward_bytes,
         "step_bytes": bill.step_bytes,
+        "messages": bill.forward_messages + bill.backward_messages,
     }
 
 
@@ -92,29 +96,40 @@ def _why(choice: SiteChoice) -> str:
     if not others:
         return text
     more = (others[0].bill.cost - bill.cost) * 1e6
-    return f"{text}; {others[0].strategy.partition(':')[0]} takes {more:,.1f} µs more"
+    next_best = f"{text}; {others[0].strategy.partition(':')[0]} takes"
+    return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
 
 
-def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> Strategies:
-    """What each site of some blocks does, by the site's name; blocks that say the same, once."""
-    found: dict[str, str] = {}
+def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, str]:
+    """What each site does, by its name; by its block's, too, where blocks say different things."""
+    found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
-            name = search.candidate(plan, site).strategy.partition(":")[0]
-            found.setdefault(site.name, name)
-    return tuple(found.items())
+            name = search.strategy(plan, site).partition(":")[0]
+            found.setdefault(site.name, {})[search.graph.name] = name
+    return {
+        site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy
+        for site, blocks in found.items()
+        for block, strategy in blocks.items()
+    }
 
 
 def token_regions(
-    searches_at: Callable[[int], Sequence[Search]],
+    searches_at: Callable[[int, int], Sequence[Search]], seq: int
 ) -> list[dict[str, Any]]:
-    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536."""
+    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536.
+
+    Args:
+        searches_at: of the blocks, at a number of tokens and of tokens that each attends to.
+        seq: tokens of a sequence, of which fewer tokens are one.
+    """
     rows: list[dict[str, Any]] = []
     for tokens in _TOKENS:
-        searches = searches_at(tokens)
-        now = dict(strategies(searches, [search.plan() for search in searches]))
-        if rows and rows[-1]["strategies"] == now:
-            rows[-1]["to_tokens"] = tokens
-        else:
-            rows.append({"from_tokens": tokens, "to_tokens": tokens, "strategies": now})
+        context = min(tokens, seq)
+        searches = searches_at(tokens, context)
+        now = strategies(searches, [search.plan() for search in searches])
+        if not rows or rows[-1]["strategies"] != now:
+            first = {"from_tokens": tokens, "from_context": context}
+            rows.append({**first, "strategies": now})
+        rows[-1] |= {"to_tokens": tokens, "to_context": context}
     return rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of, token_part
 from pcg.ir.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.base_plan import COLUMN, base_plan, parted_attentions
 from pcg.parallel.graph_facts import nodes_of_tokens
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Costs, Fixed, Plan, token_ends
@@ -63,7 +63,8 @@ def parallelize(
         base: the same without.
         degree: number of ranks, at least 2.
         costs: by which bypass networks are parallelized; bytes between ranks by default.
-        trains: whether each adapter's weight is one tensor, not those of a batch's many adapters.
+        trains: whether there is a backward, and each adapter's weight is one tensor, not those of a
+            batch's many adapters.
         tp_plan: the base's plan, where the user gives one.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
     Raises:
@@ -80,13 +81,13 @@ def parallelize(
     )
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
-        layouts = _vocabulary(model, base, degree, prologue=is_first)
-        ends_of = _handed(model, prologue=is_first) if sequence_parallel else Fixed()
+        layouts = _vocabulary(base, degree, is_first=is_first)
+        ends_of = _handed(model, is_first=is_first) if sequence_parallel else Fixed()
         fixed = dataclasses.replace(ends_of, layouts=layouts)
         nodes: frozenset[str] = frozenset()
         if sequence_parallel:
             nodes = nodes_of_tokens(graph, not trains, graph.outputs[: len(blocks[0].outputs)])
-        found = plan(graph, degree, ByteCosts(degree, sequence_parallel), fixed, nodes)
+        found = plan(graph, degree, ByteCosts(degree, sequence_parallel), fixed, trains, nodes)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     local = typed.map(lambda graph: localize(graph, degree))
@@ -103,45 +104,37 @@ def search_layer(
     sequence_parallel: bool = False,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
-    layouts = base_plan(split(plain), degree, tp_plan)
-    base = repeat_heads(split(plain), degree)
+    base = split(plain)
+    layouts = base_plan(base, degree, tp_plan)
+    attentions = parted_attentions(base, layouts)
+    base = repeat_heads(base, degree, attentions)
     ends = token_ends(base) if sequence_parallel else Fixed()
     fixed = dataclasses.replace(ends, layouts=layouts)
     nodes = nodes_of_tokens(base, many_adapters=False) if sequence_parallel else frozenset()
-    choices = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, nodes).choices
-    whole = repeat_heads(split(block), degree)
-    rules = {name: choice.rule for name, choice in choices.items()}
-    steps = frozenset(
-        (name, step)
-        for choice in choices.values()
-        for name, path in choice.steps
-        for step in path
-        if step.op in ("gather", "scatter")
-    )
-    return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel, steps)
+    found = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, token_nodes=nodes)
+    whole = repeat_heads(split(block), degree, attentions)
+    rules = {name: choice.rule for name, choice in found.choices.items()}
+    return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel)
 
 
-def _handed(model: ModelGraph, *, prologue: bool) -> Fixed:
+def _handed(model: ModelGraph, *, is_first: bool) -> Fixed:
     """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
     count = len(model.blocks[0].outputs)
-    if prologue:
+    if is_first:
         types = model.prologue.types
         return Fixed(outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]})
     return Fixed(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
 
 
-def _vocabulary(
-    model: ModelGraph, base: ModelGraph, degree: int, *, prologue: bool
-) -> dict[str, Layout]:
+def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
     """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
-    graph = base.prologue if prologue else base.epilogue
-    if prologue:
-        node = token_embedding(graph)
+    if is_first:
+        graph, node = base.prologue, token_embedding(base.prologue)
         weight = node.inputs[0] if node is not None else None
     else:
-        scope = base.output_module
-        products = [n for n in graph.nodes if n.op == "linear"]
-        weight = products[-1].inputs[1] if products and scope else None
+        graph = base.epilogue
+        products = [node for node in graph.nodes if node.op == "linear"]
+        weight = products[-1].inputs[1] if products else None
     if weight is None or graph.types[weight].features[0] % degree:
         return {}
     return {weight: COLUMN}

@@ -175,8 +175,8 @@ def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: in
     )
 
 
-def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan:
-    """A plan's choices for layers whose tensors are called the same and have other sizes.
+def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
+    """A plan's choices for layers of other sizes; None where they lack a tensor that is kept.
 
     Args:
         plan: whose choices are taken.
@@ -185,6 +185,8 @@ def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan:
     plans = []
     for index, choice in enumerate(plan.choices):
         kind = found.kinds[found.layers[plan.layers.index(index)]]
+        if not kind.gradients.graph.types.keys() >= set(choice.saved):
+            return None
         name = plan.plans[index].forward.name.removesuffix("_forward")
         plans.append(plan_layer(kind, choice.saved, name))
     return dataclasses.replace(plan, plans=tuple(plans))

@@ -48,15 +48,20 @@ def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
 
 
 def in_rank(
-    formulas_at: Callable[[int], Mapping[str, sympy.Expr]], rank: int
-) -> dict[str, sympy.Expr]:
+    formulas_at: Callable[[int], Mapping[str, sympy.Expr] | None], rank: int
+) -> dict[str, sympy.Expr] | None:
     """Formulas in B, S and r, that are exact at the rank; those that are no line in r without r.
 
     Args:
-        formulas_at: by name, in B and S, with the same tensors kept at a rank.
+        formulas_at: by name, in B and S, with the same tensors kept at a rank; None where there are
+            none.
         rank: that was asked for.
     """
     here, above, further = (formulas_at(rank + more) for more in range(3))
+    if here is None:
+        return None
+    if above is None or further is None:
+        return dict(here)
     found = {}
     for name, formula in here.items():
         slope = sympy.expand(above[name] - formula)

@@ -8,13 +8,20 @@ A KV head serves a run of heads; repeated in place, each copy serves a shorter o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from math import lcm
 
 from pcg.ir.graph import Builder, Graph
 
 
-def repeat_heads(graph: Graph, degree: int) -> Graph:
-    """The graph whose attentions have KV heads that so many ranks divide."""
+def repeat_heads(graph: Graph, degree: int, attentions: Collection[str]) -> Graph:
+    """The graph whose attentions have KV heads that so many ranks divide.
+
+    Args:
+        graph: of a layer.
+        degree: number of ranks.
+        attentions: names of those of which each rank has heads.
+    """
     builder = Builder(graph.name)
     builder.reserved = graph.types
     for value in graph.inputs:
@@ -22,7 +29,7 @@ def repeat_heads(graph: Graph, degree: int) -> Graph:
     for parameter in graph.parameters:
         builder.parameter(parameter)
     for node in graph.nodes:
-        if node.op == "attention":
+        if node.name in attentions:
             heads, kv_heads = (graph.types[name].features[-2] for name in node.inputs[:2])
             wanted = lcm(kv_heads, degree)
             wanted = wanted if heads % wanted == 0 else heads

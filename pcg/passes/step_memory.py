@@ -20,6 +20,7 @@ from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
+from pcg.ir.trained import trained
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.adapter_use import AdapterUse
 from pcg.passes.kept_memory import KeptMemory, kept_memory, transient
@@ -139,11 +140,11 @@ def step_memory(
         workspace = fullest.kept + fullest.workspace - activations
     _, weights = base_weights(what.base)
     trainable = _trained_elements(what, asked)
-    trained = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * trainable)
+    adapters = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * trainable)
     kinds = (
         sympy.Integer(weights),
-        trained,
-        trained,
+        adapters,
+        adapters,
         sympy.Integer(MOMENT_BYTES * trainable),
         _kv_cache(what.base) * TOKENS_OF_BATCH,
         activations,
@@ -157,10 +158,11 @@ def _trained_elements(what: Account, asked: Asked) -> int:
     """Trained numbers that one rank has."""
     if asked.tp == 1 or what.training is None:
         return what.use.trainable
+    names = {name for graph in what.training.graphs for name in trained(graph)}
     found = {
         (parameter.source, parameter.rows, layer): prod(parameter.type.features)
         for parameter, layer in what.training.parameters()
-        if parameter.role == "adapter"
+        if parameter.name in names
     }
     return sum(found.values())
 

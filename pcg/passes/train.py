@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from pcg.ir.graph import Builder, Graph, Value
 from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
+from pcg.passes.join import join
 from pcg.passes.prune import prune
 
 
@@ -36,10 +38,10 @@ class LayerKind:
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
     """The layers of a model, differentiated. Below what is trained no gradient will be wanted."""
     groups: dict[tuple[int, bool], list[int]] = {}
-    trained_below = _has_adapters(model.prologue)
+    trained_below = bool(trained(model.prologue))
     for layer, index in enumerate(model.layers):
         groups.setdefault((index, trained_below), []).append(layer)
-        trained_below |= _has_adapters(model.blocks[index])
+        trained_below |= bool(trained(model.blocks[index]))
     kinds = []
     for (index, passes_on), layers in groups.items():
         block = model.blocks[index]
@@ -71,8 +73,8 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     forward = graph.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
         kind.block,
-        forward.without_dead_code(),
-        backward,
+        join(forward.without_dead_code()),
+        join(backward),
         (*inputs, *made),
         kind.gradients.trained,
     )
@@ -119,17 +121,13 @@ def train_prologue(model: ModelGraph) -> tuple[Graph | None, tuple[str, ...]]:
     and makes what it reads of the forward again: that is little, and nothing need be kept.
     """
     prologue = model.prologue
-    if not _has_adapters(prologue):
+    if not trained(prologue):
         return None, ()
     carried = prologue.outputs[: len(model.blocks[0].outputs)]
     gradients = prune(differentiate(prologue, (), carried), ())
     backward = _with_remade(gradients, set(), "prologue_backward")
     incoming = tuple(Value(gradient_name(name), prologue.types[name]) for name in carried)
     return backward.replace(inputs=(*prologue.inputs, *incoming)), gradients.trained
-
-
-def _has_adapters(graph: Graph) -> bool:
-    return any(parameter.role == "adapter" for parameter in graph.parameters)
 
 
 def train_epilogue(model: ModelGraph) -> tuple[Graph, Graph, tuple[str, ...]]:

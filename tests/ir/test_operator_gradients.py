@@ -46,9 +46,9 @@ NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
 """What an emitted file imports, and the batch that its functions take."""
 ELSEWHERE = {
     "attention",
-    *("all_gather", "all_reduce", "cross_entropy_part", "gathered_copy", "own_part"),
-    *("column_norm_part", "expand_add_part", "placed_part", "reduce_scatter", "replicate"),
-    "taken_part",
+    *("all_gather", "all_gathers", "all_reduce", "all_reduces", "cross_entropy_part"),
+    *("column_norm_part", "expand_add_part", "gathered_copy", "own_part", "placed_part"),
+    *("reduce_scatter", "replicate", "taken_part"),
 }
 """Operators whose rule is checked in a test of their own."""
 
@@ -538,6 +538,24 @@ def test_every_gradient_rule_is_covered() -> None:
     # An embedding reads frozen rows by number: it has no rule, and is here for its forward alone.
     assert {case.op for case in CASES} - {"embedding"} == with_rule - ELSEWHERE
     assert with_rule >= ELSEWHERE
+
+
+def test_no_gradient_flows_to_constants() -> None:
+    """`constant_in` says of each rule to which inputs it never gives a gradient."""
+    checked = set()
+    for case in CASES:
+        constants = operator(case.op).constant_in
+        if not constants:
+            continue
+        graph = forward_graph(case, "f64")
+        (node,) = graph.nodes
+        builder = Builder("backward")
+        upstream = (builder.input("incoming", node.output.type),)
+        needs = (True,) * len(node.inputs)
+        gradients = operator(case.op).gradient(Gradient(builder, graph, node, upstream, needs))
+        assert tuple(i for i, name in enumerate(gradients) if name is None) == constants
+        checked.add(case.op)
+    assert checked == {op for op, entry in OPERATORS.items() if entry.constant_in} - ELSEWHERE
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

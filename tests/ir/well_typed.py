@@ -500,6 +500,14 @@ def collective(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, x, dim=-2, degree=degree, **flag)
 
 
+def joined(make: Maker, op: str) -> Sequence[str]:
+    count = make.draw(st.integers(2, 4))
+    operands = [make.of("f32", TOKENS, make.draw(SMALL)) for _ in range(count)]
+    if op == "all_reduces":
+        return make.add(op, *operands)
+    return make.add(op, *operands, dims=(-1,) * count, degree=2)
+
+
 UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(UNARIES, unary),
@@ -525,6 +533,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     **dict.fromkeys(("all_gather", "own_part", "placed_part", "taken_part"), collective),
     **dict.fromkeys(("gathered_copy", "reduce_scatter"), collective),
+    **dict.fromkeys(("all_gathers", "all_reduces"), joined),
     **dict.fromkeys(
         ("all_reduce", "combine", "partition", "place", "reduce", "replicate", "take"), transition
     ),

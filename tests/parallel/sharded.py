@@ -14,6 +14,7 @@ from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
+from pcg.passes.join import join
 from pcg.passes.localize import localize
 from pcg.passes.prune import prune
 from pcg.passes.rematerialize import SaveProblem
@@ -70,6 +71,10 @@ def run(
         layer = plan_layer(kind, problem.frontier()[0].saved, "layer")
         assert layer.backward is not None
         forward, backward = layer.forward, layer.backward
+    else:
+        forward, backward = join(forward), join(backward)
+    verify(forward)
+    verify(backward)
     results = evaluate(forward, values, batch)
     outputs, kept = results[:count], dict(zip(forward.outputs, results, strict=True))
     upstream = {
@@ -108,11 +113,12 @@ def errors(
     degree: int,
     plan: Plan,
     sent: dict[str, int] | None = None,
+    messages: dict[str, int] | None = None,
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, float]:
     """Relative errors of outputs and gradients on ranks, by name.
 
-    Into `sent` goes what rank 0 sends, by kind of collective.
+    Into `sent` goes what rank 0 sends, by kind of collective, and into `messages` in how many.
     """
     tokens = sum(lengths)
     values = random_values(graph, tokens)
@@ -130,6 +136,8 @@ def errors(
         result = run(local, own, ranks, lengths)
         if sent is not None and ranks.rank == 0:
             sent.update(ranks.moved_bytes)
+        if messages is not None and ranks.rank == 0:
+            messages.update(ranks.messages)
         return result
 
     found = run_ranks(degree, on_rank)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pcg.codegen.kernels import torch_ops
 from pcg.ir.graph import Attribute, Builder, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
@@ -170,3 +171,60 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
     run: Callable[[], object] = lambda: run_ranks(DEGREE, on_rank)  # noqa: E731
     with pytest.raises(ValueError, match="out of numbers"):
         run()
+
+
+@pytest.mark.parametrize("op", ["all_gathers", "all_reduces"])
+def test_one_message_of_several_tensors_is_as_several_messages(op: str) -> None:
+    """Forward and backward, with what no adapter has at a site."""
+    widths, one = (3, 4, 2), op.removesuffix("s")
+    builder = Builder("g")
+    names = [builder.input(f"x{i}", tensor("f64", 4, n)) for i, n in enumerate(widths)]
+    attributes = {"dims": (-1, -2, -1), "degree": DEGREE} if op == "all_gathers" else {}
+    together = builder.build(builder.add_many(op, names, name="y", **attributes))
+    apart = Builder("apart")
+    for i, n in enumerate(widths):
+        apart.input(f"x{i}", tensor("f64", 4, n))
+    dims = [{"dim": dim, "degree": DEGREE} if attributes else {} for dim in (-1, -2, -1)]
+    several = apart.build(
+        [apart.add(one, [name], **each) for name, each in zip(names, dims, strict=True)]
+    )
+    values = [
+        {
+            name: torch.randn(4, n, dtype=torch.float64)
+            for name, n in zip(names, widths, strict=True)
+        }
+        for _ in range(DEGREE)
+    ]
+
+    def on_rank(ranks: ThreadRanks) -> list[Tensor]:
+        batch = Spread(ranks)
+        found = []
+        for graph in (together, several):
+            ys = evaluate(graph, values[ranks.rank], batch)
+            back = differentiate(graph, names)
+            upstream = {f"d_{n}": y.cos() for n, y in zip(graph.outputs, ys, strict=True)}
+            found.append([*ys, *evaluate(back.backward, upstream, batch)])
+        assert ranks.messages[one] == 1 + len(widths)
+        assert ranks.moved_bytes[one] % 2 == 0
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
+        return list(found[0])
+
+    run_ranks(DEGREE, on_rank)
+
+
+def test_what_no_adapter_has_is_not_sent() -> None:
+    def on_rank(ranks: ThreadRanks) -> None:
+        batch = Spread(ranks)
+        x = torch.full((2, 3), float(ranks.rank + 1))
+        assert torch_ops.all_reduces([None, None], batch) == [None, None]
+        assert torch_ops.all_gathers([None, None], (-1, -1), batch) == [None, None]
+        assert not any(ranks.messages.values())
+        nothing, total = torch_ops.all_reduces([None, x], batch)
+        assert nothing is None
+        assert torch.equal(total, torch.full((2, 3), 3.0))
+        whole, nothing = torch_ops.all_gathers([x, None], (-2, -1), batch)
+        assert nothing is None
+        assert whole.shape == (4, 3)
+
+    run_ranks(DEGREE, on_rank)

@@ -15,6 +15,7 @@ import torch
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS, operator
+from pcg.ir.operators.collective import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.parallel import link_profiler
 from pcg.parallel.costs import SHEETS, CostModel, SheetModel, cost_model, ring_seconds
@@ -54,6 +55,17 @@ def seconds(model: CostModel, op: str, *inputs: TensorType, **attributes: object
 
 
 # ----------------------------------------------------------------------------------- roofline
+
+
+def test_operations_in_the_time_of_a_byte_are_those_of_the_sheets() -> None:
+    def of(name: str, link: str) -> int:
+        sheet = SHEETS[name]
+        return round(sheet.product_flops_per_s["bf16"] / sheet.links[link].bytes_per_s)
+
+    assert of("A100-80", "NVLink 3") == 1_040
+    assert round(of("A100-80", "NVLink 3"), -3) == FLOPS_PER_BYTE
+    found = (of("H100", "NVLink 4"), of("A100-80", "PCIe 4"), of("H100", "PCIe 5"))
+    assert found == (2_199, 9_750, 15_461)
 
 
 def test_few_rows_are_bound_by_the_weight() -> None:

@@ -17,13 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pcg
 import pcg.pipeline as pipeline
+from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, read_tp_plan
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, parted_attentions, read_tp_plan
 from pcg.parallel.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Fixed
 from pcg.parallel.planner import plan
@@ -137,8 +138,10 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     state = attached("llama3")
     assert state.base is not None
     assert state.training_model is not None
-    block = repeat_heads(state.training_model.blocks[0], 2)
-    layouts = dict(base_plan(state.base.blocks[0], 2))
+    base = state.base.blocks[0]
+    layouts = dict(base_plan(base, 2))
+    heads = parted_attentions(base, layouts)
+    block = repeat_heads(state.training_model.blocks[0], 2, heads)
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
@@ -186,6 +189,8 @@ def test_the_users_plan_is_taken(tmp_path: Path) -> None:
             {"self_attn.qq_proj": "colwise"},
             "qq_proj is no linear operator of block_0; it has",
         ),
+        ({"self_attn.q_proj": ["colwise"]}, r"\['colwise'\]; use one of colwise, rowwise, repl"),
+        ({"self_attn.q_proj": None}, "q_proj is None; use one of colwise, rowwise, replicated"),
         ({}, "an object with a style for each module path"),
         ("nowhere.json", "tp_plan nowhere.json cannot be read as JSON"),
     ],
@@ -201,6 +206,50 @@ def test_a_degree_that_does_not_fit_is_refused_with_those_that_do() -> None:
         pcg.explain("meta-llama/Llama-3.1-8B", tp=3)
     with pytest.raises(ParallelError, match="tp=0; use an int of at least 1"):
         pcg.explain("meta-llama/Llama-3.1-8B", tp=0)
+
+
+MLP = {**dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"), "mlp.down_proj": "rowwise"}
+
+
+def test_what_a_plan_leaves_whole_need_not_be_divided() -> None:
+    """An MLP alone over more ranks than there are heads."""
+    base = attached("llama3").base
+    assert base is not None
+    block = base.blocks[0]
+    (attention,) = (node for node in block.nodes if node.op == "attention")
+    heads = block.types[attention.inputs[0]].features[-2]
+    degree = 2 * heads
+    with pytest.raises(ParallelError, match=f"num_attention_heads={heads}"):
+        parallelize(base, base, degree)
+    found = parallelize(base, base, degree, tp_plan=MLP)
+    assert "repeat_interleave" not in {node.op for node in found.local.blocks[0].nodes}
+    assert max(layer_errors(block, found.local.blocks[0], degree).values()) < 1e-5
+
+
+def test_every_degree_that_fits_is_named() -> None:
+    fitting = sorted(2**i * j for i in range(12) for j in (1, 7))  # 14336 = 2^11 · 7
+    listed = ", ".join(map(str, fitting))
+    message = f"tp=3 does not divide the rows of .*=14336 of block_0; use one of {listed}$"
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=3, tp_plan=MLP)
+
+
+@pytest.mark.parametrize("given", [{"costs": "H100"}, {"tp_plan": MLP}], ids=["costs", "tp_plan"])
+def test_what_is_said_of_ranks_is_refused_for_one(given: dict[str, Any]) -> None:
+    config = BY_NAME["llama3"].config(2)
+    (name,) = given
+    message = f"{name}=.* has no effect with tp=1.*; give tp=2 or more .*, or leave {name} out"
+    for act in (pcg.explain, pcg.compile, compile_program):
+        with pytest.raises(ParallelError, match=message):
+            act(config, **given)
+
+
+def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"self_attn.q_proj": ["colwise"]}')
+    message = r"tp_plan .*plan\.json: self_attn.q_proj is \['colwise'\]; use one of colwise, rowwi"
+    with pytest.raises(ParallelError, match=message):
+        read_tp_plan(path)
 
 
 def test_explain_of_ranks() -> None:
@@ -285,12 +334,18 @@ def test_the_report_of_ranks_has_every_site() -> None:
     assert len(parallel["bypass"]) == 7
     for site in parallel["bypass"]:
         strategies = {row["strategy"]: row for row in site["candidates"]}
-        assert len(strategies) == 25
+        assert len(strategies) == 36
         least = min(row["cost_us"] for row in site["candidates"])
         assert strategies[site["chosen"]]["cost_us"] == least
     (sent,) = parallel["communication"]
     # An all-reduce of the hidden states after attention and after the MLP, each way.
-    assert sent["forward_bytes"] == sent["backward_bytes"] == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    for way in ("forward", "backward"):
+        of_base = sent[f"{way}_bytes"] - sent[f"bypass_{way}_bytes"]
+        assert of_base == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    messages = sent["forward_messages"] + sent["backward_messages"]
+    assert messages - sent["bypass_messages"] == 4
+    # The sites that share a message would send more by themselves.
+    assert sent["bypass_messages"] < len(parallel["bypass"])
     page = report.to_html()
     assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
     text = report.to_text()
@@ -301,3 +356,10 @@ def test_the_report_of_ranks_has_every_site() -> None:
 def test_a_device_without_costs_is_refused_by_name() -> None:
     with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
         pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")
+
+
+def test_what_is_shared_is_not_counted_as_trained() -> None:
+    """Of VeRA a rank trains at most what one rank alone does, and at least its share."""
+    config = BY_NAME["llama3"].config(2)
+    one, two = (pcg.explain(config, "vera", tp=tp).memory_bytes["gradients"] for tp in (1, 2))
+    assert one / 2 <= two <= one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,35 @@ def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Any:
         return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
     parts = batch.ranks.all_gather(x.contiguous())
     return joined_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+
+
+def all_reduces(xs: Sequence[Tensor | None], batch: Spread) -> list[Tensor | None]:
+    """The sums over the ranks, in one message."""
+    there = [x for x in xs if x is not None]
+    if not there:
+        return list(xs)
+    total = batch.ranks.all_reduce(torch.cat([x.reshape(-1) for x in there]))
+    parts = iter(total.split([x.numel() for x in there]))
+    return [None if x is None else next(parts).view(x.shape).clone() for x in xs]
+
+
+def all_gathers(xs: Sequence[Any], dims: Sequence[int], batch: Spread) -> list[Any]:
+    """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
+    tensors = [x if x is None or isinstance(x, Tensor) else x.weight for x in xs]
+    there = [x for x in tensors if x is not None]
+    if not there:
+        return list(xs)
+    sizes = [x.numel() for x in there]
+    flat = torch.cat([x.reshape(-1) for x in there])
+    parts = iter(zip(*(one.split(sizes) for one in batch.ranks.all_gather(flat)), strict=True))
+    found: list[Any] = []
+    for x, tensor, dim in zip(xs, tensors, dims, strict=True):
+        if tensor is None:
+            found.append(None)
+            continue
+        whole = torch.cat([part.view(tensor.shape) for part in next(parts)], dim)
+        found.append(whole if isinstance(x, Tensor) else MadeWeight(whole, x.scale))
+    return found
 
 
 def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False) -> Tensor | None:

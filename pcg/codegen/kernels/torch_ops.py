@@ -34,7 +34,9 @@ from pcg.codegen.kernels.bypass_ops import (
 )
 from pcg.codegen.kernels.collectives import (
     all_gather,
+    all_gathers,
     all_reduce,
+    all_reduces,
     cross_entropy_part,
     cross_entropy_part_backward,
     embedding_part,
@@ -52,7 +54,9 @@ from pcg.codegen.kernels.virtual_tokens import (
 __all__ = [
     "activate",
     "all_gather",
+    "all_gathers",
     "all_reduce",
+    "all_reduces",
     "attention",
     "attention_backward",
     "column_factor",

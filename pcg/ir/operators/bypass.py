@@ -119,6 +119,7 @@ class ColumnNorm(Operator):
 
     name = "column_norm"
     is_product = True
+    constant_in = (0, 1, 2)
     inputs = (3, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -152,6 +153,7 @@ class ColumnFactor(Operator):
 
     name = "column_factor"
     inputs = (2, 2)
+    constant_in = (1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if types[0].shape != types[1].shape:
@@ -173,6 +175,7 @@ class VeraDown(Operator):
 
     name = "vera_down"
     is_view = True
+    constant_in = (0,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         (whole,) = types
@@ -196,6 +199,7 @@ class VeraUp(Operator):
 
     name = "vera_up"
     inputs = (3, 3)
+    constant_in = (0,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         whole, lambda_b, lambda_d = types

@@ -1,7 +1,8 @@
 """Parallelization operators, and the collectives that they are on a rank.
 
-A parallel computation graph has the first four, whose types say how ranks hold a tensor
-(`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's own graph has the collectives instead:
+A parallel computation graph has the transitions, on the left, whose types say how ranks hold a
+tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's own graph has the operators on the right
+in their place, and theirs are in its backward:
 
     replicate    - → =     replicate      backward: all_reduce
     reduce       + → -     all_reduce     backward: replicate
@@ -118,8 +119,9 @@ class Gather(Transition):
 
 
 FLOPS_PER_BYTE = 1000
-"""Operations in the time of a byte between ranks: an A100 has 312 TFLOP/s and 300 GB/s of NVLink
-each way (its data sheet), later GPUs about as many."""
+"""Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
+in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
+15,461 (sheets of `pcg.parallel.devices`)."""
 
 
 class Collective(Operator):
@@ -127,7 +129,7 @@ class Collective(Operator):
 
     is_product = True
     rounds: ClassVar[int] = 1
-    """How often the larger of input and output is sent, but for the rank's own part."""
+    """How often a ring passes the output round: once to gather it, twice to sum it."""
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes

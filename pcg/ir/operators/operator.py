@@ -49,6 +49,8 @@ class Operator:
     """Whether it draws numbers; drawn again for the same step and layer, they are the same."""
     linear_in: ClassVar[tuple[tuple[int, ...], ...]] = ()
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
+    constant_in: ClassVar[tuple[int, ...]] = ()
+    """Inputs that it takes for constants: no gradient flows back to them."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 

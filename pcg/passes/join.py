@@ -1,0 +1,49 @@
+"""Join: collectives that can go together are one message.
+
+    s_q = all_gather(x_q), s_k = all_gather(x_k)      s_q, s_k = all_gathers(x_q, x_k)
+
+The message stands where the last of them stood; what reads another of them moves behind it, and
+nothing else moves. Which can go together is said by `pcg.parallel.messages`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pcg.ir.graph import Graph, Node
+from pcg.parallel.messages import moves_of, runs
+
+
+def join(graph: Graph) -> Graph:
+    """A rank's graph whose neighbouring collectives of one kind are one node."""
+    found = [run for run in runs(moves_of(graph)) if len(run) > 1]
+    if not found:
+        return graph
+    ends = {run[-1]: _joined([graph.nodes[place] for place in run]) for run in found}
+    members = {place for run in found for place in run}
+    nodes: list[Node] = []
+    later: list[Node] = []
+    waiting: set[str] = set()
+    for place, node in enumerate(graph.nodes):
+        if place in ends:
+            nodes += [ends[place], *later]
+            later, waiting = [], set()
+        elif place in members:
+            waiting.update(value.name for value in node.outputs)
+        elif waiting.intersection(node.inputs):
+            waiting.update(value.name for value in node.outputs)
+            later.append(node)
+        else:
+            nodes.append(node)
+    return graph.replace(nodes=tuple(nodes))
+
+
+def _joined(nodes: list[Node]) -> Node:
+    inputs = tuple(node.inputs[0] for node in nodes)
+    outputs = tuple(node.output for node in nodes)
+    first = nodes[0]
+    if first.op == "all_reduce":
+        return Node("all_reduces", inputs, outputs, (), first.scope)
+    dims = tuple(cast("int", node.attribute("dim")) for node in nodes)
+    attributes = (("degree", first.attribute("degree")), ("dims", dims))
+    return Node("all_gathers", inputs, outputs, attributes, first.scope)
