@@ -136,5 +136,5 @@ class ProgramEngine(Engine):
         adapters = {id(r.adapter): r.adapter for r in requests if r.adapter is not None}
         sizes = [-(-adapter.size_bytes // page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
-        pages = min(sum(needs) + sum(sizes), most)
+        pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(executor, kv_cache_bytes=pages * page_bytes, log=EventLog(0))

@@ -253,9 +253,22 @@ class Scheduler:
         if not self.adapters.make_room(need):
             self.adapters.release(adapter)
             return False
-        sequence.table = self.pool.open(sequence.id, sequence.most_pages)
+        sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence))
         self.pool.extend(sequence.table, need)
         return True
+
+    def _expected_pages(self, sequence: Sequence) -> int:
+        """Pages to keep for a sequence: as many for all, so that they lie at equal distances.
+
+        Attention takes sequences at equal distances in one call. What is kept is anyone's when no
+        other page is free.
+        """
+        need = sequence.most_pages
+        for other in self.running:
+            if other.table is not None:
+                need = max(need, len(other.table.pages) + other.table.spare)
+        roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
+        return need if roomy else sequence.most_pages
 
     def _prefetch(self) -> None:
         """Page adapters of the next requests in, where no other has to go for it."""
