@@ -202,7 +202,7 @@ class Executor:
 
         Args:
             limits: of a step; the promises among them are kept.
-            options: `kv_cache_bytes`, `policy`, `job_share`, as `ProgramEngine` takes them.
+            options: `kv_cache_bytes`, `policy`, `sharing`, `job_share`, …, as `ProgramEngine` takes them.
         """
         return ProgramEngine(self, limits, **options)
 
