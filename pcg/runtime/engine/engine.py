@@ -131,32 +131,39 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to serve and nothing to train."""
+        """Whether there is nothing to serve, nothing to train, and nothing to tell."""
         trains = self.sharing.trains and self._active_jobs()
-        return not (self.scheduler.waiting or self.scheduler.running or trains)
+        return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
 
-    def submit(self, request: Request) -> str:
+    @property
+    def submitted(self) -> int:
+        """Requests that came so far; the next one's chunks have this index."""
+        return self._count
+
+    def submit(self, request: Request, came_s: float | None = None) -> str:
         """Take a request in; its id. What comes of it is in `step`'s chunks.
 
+        Args:
+            request: to serve.
+            came_s: when it came, on the engine's clock, where a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
         number, self._count = self._count, self._count + 1
         sequence = self.device.open(request, number)
-        sequence.submitted_s = self.clock.now_s()
+        sequence.submitted_s = self.clock.now_s() if came_s is None else came_s
         adapter = request.adapter
-        self._note(
-            Kind.SUBMITTED,
-            sequence.id,
-            prompt_tokens=len(request.prompt_ids),
-            max_new_tokens=sequence.limit,
-            adapter=None if adapter is None else adapter.name,
-            tenant=request.tenant,
-            ttft_slo_s=request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
-            tpot_slo_s=request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
-        )
+        details = {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": sequence.limit,
+            "adapter": None if adapter is None else adapter.name,
+            "tenant": request.tenant,
+            "ttft_slo_s": request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
+            "tpot_slo_s": request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
+        }
+        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
         reserved = self._job_pages if self.jobs else 0
         reason = self.scheduler.why_never(sequence, reserved)
         if reason is not None:
@@ -190,6 +197,8 @@ class Engine:
     def pause_job(self, name: str) -> None:
         """Leave a job as it is after its latest unit; its pages stay."""
         job = self._job(name)
+        if job.state is JobState.QUEUED:
+            self._settle(job)
         if job.state is JobState.RUNNING:
             job.state = JobState.PAUSED
             self._note(Kind.PAUSED, name)

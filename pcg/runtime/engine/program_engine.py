@@ -12,6 +12,7 @@ from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.events import EventLog, Kind
+from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.program_device import ProgramDevice
@@ -130,6 +131,10 @@ class ProgramEngine(Engine):
         served = Published(self.executor, publish_every, publish)
         work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
         return self.add_job(Job(adapter, work))
+
+    def start(self) -> Front:
+        """Have a thread run the steps from now on; what it is asked goes through the front."""
+        return Front(self)
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep promises from the first one on."""

@@ -112,7 +112,7 @@ class CoServing(Sharing):
 
 
 class TemporalSharing(Sharing):
-    """After so many steps that serve comes one that takes a mini-batch forward and all the way back.
+    """After so many steps that serve comes one that takes a mini-batch forward and all the way.
 
     Attributes:
         frequency: n, steps that serve between two that train; FlexLLM v2 figure 11 has 64 to 512.
