@@ -159,7 +159,7 @@ class Engine:
             "prompt_tokens": len(request.prompt_ids),
             "max_new_tokens": sequence.limit,
             "adapter": None if adapter is None else adapter.name,
-            "tenant": request.tenant,
+            "tenant": request.tenant or None,
             "ttft_slo_s": request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
             "tpot_slo_s": request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
         }
