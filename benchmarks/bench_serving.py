@@ -1,7 +1,9 @@
 """Serving and co-serving: thousands of adapters, mixed batches, finetuning beside requests.
 
     python benchmarks/bench_serving.py [--rounds 3] [--adapters 2000] [--requests 64]
-        [--seconds 30]
+        [--seconds 30] [--parts throughput,mixed,co-serving]
+
+Parts that are not asked for keep what the result file has of them.
 
 A random 8-layer Llama of hidden size 512, one thread, fp32. Adapters are LoRA on q, k, v and o, as
 S-LoRA's, of ranks 8, 16, 32 and 64 in turn, all of them in memory. Contenders run in turn in every
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import random
 import sys
 import time
@@ -37,7 +40,7 @@ from typing import Any
 
 import torch
 from bench_generation import random_llama
-from measure import interleave, medians, ratio, write
+from measure import RESULTS, environment, interleave, medians, ratio
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -68,6 +71,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (8, 16, 32, 64)
 MIXED = 64
 NEW = 32
+PARTS = ("throughput", "mixed", "co-serving")
 PROMPTS = Between(16, 64)
 KV_CACHE_BYTES = 2 * 2**30
 JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
@@ -127,8 +131,7 @@ def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Ca
 
     def rate(run: Callable[[], object]) -> float:
         started = time.perf_counter()
-        with torch.inference_mode():
-            run()
+        run()
         return MIXED * NEW / (time.perf_counter() - started)
 
     def ours(prefix: str | None) -> float:
@@ -143,7 +146,12 @@ def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Ca
         for index, name in enumerate(names[1:], start=1):
             made.add_adapter(name, LoraConfig(**recipe(index, ranks)))
         made.eval()
-        return lambda: rate(lambda: made.generate(**options, adapter_names=names))
+
+        def generate() -> object:
+            with torch.inference_mode():
+                return made.generate(**options, adapter_names=names)
+
+        return lambda: rate(generate)
 
     return {
         "base": lambda: ours(None),
@@ -280,37 +288,53 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--parts", default=",".join(PARTS))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = random_llama().eval()
     executor = with_adapters(model, arguments.adapters)
-    many = f"{arguments.adapters} adapters"
-    requests = arguments.requests
-    throughput = interleave(
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "throughput": lambda: _throughput(
+            executor, arguments.adapters, arguments.requests, arguments.rounds
+        ),
+        "mixed": lambda: _mixed(model, executor, arguments.rounds),
+        "co-serving": lambda: co_serving(executor, arguments.seconds),
+    }
+    before = RESULTS / "serving.json"
+    result = json.loads(before.read_text()) if before.exists() else {}
+    for part in arguments.parts.split(","):
+        result[part] = {**measures[part](), "environment": environment()}
+    result = {part: result[part] for part in PARTS if part in result}
+    print(json.dumps(result, indent=2))
+    before.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _throughput(executor: Executor, adapters: int, requests: int, rounds: int) -> dict[str, Any]:
+    many = f"{adapters} adapters"
+    found = interleave(
         {
-            many: lambda: over_adapters(executor, arguments.adapters, requests),
+            many: lambda: over_adapters(executor, adapters, requests),
             "5 adapters": lambda: over_adapters(executor, 5, requests),
         },
-        arguments.rounds,
+        rounds,
     )
-    mixed = interleave(mixed_contenders(model, executor), arguments.rounds)
-    result = {
-        "throughput": {
-            "output_tokens_per_s": medians(throughput),
-            f"{many} / 5 (at least 0.95)": ratio(throughput, many, "5 adapters"),
-        },
-        "64 adapters": {
-            "output_tokens_per_s": medians(mixed),
-            "mixed / base (at least 0.9)": ratio(mixed, "mixed", "base"),
-            "mixed / peft mixed (at least 5)": ratio(mixed, "mixed", "peft"),
-            "mixed / base, r16": ratio(mixed, "mixed, r16", "base"),
-            "mixed / peft mixed, r16": ratio(mixed, "mixed, r16", "peft, r16"),
-        },
-        "co-serving": co_serving(executor, arguments.seconds),
+    return {
+        "output_tokens_per_s": medians(found),
+        f"{many} / 5 (at least 0.95)": ratio(found, many, "5 adapters"),
     }
-    write("serving", result)
+
+
+def _mixed(model: torch.nn.Module, executor: Executor, rounds: int) -> dict[str, Any]:
+    found = interleave(mixed_contenders(model, executor), rounds)
+    return {
+        "output_tokens_per_s": medians(found),
+        "mixed / base (at least 0.9)": ratio(found, "mixed", "base"),
+        "mixed / peft mixed (at least 5)": ratio(found, "mixed", "peft"),
+        "mixed / base, r16": ratio(found, "mixed, r16", "base"),
+        "mixed / peft mixed, r16": ratio(found, "mixed, r16", "peft, r16"),
+    }
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def test_help_has_an_example() -> None:
+    text = run("--help").stdout
+    assert "pcg bench serve" in text[text.index("Example:") :]
+
+
 def test_tables_and_plot(model: Path, tmp_path: Path) -> None:
     plot = tmp_path / "latencies.svg"
     result = run(model, *SMALL, "--tenants", "2", "--ttft-slo-ms", "60000", "--plot", plot)
