@@ -129,26 +129,28 @@ class Engine:
 
     # ------------------------------------------------------------------------------- requests
 
-    def submit(self, request: Request) -> str:
+    def submit(self, request: Request, came_s: float | None = None) -> str:
         """Take a request in; its id. What comes of it is in `step`'s chunks.
 
+        Args:
+            request: what is asked.
+            came_s: when it came, if before now: during a step.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
         number, self._count = self._count, self._count + 1
         sequence = self.device.open(request, number)
-        sequence.submitted_s = self.clock.now_s()
+        sequence.submitted_s = self.clock.now_s() if came_s is None else came_s
         adapter = request.adapter
-        self._note(
-            Kind.SUBMITTED,
-            sequence.id,
-            prompt_tokens=len(request.prompt_ids),
-            max_new_tokens=sequence.limit,
-            adapter=None if adapter is None else adapter.name,
-            tenant=request.tenant,
-            ttft_slo_s=request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
-            tpot_slo_s=request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
-        )
+        details = {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": sequence.limit,
+            "adapter": None if adapter is None else adapter.name,
+            "tenant": request.tenant,
+            "ttft_slo_s": request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
+            "tpot_slo_s": request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
+        }
+        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
         reserved = self._job_pages if self.jobs else 0
         reason = self.scheduler.why_never(sequence, reserved)
         if reason is not None:
@@ -218,7 +220,7 @@ class Engine:
         self._give_up_late(now)
         plan = self.scheduler.plan(now)
         for sequence, _ in plan.chunks:
-            if sequence.first_token_s is None and not sequence.cached:
+            if not sequence.cached:
                 self._note(Kind.ADMITTED, sequence.id)
         windows = self._windows(plan)
         load = plan.load
