@@ -12,7 +12,6 @@ from .console import busy, out, print_json, table
 
 if TYPE_CHECKING:
     from pcg.paper_runs import ClusterMinute
-    from pcg.runtime.engine.metrics import ServingReport
 
 
 class Experiment(StrEnum):
@@ -36,7 +35,7 @@ Rate = Annotated[
     list[float] | None,
     typer.Option(
         help="Requests a second of all pipelines or GPUs; flexllm has 4, 8, 12, 16 and 20 by "
-        "default, punica 60. Repeatable with flexllm.",
+        "default, s-lora those of its table 2, punica 30. Repeatable with flexllm.",
         show_default=False,
         metavar="RATE",
         min=0.01,
@@ -72,19 +71,21 @@ def simulate_command(
     if experiment is Experiment.FLEXLLM:
         _flexllm(model, rate, duration or 1200.0, seed, json)
     elif experiment is Experiment.S_LORA:
-        if rate:
-            raise typer.BadParameter("s-lora has the rates of its table 2", param_hint="--rate")
-        _s_lora(model, duration or 300.0, seed, json)
+        _s_lora(model, _one(rate), duration or 300.0, seed, json)
     else:
         if model:
             raise typer.BadParameter("punica has one model", param_hint="--model")
-        if rate and len(rate) > 1:
-            raise typer.BadParameter("punica takes one rate", param_hint="--rate")
-        _punica(rate[0] if rate else PUNICA_RATE_PER_S, duration or 3600.0, seed, json)
+        _punica(_one(rate) or PUNICA_RATE_PER_S, duration or 3600.0, seed, json)
 
 
-PUNICA_RATE_PER_S = 60.0
-"""Mean of the hour; the paper's curve has no numbers. The peak, twice as much, fills the cluster."""
+PUNICA_RATE_PER_S = 30.0
+"""Mean of the hour; the paper's curve has no numbers. The peak is twice as much."""
+
+
+def _one(rates: list[float] | None) -> float | None:
+    if rates and len(rates) > 1:
+        raise typer.BadParameter("this experiment takes one rate", param_hint="--rate")
+    return rates[0] if rates else None
 
 
 def _chosen(names: list[str] | None, known: list[str]) -> list[str]:
@@ -146,7 +147,9 @@ def _flexllm(
     out().print(made)
 
 
-def _s_lora(names: list[str] | None, duration: float, seed: int, json: bool) -> None:
+def _s_lora(
+    names: list[str] | None, rate: float | None, duration: float, seed: int, json: bool
+) -> None:
     from pcg import paper_runs
 
     rows: list[dict[str, Any]] = []
@@ -156,7 +159,7 @@ def _s_lora(names: list[str] | None, duration: float, seed: int, json: bool) -> 
         for adapters, paper in paper_runs.S_LORA_MODELS[name].paper.items():
             with busy(f"{name} with {adapters} adapters"):
                 report = paper_runs.many_adapters(
-                    program, name, adapters, seed=seed, duration_s=duration
+                    program, name, adapters, rate_per_s=rate, seed=seed, duration_s=duration
                 )
             rows.append(
                 {
@@ -191,7 +194,7 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
     with busy("compiling Llama-2-7B"):
         program = paper_runs.cluster_program()
     with busy(f"{duration:g} s at {rate:g} requests/s"):
-        report, minutes = paper_runs.cluster_hour(program, rate, seed=seed, duration_s=duration)
+        minutes, first_s = paper_runs.cluster_hour(program, rate, seed=seed, duration_s=duration)
     if json:
         print_json(
             {
@@ -199,7 +202,7 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
                 "duration_s": duration,
                 "rate_per_s": rate,
                 "seed": seed,
-                "report": report.to_json(),
+                "mean_ttft_ms": first_s * 1e3,
                 "minutes": [
                     {
                         "minute": one.minute,
@@ -213,22 +216,23 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
             }
         )
         return
-    _print_cluster(report, minutes)
+    _print_cluster(minutes, first_s)
 
 
-def _print_cluster(report: ServingReport, minutes: tuple[ClusterMinute, ...]) -> None:
-    heads = ("minute", "req/s", "output tok/s", "GPUs in use", "batch of these")
+def _print_cluster(minutes: tuple[ClusterMinute, ...], first_s: float) -> None:
+    heads = ("minute", "req/s", "output tok/s", "GPUs in use", "their batch", "their time used")
     made = table(*heads, right=heads)
     every = max(1, len(minutes) // 20)
     for one in minutes[::every]:
-        used = [batch for batch, busy in zip(one.batch, one.busy, strict=True) if busy > 0.0]
+        used = [place for place, busy in enumerate(one.busy) if busy > 0.0]
+        count = max(1, len(used))
         made.add_row(
             str(one.minute),
             f"{one.requests_per_s:.1f}",
             f"{one.output_tokens_per_s:,.0f}",
             str(len(used)),
-            f"{sum(used) / len(used):.1f}" if used else "–",
+            f"{sum(one.batch[place] for place in used) / count:.1f}",
+            f"{sum(one.busy[place] for place in used) / count:.0%}",
         )
     out().print(made)
-    first = "–" if report.ttft is None else f"{report.ttft.mean_s:.2f} s"
-    out().print(f"\n{report.output_throughput:,.0f} output tokens/s, first token after {first}")
+    out().print(f"\nfirst token after {first_s:.2f} s on average")

@@ -7,15 +7,18 @@ cluster_hour    Punica §7.3, figure 13: sixteen GPUs, requests consolidated on 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
+from pcg.runtime.engine.events import Event, EventLog, Kind
 from pcg.runtime.engine.metrics import ServingReport, serving_report
 from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.engine.simulation import Fullest, Simulation, TakingTurns
 from pcg.runtime.engine.timelines import Slo
 from pcg.runtime.workloads.lengths import (
@@ -179,22 +182,24 @@ def many_adapters(
     name: str,
     adapters: int,
     *,
+    rate_per_s: float | None = None,
     seed: int = 0,
     duration_s: float = 300.0,
 ) -> ServingReport:
-    """Serve requests for so many adapters, at the rate of table 2.
+    """Serve requests for so many adapters, all of them to the end.
 
     Args:
         program: of the setting.
         name: of the setting.
         adapters: how many.
+        rate_per_s: of the requests; table 2's by default.
         seed: of the workload.
         duration_s: of it; five minutes in the paper.
     """
     setting = S_LORA_MODELS[name]
     workload = s_lora(
         PowerLaw(adapters, 1.0),
-        S_LORA_RATES_PER_S[name],
+        S_LORA_RATES_PER_S[name] if rate_per_s is None else rate_per_s,
         1.0,
         S_LORA_LENGTHS,
         S_LORA_LENGTHS,
@@ -207,7 +212,8 @@ def many_adapters(
         for i in range(adapters)
     }
     simulation = Simulation([program.engine(Limits())], TakingTurns(), held)
-    return serving_report(simulation.run(workload), Slo(S_LORA_TTFT_SLO_S))
+    events = simulation.run(workload)
+    return serving_report(events, Slo(S_LORA_TTFT_SLO_S), start_s=0.0)
 
 
 # ------------------------------------------------------------------------------------- Punica
@@ -249,7 +255,7 @@ def cluster_hour(
     duration_s: float = 3600.0,
     prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
     outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
-) -> tuple[ServingReport, tuple[ClusterMinute, ...]]:
+) -> tuple[tuple[ClusterMinute, ...], float]:
     """Serve Punica's hour: each request goes to the fullest GPU that has room.
 
     Args:
@@ -259,39 +265,73 @@ def cluster_hour(
         duration_s: of it.
         prompts: lengths.
         outputs: likewise.
+    Returns:
+        The minutes, and the mean time to the first token in seconds.
     """
     workload = punica_hour(
         rate_per_s, seed=seed, duration_s=duration_s, prompts=prompts, outputs=outputs
     )
     adapters = {name: program.adapter(name, 16) for name in workload.adapters}
     limits = Limits(running=PUNICA_BATCH)
-    engines = [program.engine(limits) for _ in range(PUNICA_GPUS)]
-    busy_before = [0.0] * len(engines)
-    busy: Counter[tuple[int, int]] = Counter()
-    steps: Counter[tuple[int, int]] = Counter()
-    batch: Counter[tuple[int, int]] = Counter()
-
-    def after(place: int) -> None:
-        engine = engines[place]
-        where = int(engine.clock.now_s() // 60), place
-        steps[where] += 1
-        batch[where] += len(engine.scheduler.running)
-        busy[where] += engine.device.busy_s - busy_before[place]  # type: ignore[assignment]
-        busy_before[place] = engine.device.busy_s
-
-    events = Simulation(engines, Fullest(PUNICA_BATCH), adapters, after).run(workload)
+    # An hour has tens of millions of tokens: they are counted, and not kept.
+    engines = [program.engine(limits, log=EventLog(0)) for _ in range(PUNICA_GPUS)]
+    tally = _Tally(engines)
+    Simulation(engines, Fullest(PUNICA_BATCH), adapters, tally.stepped).run(workload)
     came = Counter(int(one.time_s // 60) for one in workload)
-    tokens = Counter(int(event.time_s // 60) for event in events if event.kind == "token")
-    minutes = tuple(
-        ClusterMinute(
-            minute,
-            came[minute] / 60,
-            tokens[minute] / 60,
-            tuple(busy[minute, place] / 60 for place in range(len(engines))),
-            tuple(
-                batch[minute, place] / max(steps[minute, place], 1) for place in range(len(engines))
-            ),
+    return tally.minutes(came), tally.first_s / len(workload)
+
+
+class _Tally:
+    """What engines do, by minute.
+
+    Attributes:
+        first_s: times to the first token of all requests, summed.
+    """
+
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        self.first_s = 0.0
+        self._engines = engines
+        self._busy_before = [0.0] * len(engines)
+        self._busy: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._steps: Counter[tuple[int, int]] = Counter()
+        self._batch: Counter[tuple[int, int]] = Counter()
+        self._tokens: Counter[int] = Counter()
+        for place, engine in enumerate(engines):
+            engine.log.listen(partial(self._hear, place))
+        self._submitted_s: dict[tuple[int, str], float] = {}
+
+    def stepped(self, place: int) -> None:
+        """Count a step."""
+        engine = self._engines[place]
+        where = int(engine.clock.now_s() // 60), place
+        self._steps[where] += 1
+        self._batch[where] += len(engine.scheduler.running)
+        self._busy[where] += engine.device.busy_s - self._busy_before[place]
+        self._busy_before[place] = engine.device.busy_s
+
+    def minutes(self, came: Mapping[int, int]) -> tuple[ClusterMinute, ...]:
+        """All minutes up to the last token."""
+        places = range(len(self._engines))
+        return tuple(
+            ClusterMinute(
+                minute,
+                came.get(minute, 0) / 60,
+                self._tokens[minute] / 60,
+                tuple(self._busy[minute, place] / 60 for place in places),
+                tuple(
+                    self._batch[minute, place] / max(self._steps[minute, place], 1)
+                    for place in places
+                ),
+            )
+            for minute in range(1 + max(self._tokens, default=0))
         )
-        for minute in range(1 + max(tokens, default=0))
-    )
-    return serving_report(events), minutes
+
+    def _hear(self, place: int, event: Event) -> None:
+        key = place, event.subject
+        if event.kind is Kind.SUBMITTED:
+            self._submitted_s[key] = event.time_s
+        elif event.kind is Kind.TOKEN:
+            self._tokens[int(event.time_s // 60)] += 1
+            submitted_s = self._submitted_s.pop(key, None)
+            if submitted_s is not None:
+                self.first_s += event.time_s - submitted_s

@@ -24,6 +24,7 @@ from pcg.passes.storages import SEQUENCES
 from pcg.pipeline import Compilation, made, run_passes
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.engine import Latencies
+from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.simulated_device import SimulatedAdapter
@@ -75,7 +76,7 @@ class SimulatedProgram:
         return SimulatedAdapter(name, -(-size // self.tp), rank)
 
     def engine(
-        self, limits: Limits, policy: Policy | None = None, job_share: float = 0.5
+        self, limits: Limits, policy: Policy | None = None, log: EventLog | None = None
     ) -> SimulatedEngine:
         """An engine of it, at 0 s."""
         return SimulatedEngine(
@@ -85,7 +86,7 @@ class SimulatedProgram:
             limits,
             policy=policy,
             latencies=self.latencies(),
-            job_share=job_share,
+            log=log,
         )
 
 

@@ -6,8 +6,10 @@ backward units of jobs while time is left. What happens stands in the event log.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError, PcgError
@@ -20,6 +22,9 @@ from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import PagePool, pages_for
+
+
+_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
 class Device(Protocol):
@@ -265,7 +270,7 @@ class Engine:
                 sequence.first_token_s = now
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            self._note(Kind.TOKEN, sequence.id, count=1)
+            self.log.add(Event(now, Kind.TOKEN, sequence.id, _ONE))
             if chunk.completion is not None:
                 self.scheduler.drop(sequence)
                 del self._sequences[sequence.id]
