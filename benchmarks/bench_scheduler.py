@@ -107,6 +107,7 @@ def contender(load: Load, steps: int) -> Callable[[], float]:
 
 
 def main() -> None:
+    """Run and write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)

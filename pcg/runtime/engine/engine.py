@@ -23,7 +23,6 @@ from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import PagePool, pages_for
 
-
 _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
