@@ -1,4 +1,4 @@
-"""The simulated engine: a clock that is the sum of its costs, copies beside steps, jobs in order."""
+"""The simulated engine: its clock sums costs, copies run beside steps, jobs go back in order."""
 
 from __future__ import annotations
 
