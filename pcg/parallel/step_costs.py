@@ -205,7 +205,7 @@ class GraphSeconds:
         self._plain: list[Callable[[int], float]] = []
         self._attention: list[_Sum] = []
         self._bypass: list[_Sum] = []
-        self._gathered: list[tuple[str, TensorType]] = []
+        self._open: list[tuple[str, Types]] = []
         for node in graph.nodes:
             self._add(graph, node)
         self._known: dict[int, float] = {}
@@ -222,8 +222,14 @@ class GraphSeconds:
             sums = (shape.adapters, shape.adapted, shape.ranks, shape.adapted_ranks)
             for one in self._bypass:
                 total += one.seconds(self._model, *sums)
-            for kind, type_ in self._gathered:
-                size = int(_bytes(type_, 1, 1)) * shape.adapted_ranks
+        for kind, types in self._open:
+            size = sum(
+                int(_bytes(type_, 1, 1)) * shape.adapted_ranks
+                if _is_open(type_)
+                else int(_bytes(type_, tokens, 1))
+                for type_ in types
+            )
+            if size:
                 total += self._model.collective_seconds(kind, size, self._degree)
         return total
 
@@ -233,12 +239,13 @@ class GraphSeconds:
         entry, attributes = operator(node.op), dict(node.attributes)
         is_open = any(_is_open(type_) for type_ in (*ins, *outs))
         if isinstance(entry, Collective) and entry.rounds:
+            kind = node.op.removesuffix("s")  # several tensors go in one message
             if is_open:
-                self._gathered.append((node.op, outs[0]))
+                self._open.append((kind, outs))
                 return
             self._plain.append(
                 lambda tokens: self._model.collective_seconds(
-                    node.op, int(_bytes(outs[0], tokens, 1)), self._degree
+                    kind, sum(int(_bytes(type_, tokens, 1)) for type_ in outs), self._degree
                 )
             )
         elif is_free(node.op):
