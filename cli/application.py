@@ -28,6 +28,7 @@ from .finetune import finetune_command
 from .models import models_command
 from .profile import profile_command
 from .run import run_command
+from .simulate import simulate_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -129,6 +130,9 @@ app.command(
 )(finetune_command)
 app.command("models", epilog=_example("pcg models --json"))(models_command)
 app.command("profile", epilog=_example("pcg profile --tp 2 -o profile.json"))(profile_command)
+app.command("simulate", epilog=_example("pcg simulate flexllm --model Llama-3.1-8B --duration 60"))(
+    simulate_command
+)
 app.command("doctor", epilog=_example("pcg doctor"))(doctor_command)
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")

@@ -6,8 +6,10 @@ backward units of jobs, as much as `sharing` says. What happens stands in the ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError, PcgError
@@ -21,6 +23,8 @@ from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import PagePool, pages_for
+
+_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
 class Device(Protocol):
@@ -235,7 +239,7 @@ class Engine:
         self._give_up_late(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self._has_work()) else StepPlan()
         for sequence, _ in plan.chunks:
-            if sequence.first_token_s is None and not sequence.cached:
+            if not sequence.cached:
                 self._note(Kind.ADMITTED, sequence.id)
         limits, is_served = self.scheduler.limits, bool(plan.chunks)
         step = Step(limits, self._latencies, plan.seconds, plan.load, is_served)
@@ -281,7 +285,7 @@ class Engine:
                 sequence.first_token_s = now
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            self._note(Kind.TOKEN, sequence.id, count=1)
+            self.log.add(Event(now, Kind.TOKEN, sequence.id, _ONE))
             if chunk.completion is not None:
                 self.scheduler.drop(sequence)
                 del self._sequences[sequence.id]
