@@ -20,7 +20,7 @@ request costs more), with the same requests for each rule of sharing and one job
 r16 all-linear, 2 × 128 tokens a step):
 
     left      share of the time in which inference alone had nothing to run
-    kept      finetuning tokens a second / (those of finetuning alone · left)
+    kept      finetuning tokens a second / (those of Executor.finetune alone · left)
 
 A time per output token is promised, four times that of a step of 8 sequences, and S-LoRA's first
 token after 6 s.
@@ -183,12 +183,25 @@ def capacity(executor: Executor) -> float:
     return served(engine, workload).request_throughput
 
 
-def training(engine: ProgramEngine) -> None:
-    """Give an engine a job that does not end."""
+def examples() -> list[Example]:
+    """Of 128 random tokens each."""
     drawn = random.Random(2)
     rows = [[drawn.randrange(5, 31000) for _ in range(128)] for _ in range(64)]
-    data = [Example(row, row) for row in rows]
-    engine.finetune(data, "trained", peft=JOB, max_steps=100_000, batch_size=2)
+    return [Example(row, row) for row in rows]
+
+
+def training(engine: ProgramEngine) -> None:
+    """Give an engine a job that does not end."""
+    engine.finetune(examples(), "trained", peft=JOB, max_steps=100_000, batch_size=2)
+
+
+def alone_tokens_per_s(executor: Executor) -> float:
+    """Of finetuning with nothing beside it: whole batches, after a step that compiles."""
+    for steps in (1, 16):
+        options = {"max_steps": steps, "batch_size": 2, "progress": False}
+        result = executor.finetune(examples(), "alone", peft=JOB, **options)
+    executor.remove_adapter("alone")
+    return result.tokens / result.seconds
 
 
 def timed_steps(engine: ProgramEngine) -> list[float]:
@@ -220,10 +233,11 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     def engine_of(rule: Sharing) -> ProgramEngine:
         return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
 
+    alone = alone_tokens_per_s(executor)
     engine = engine_of(CoServing())
     training(engine)
     train(engine, min(5.0, seconds))  # compiles
-    alone = train(engine, seconds).finetuning_throughput
+    in_engine = train(engine, seconds).finetuning_throughput
     engine.cancel_job("trained")
     print(f"  finetuning alone {alone:.1f} tokens/s", file=sys.stderr)
     found: dict[str, Any] = {}
@@ -246,6 +260,7 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
         "tpot_slo_ms": round(1e3 * tpot_slo_s, 1),
         "ttft_slo_ms": 1e3 * S_LORA_TTFT_SLO_S,
         "finetuning alone, tokens/s": round(alone, 1),
+        "… by the engine without requests, in steps of 0.2 s": round(in_engine, 1),
         "left (share of the time)": round(left, 3),
         "rules": found,
         "kept (at least 0.8)": found["co-serving"]["kept"],
@@ -307,8 +322,9 @@ def main() -> None:
     for part in arguments.parts.split(","):
         result[part] = {**measures[part](), "environment": environment()}
     result = {part: result[part] for part in PARTS if part in result}
-    print(json.dumps(result, indent=2))
-    before.write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    print(text)
+    before.write_text(text + "\n", "utf-8")
 
 
 def _throughput(executor: Executor, adapters: int, requests: int, rounds: int) -> dict[str, Any]:
