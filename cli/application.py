@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from pcg import __version__
 from pcg.errors import FinetuneInterrupted, PcgError
 
+from .bench import serve_command
 from .compile import compile_command
 from .console import fail
 from .doctor import doctor_command
@@ -27,6 +28,7 @@ from .finetune import finetune_command
 from .models import models_command
 from .profile import profile_command
 from .run import run_command
+from .simulate import simulate_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -128,4 +130,17 @@ app.command(
 )(finetune_command)
 app.command("models", epilog=_example("pcg models --json"))(models_command)
 app.command("profile", epilog=_example("pcg profile --tp 2 -o profile.json"))(profile_command)
+app.command("simulate", epilog=_example("pcg simulate flexllm --model Llama-3.1-8B --duration 60"))(
+    simulate_command
+)
 app.command("doctor", epilog=_example("pcg doctor"))(doctor_command)
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+bench.command(
+    "serve",
+    epilog=_example(
+        "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
+        "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",
+    ),
+)(serve_command)
+app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")

@@ -30,6 +30,8 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 from pcg.pipeline import Compilation, PassRecord, made, run_passes
 from pcg.runtime.adapters import read_adapter, recipe_from
+from pcg.runtime.base_weights import TensorSource
+from pcg.runtime.random_weights import RandomWeights
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
 from pcg.source import resolve
@@ -205,6 +207,29 @@ def compile(
     )
 
 
+def compile_random(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> Executor:
+    """Compile a model and give it random weights: an executor to measure, which makes no sense.
+
+    Args:
+        model: as `compile_program` takes it; its weights are not read.
+        dtype: torch's name of the dtype; the configuration's own by default.
+        device: of the weights; the GPU where there is one, else the CPU.
+        seed: of the weights.
+    Raises:
+        PcgError: what cannot be read or traced is named.
+    """
+    source = resolve(model)
+    program = compile_program(model, None, dtype=dtype)
+    weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
+    return make_executor(program, weights, None, source.directory, device)
+
+
 def load(
     directory: str | os.PathLike[str],
     weights: str | os.PathLike[str] | None = None,
@@ -321,7 +346,7 @@ def check_degree(
 
 def make_executor(
     program: Program,
-    weights: Weights,
+    weights: TensorSource,
     peft: object,
     directory: Path | None,
     device: str | torch.device | None = None,

@@ -26,6 +26,7 @@ PcgError
 ├── DataError                  finetuning data
 ├── GenerationError            a request that cannot be served
 │   └── OutOfMemoryError       the memory pool is too small for it
+├── EngineError                the engine's thread was closed, or ended by an error
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
@@ -134,6 +135,10 @@ class GenerationError(PcgError):
 
 class OutOfMemoryError(GenerationError):
     """The memory pool is too small for the request."""
+
+
+class EngineError(PcgError):
+    """The engine's thread was closed, or ended by an error, with work left."""
 
 
 class MemoryBudgetError(PcgError):

@@ -68,6 +68,10 @@ class CostModel(ABC):
         """
 
     @abstractmethod
+    def work_seconds(self, work: Work) -> float:
+        """Seconds of one call of an operator that moves bytes."""
+
+    @abstractmethod
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
         """Seconds of a collective; 0 of one rank.
 
@@ -102,7 +106,7 @@ class WorkModel(CostModel):
             seconds = 0.0
             if not is_free(op):
                 for part in parts_of(op, inputs, outputs, attributes):
-                    seconds += self._part_seconds(work_of(*part, tokens, context))
+                    seconds += self.work_seconds(work_of(*part, tokens, context))
             self._known[key] = seconds
         return seconds
 
@@ -114,10 +118,6 @@ class WorkModel(CostModel):
         if degree == 1:
             return 0.0
         return ring_seconds(kind, size_bytes, degree, self._link(kind, degree))
-
-    @abstractmethod
-    def _part_seconds(self, work: Work) -> float:
-        """Seconds of a call that moves bytes."""
 
     @abstractmethod
     def _link(self, kind: str, degree: int) -> Link:
@@ -179,7 +179,7 @@ class SheetModel(WorkModel):
             known = ", ".join(sheet.links)
             raise CostModelError(f"{name} has no link {link!r}; it has {known}")
 
-    def _part_seconds(self, work: Work) -> float:
+    def work_seconds(self, work: Work) -> float:
         return roofline_seconds(work, self.sheet, self.achieved, self.name)
 
     def _link(self, kind: str, degree: int) -> Link:

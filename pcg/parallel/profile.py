@@ -190,7 +190,7 @@ class ProfileModel(WorkModel):
             where = (point.work.kernel, point.work.dtype)
             self._near.setdefault(where, []).append((_place(point.work), slowness))
 
-    def _part_seconds(self, work: Work) -> float:
+    def work_seconds(self, work: Work) -> float:
         exact = self._exact.get(_exactly(work))
         if exact is not None:
             return exact

@@ -18,7 +18,7 @@ from pcg.ir.operators import operator
 from pcg.ir.operators.bypass import ColumnNorm
 from pcg.ir.operators.collective import Collective, PlacedPart, Transition
 from pcg.ir.operators.linear import ExpandAdd, Linear, LoraLinear, Shrink
-from pcg.ir.operators.model import CONTEXT
+from pcg.ir.operators.model import CONTEXT, AttentionBackward, WindowAttentionBackward
 from pcg.ir.operators.operator import Attributes, Operator, Types
 from pcg.ir.operators.parts import ColumnNormPart, ExpandAddPart
 from pcg.ir.types import TOKENS, Size, TensorType
@@ -138,6 +138,11 @@ def parts_of(
         degree = int(whole.shape[-1]) // int(b.shape[0])
         yield ExpandAdd.name, (part, s, b), (part,), {}
         yield PlacedPart.name, (part,), (whole,), {"dim": -1, "degree": degree}
+        return
+    if op == WindowAttentionBackward.name:
+        own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
+        whole_inputs = (*inputs[:4], *outputs[1:], *inputs[4:])
+        yield AttentionBackward.name, whole_inputs, outputs, own
         return
     if op != LoraLinear.name:
         yield op, inputs, outputs, attributes

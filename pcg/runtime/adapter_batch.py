@@ -186,8 +186,12 @@ class AdapterStacks:
             self._slots[place] = None
             self._bound.clear()
 
+    @torch.inference_mode(False)
     def _place(self, wanted: Sequence[Adapter]) -> None:
-        """Give adapters slots, the lowest that none of them has."""
+        """Give adapters slots, the lowest that none of them has.
+
+        Outside inference mode, whatever the caller's: slots are written over later.
+        """
         there = {self._places[id(one)] for one in wanted if id(one) in self._places}
         most = len(wanted) + len(wanted) // 4
         far = {place for place in there if place >= most}

@@ -206,8 +206,8 @@ class Batch:
     def decode_groups(self, window: int) -> list[DecodeGroup]:
         """The spans of one token, in groups that attention can take in one call each.
 
-        A group's longest sequence may be at most half as long again as its mean, so that little is
-        read in vain.
+        A group's longest sequence may be at most twice as long as its mean: what is read in vain
+        costs less than another call.
 
         Args:
             window: rows that a token attends to at most; 0 for all.
@@ -225,7 +225,7 @@ class Batch:
         for i, single in enumerate(singles):
             longest, total = max(longest, single.count), total + single.count
             joins = i == start or (
-                2 * longest * (i - start + 1) <= 3 * total
+                longest * (i - start + 1) <= 2 * total
                 and self._is_reached(singles[start : i + 1], longest)
             )
             if not joins:

@@ -202,9 +202,40 @@ class Executor:
 
         Args:
             limits: of a step; the promises among them are kept.
-            options: `kv_cache_bytes`, `policy`, `job_share`, as `ProgramEngine` takes them.
+            options: `kv_cache_bytes`, `policy`, `sharing`, `job_share` and others, as
+                `ProgramEngine` takes them.
         """
         return ProgramEngine(self, limits, **options)
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        adapter: str | None = None,
+        *,
+        tenant: str = "",
+        ttft_slo_s: float | None = None,
+        tpot_slo_s: float | None = None,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """A request as an engine takes it.
+
+        Args:
+            prompt: text, or token ids.
+            adapter: name; None for the base. What it is now serves the request to its end.
+            tenant: as in `Request`, with the times that follow.
+            sampling: the fields of `SamplingParams`, as `generate` takes them.
+        Raises:
+            GenerationError: an empty prompt, text without a tokenizer, or bad options.
+            AdapterError: there is no adapter of that name.
+        """
+        return dataclasses.replace(
+            self._requests([prompt], adapter, sampling)[0],
+            tenant=tenant,
+            ttft_slo_s=ttft_slo_s,
+            tpot_slo_s=tpot_slo_s,
+            timeout_s=timeout_s,
+        )
 
     def register(self, engine: ProgramEngine) -> None:
         """Have an engine hear when the program is compiled anew for other sites."""

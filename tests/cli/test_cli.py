@@ -110,7 +110,8 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["compile", "doctor", "explain", "finetune", "models", "profile", "run"]
+    "command",
+    ["compile", "doctor", "explain", "finetune", "models", "profile", "run", "simulate"],
 )
 def test_every_help_has_an_example(command: str) -> None:
     help_text = output_of(command, "--help")

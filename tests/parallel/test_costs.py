@@ -381,13 +381,24 @@ def test_every_operator_that_runs_is_measured() -> None:
                 computed.add(name)
         except CostModelError:  # collectives, and operators of a typed graph
             continue
-    sums = {"column_norm_part", "expand_add_part", "lora_linear"}  # of what they stand for
+    # As what they stand for.
+    sums = {"column_norm_part", "expand_add_part", "lora_linear", "window_attention_backward"}
     assert computed - kernels == sums
 
 
 def test_all_that_a_rank_runs_has_a_cost_in_a_profile() -> None:
     found = list(costs_of(ProfileModel(quick()), 64, 32))
     assert all(math.isfinite(cost) and cost >= 0 for cost in found)
+
+
+def test_a_windows_attention_costs_what_that_of_whole_sequences_does() -> None:
+    model = ProfileModel(quick())
+    q, kv = tensor("f32", TOKENS, 8, 64), tensor("f32", TOKENS, 2, 64)
+    attributes = {"scale": 0.125, "softcap": 0.0, "window": 0}
+    whole = (q, q, tensor("f32", TOKENS, 8), q, kv, kv)
+    sizes = {"kv_heads": 2, "value_size": 64}
+    found = seconds(model, "window_attention_backward", *whole[:4], **attributes, **sizes)
+    assert found == seconds(model, "attention_backward", *whole, **attributes)
 
 
 def test_a_fused_product_costs_its_parts() -> None:

@@ -137,3 +137,16 @@ def test_adapters_come_and_go(
         found = executor.logits([tokens] * len(names), names)
         for name, one in zip(names, found, strict=True):
             torch.testing.assert_close(one, logits(peft, tokens, name), rtol=1e-4, atol=1e-5)
+
+
+def test_stacks_made_in_inference_mode_are_written_outside(
+    pair: tuple[Executor, PeftModel],
+) -> None:
+    executor, peft = pair
+    tokens = [5, 17, 3, 40]
+    for name in RECIPES:
+        executor.refresh_adapter(name)
+    with torch.inference_mode():
+        executor.logits([tokens] * 3, ["all", "first", "head"])
+    found = executor.logits([tokens], ["attention"])[0]
+    torch.testing.assert_close(found, logits(peft, tokens, "attention"), rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.page_pool import PagePool, PageTable
 
 
-@dataclass
+@dataclass(eq=False)
 class _Resident:
     adapter: ServedAdapter
     table: PageTable
@@ -40,7 +40,9 @@ class AdapterPages:
         self.on_evict: Callable[[ServedAdapter], None] = lambda adapter: None
         self._pool = pool
         self._page_bytes = page_bytes
-        self._residents: OrderedDict[int, _Resident] = OrderedDict()
+        self._residents: dict[int, _Resident] = {}
+        self._idle: OrderedDict[int, _Resident] = OrderedDict()
+        self._idle_pages = 0
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -56,19 +58,21 @@ class AdapterPages:
     @property
     def idle_pages(self) -> int:
         """Pages of adapters that no running request uses."""
-        return sum(len(r.table.pages) for r in self._residents.values() if not r.users)
+        return self._idle_pages
 
     def bring(self, adapter: ServedAdapter) -> bool:
         """Page an adapter in, if need be in place of others that nobody uses; False: no room."""
         if self.has(adapter):
-            self._residents.move_to_end(id(adapter))
+            if id(adapter) in self._idle:
+                self._idle.move_to_end(id(adapter))
             return True
         need = self.pages_of(adapter)
         if not self.make_room(need):
             return False
         table = self._pool.open(f"adapter {adapter.name!r}")
         self._pool.extend(table, need)
-        self._residents[id(adapter)] = _Resident(adapter, table)
+        self._residents[id(adapter)] = self._idle[id(adapter)] = _Resident(adapter, table)
+        self._idle_pages += need
         self.on_page_in(adapter)
         return True
 
@@ -77,20 +81,25 @@ class AdapterPages:
         if pages > self._pool.free + self.idle_pages:
             return False
         while self._pool.free < pages:
-            idle = next(key for key, found in self._residents.items() if not found.users)
-            self._evict(idle)
+            self._evict(next(iter(self._idle)))
         return True
 
     def use(self, adapter: ServedAdapter | None) -> None:
         """Keep an adapter that is there for one more request."""
         if adapter is not None:
-            self._residents[id(adapter)].users += 1
-            self._residents.move_to_end(id(adapter))
+            found = self._residents[id(adapter)]
+            found.users += 1
+            if self._idle.pop(id(adapter), None) is not None:
+                self._idle_pages -= len(found.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
         """One request less needs it."""
         if adapter is not None:
-            self._residents[id(adapter)].users -= 1
+            found = self._residents[id(adapter)]
+            found.users -= 1
+            if not found.users:
+                self._idle[id(adapter)] = found
+                self._idle_pages += len(found.table.pages)
 
     def forget(self, adapter: ServedAdapter) -> None:
         """Give the pages of a removed adapter back, once no running request needs them."""
@@ -99,7 +108,10 @@ class AdapterPages:
             self._evict(id(adapter))
 
     def check_integrity(self) -> None:
-        """AssertionError: a resident has too many or too few pages."""
+        """AssertionError: a resident has too many or too few pages, or is idle and used."""
+        idle = {key: found for key, found in self._residents.items() if not found.users}
+        assert idle == dict(self._idle)
+        assert self._idle_pages == sum(len(found.table.pages) for found in idle.values())
         for resident in self._residents.values():
             assert len(resident.table.pages) == self.pages_of(resident.adapter)
             assert resident.users >= 0
@@ -108,5 +120,7 @@ class AdapterPages:
         resident = self._residents.pop(key)
         if resident.users:
             raise PcgError(f"adapter {resident.adapter.name!r} is in use and cannot be evicted")
+        del self._idle[key]
+        self._idle_pages -= len(resident.table.pages)
         self._pool.close(resident.table)
         self.on_evict(resident.adapter)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,7 +45,6 @@ def calibrated(
         most_positions: that the model has; None for any number.
     """
     long = min(_LONG, most_positions or _LONG)
-    short = min(_SHORT, long)
     cache = KvCache(kv_types(runner.model), pages_for(long), device)
     table = cache.pool.open("calibration")
     cache.pool.extend(table, pages_for(long))
@@ -61,13 +60,26 @@ def calibrated(
             took.append(time.perf_counter() - started)
         return statistics.median(took[1:])
 
+    return fitted_latencies(seconds, len(runner.model.layers), long)
+
+
+def fitted_latencies(
+    seconds: Callable[[int, int], float], layers: int, long: int = _LONG
+) -> Latencies:
+    """Latencies of what three steps take.
+
+    Args:
+        seconds: of a step of so many tokens of one sequence behind so many others.
+        layers: of the model.
+        long: tokens of the longest step.
+    """
+    short = min(_SHORT, long)
     measured = [
         (Load.of(short, 0), seconds(short, 0)),
         (Load.of(short, long - short), seconds(short, long - short)),
         (Load.of(long, 0), seconds(long, 0)),
     ]
     constant_s, token_s, key_s = _fitted(measured)
-    layers = len(runner.model.layers)
     forward = Latency(constant_s, token_s, key_s)
     share = _BACKWARD / layers
     return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))

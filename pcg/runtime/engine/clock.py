@@ -37,3 +37,7 @@ class SimulatedClock:
     def advance(self, seconds: float) -> None:
         """Set it forward."""
         self._now += seconds
+
+    def wait_until(self, time_s: float) -> None:
+        """Set it forward to a time, if that is still to come."""
+        self._now = max(self._now, time_s)

@@ -1,13 +1,15 @@
 """The engine: one loop that serves requests and trains adapters over one program.
 
-Each step serves what the scheduler plans, runs the finetuning windows that fit beside it, and then
-backward units of jobs while time is left. What happens stands in the event log.
+Each step serves what the scheduler plans, runs the finetuning windows that go beside it, and then
+backward units of jobs, as much as `sharing` says. What happens stands in the event log.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError, PcgError
@@ -18,8 +20,11 @@ from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
+from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import PagePool, pages_for
+
+_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
 class Device(Protocol):
@@ -72,6 +77,8 @@ class Engine:
         jobs: that are not over, in the order in which they take turns.
         log: of what happened.
         clock: that everything is timed by.
+        sharing: how finetuning goes beside what is served.
+        worked: whether the last step ran anything.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Engine:
         log: EventLog | None = None,
         latencies: Latencies | None = None,
         job_share: float = 0.5,
+        sharing: Sharing | None = None,
     ) -> None:
         """Start with nothing to do.
 
@@ -93,11 +101,14 @@ class Engine:
             log: to write to.
             latencies: learned from the steps; needed to keep promises beside finetuning.
             job_share: of all pages, that finetuning may hold at most.
+            sharing: as much finetuning as fits within the promises by default.
         """
         self.device = device
         self.scheduler = scheduler
         self.clock = clock
         self.log = EventLog() if log is None else log
+        self.sharing: Sharing = CoServing() if sharing is None else sharing
+        self.worked = False
         self.jobs: list[Job] = []
         self._latencies: Latencies | None = None
         if latencies is not None:
@@ -124,31 +135,39 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to serve and nothing to train."""
-        return not (self.scheduler.waiting or self.scheduler.running or self._active_jobs())
+        """Whether there is nothing to serve, nothing to train, and nothing to tell."""
+        trains = self.sharing.trains and self._active_jobs()
+        return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
 
-    def submit(self, request: Request) -> str:
+    @property
+    def submitted(self) -> int:
+        """Requests that came so far; the next one's chunks have this index."""
+        return self._count
+
+    def submit(self, request: Request, came_s: float | None = None) -> str:
         """Take a request in; its id. What comes of it is in `step`'s chunks.
 
+        Args:
+            request: to serve.
+            came_s: when it came, on the engine's clock, where a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
         number, self._count = self._count, self._count + 1
         sequence = self.device.open(request, number)
-        sequence.submitted_s = self.clock.now_s()
+        sequence.submitted_s = self.clock.now_s() if came_s is None else came_s
         adapter = request.adapter
-        self._note(
-            Kind.SUBMITTED,
-            sequence.id,
-            prompt_tokens=len(request.prompt_ids),
-            max_new_tokens=sequence.limit,
-            adapter=None if adapter is None else adapter.name,
-            tenant=request.tenant,
-            ttft_slo_s=request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
-            tpot_slo_s=request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
-        )
+        details = {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": sequence.limit,
+            "adapter": None if adapter is None else adapter.name,
+            "tenant": request.tenant or None,
+            "ttft_slo_s": request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
+            "tpot_slo_s": request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
+        }
+        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
         reserved = self._job_pages if self.jobs else 0
         reason = self.scheduler.why_never(sequence, reserved)
         if reason is not None:
@@ -182,6 +201,8 @@ class Engine:
     def pause_job(self, name: str) -> None:
         """Leave a job as it is after its latest unit; its pages stay."""
         job = self._job(name)
+        if job.state is JobState.QUEUED:
+            self._settle(job)
         if job.state is JobState.RUNNING:
             job.state = JobState.PAUSED
             self._note(Kind.PAUSED, name)
@@ -216,24 +237,25 @@ class Engine:
         """
         now = self.clock.now_s()
         self._give_up_late(now)
-        plan = self.scheduler.plan(now)
+        plan = self.scheduler.plan(now) if self.sharing.serves(self._has_work()) else StepPlan()
         for sequence, _ in plan.chunks:
-            if sequence.first_token_s is None and not sequence.cached:
+            if not sequence.cached:
                 self._note(Kind.ADMITTED, sequence.id)
-        windows = self._windows(plan)
-        load = plan.load
-        for unit, tokens in windows:
-            load += Load.of(tokens, unit.context)
-        if load.tokens:
+        limits, is_served = self.scheduler.limits, bool(plan.chunks)
+        step = Step(limits, self._latencies, plan.seconds, plan.load, is_served)
+        self.sharing.begin(step)
+        windows = self._windows(step)
+        if step.load.tokens:
             started = self.clock.now_s()
             tokens_sampled = self.device.run(plan.chunks, windows)
             took = self.clock.now_s() - started
             if self._latencies is not None:
-                self._latencies.forward.observe(load, took)
+                self._latencies.forward.observe(step.load, took)
             self._accept(plan, tokens_sampled)
             for job in self._active_jobs():
                 self._settle(job)
-        self._backward(plan, now, is_served=bool(plan.chunks))
+        self._backward(step, now)
+        self.worked = bool(step.load.tokens or step.units)
         chunks, self._chunks = self._chunks, []
         return chunks
 
@@ -263,7 +285,7 @@ class Engine:
                 sequence.first_token_s = now
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            self._note(Kind.TOKEN, sequence.id, count=1)
+            self.log.add(Event(now, Kind.TOKEN, sequence.id, _ONE))
             if chunk.completion is not None:
                 self.scheduler.drop(sequence)
                 del self._sequences[sequence.id]
@@ -274,38 +296,30 @@ class Engine:
     def _active_jobs(self) -> list[Job]:
         return [job for job in self.jobs if job.state is not JobState.PAUSED]
 
-    def _windows(self, plan: StepPlan) -> list[tuple[Forward, int]]:
+    def _has_work(self) -> bool:
+        """Whether a job has something to run, or may have once it has started."""
+        return any(
+            isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
+            for job in self._active_jobs()
+        )
+
+    def _windows(self, step: Step) -> list[tuple[Forward, int]]:
         """Finetuning tokens that go forward in the step, of the jobs whose turn it is."""
         found: list[tuple[Forward, int]] = []
-        load = plan.load
-        for job in self._active_jobs():
+        for job in sorted(self._active_jobs(), key=lambda job: job.tokens):
             self._settle(job)
             unit = job.unit
             if isinstance(unit, Forward):
-                tokens = min(unit.remaining, self._tokens_beside(plan, load, unit))
+                tokens = min(unit.remaining, self.sharing.forward(step, unit))
                 if tokens > 0:
                     found.append((unit, tokens))
-                    load += Load.of(tokens, unit.context)
+                    step.load += Load.of(tokens, unit.context)
+                    step.windows += 1
                     job.tokens += tokens
         return found
 
-    def _tokens_beside(self, plan: StepPlan, load: Load, unit: Forward) -> int:
-        """The most finetuning tokens that fit into the step: s = argmax f(c, s) ≤ SLO."""
-        room = self.scheduler.limits.tokens - load.tokens
-        if self._latencies is None:
-            return unit.remaining if not plan.chunks else room
-        seconds = self._step_seconds(plan)
-        fitting = self._latencies.forward.tokens_within(seconds, unit.context, load)
-        # One layer of the window has to fit into a step on its way back, too.
-        back = self._latencies.backward.tokens_within(seconds / 2, unit.context, Load())
-        return min(room, fitting, max(back, 1))
-
-    def _step_seconds(self, plan: StepPlan) -> float:
-        idle = self.scheduler.limits.idle_step_s
-        return idle if plan.seconds is None else min(plan.seconds, idle)
-
-    def _backward(self, plan: StepPlan, started: float, *, is_served: bool) -> None:
-        """Run backward units of the jobs in turn while there is time."""
+    def _backward(self, step: Step, started: float) -> None:
+        """Run backward units of the jobs in turn while there is room for them in the step."""
         while True:
             ready = [job for job in self._active_jobs() if isinstance(job.unit, Backward)]
             if not ready:
@@ -313,22 +327,18 @@ class Engine:
             job = min(ready, key=lambda job: job.tokens)
             unit = job.unit
             assert isinstance(unit, Backward)
-            if self._latencies is not None:
-                left = self._step_seconds(plan) - (self.clock.now_s() - started)
-                is_first = not is_served and left > 0
-                if self._latencies.backward.seconds(unit.load) > left and not is_first:
-                    return
-            elif is_served:
-                return
             before, load = self.clock.now_s(), unit.load
+            if not self.sharing.backward(step, unit, before - started):
+                return
             self.device.back(unit)
+            took = self.clock.now_s() - before
+            step.units += 1
             job.tokens += load.tokens
             if self._latencies is not None:
-                self._latencies.backward.observe(load, self.clock.now_s() - before)
+                self._latencies.backward.observe(load, took)
+            self.sharing.ran(step, took)
             job.advance()
             self._settle(job)
-            if self._latencies is None:
-                return
 
     def _settle(self, job: Job) -> None:
         """Bring a job to its next unit of work: give it pages or take them, start and end it."""

@@ -1,6 +1,7 @@
 """The event log: every state transition of requests, jobs and adapters, in order.
 
-Metrics and tests read what happened here and nowhere else.
+Metrics and tests read what happened here and nowhere else. A request that comes during a step
+stands behind the step's events, with the time when it came.
 
 Kinds by subject:
 

@@ -85,16 +85,15 @@ class Latency:
         # Relative: an error of a tenth weighs the same for every load.
         x = (a / foretold, b * load.tokens / foretold, c * load.keys / foretold)
         spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._covariance]
-        gain_by = _FORGET + sum(s * v for s, v in zip(spread, x, strict=True))
+        # While loads are alike, forgetting would only make what they do not show uncertain.
+        forget = _FORGET if sum(self._covariance[i][i] for i in range(3)) < _MOST_SPREAD else 1.0
+        gain_by = forget + sum(s * v for s, v in zip(spread, x, strict=True))
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / foretold - 1.0))
         for i in range(3):
             self._factors[i] += spread[i] / gain_by * error
             self._factors[i] = max(self._factors[i], _LEAST_FACTOR)
         self._covariance = [
-            [
-                min((self._covariance[i][j] - spread[i] * spread[j] / gain_by) / _FORGET, _MOST_VAR)
-                for j in range(3)
-            ]
+            [(self._covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in range(3)]
             for i in range(3)
         ]
 
@@ -105,5 +104,5 @@ _MOST_ERROR = 1.0
 """Relative error above which an observation is an outlier: something else held the machine up."""
 _LEAST_FACTOR = 0.02
 """Of the first estimate; nothing becomes free."""
-_MOST_VAR = 10.0
-"""Keeps what was not observed for long from swinging."""
+_MOST_SPREAD = 3.0
+"""Variances of the factors together, as at first: nothing gets less certain than the estimate."""

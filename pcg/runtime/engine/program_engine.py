@@ -12,11 +12,13 @@ from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.events import EventLog, Kind
+from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
+from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.finetune_options import Data, FinetuneOptions
 from pcg.runtime.finetune_result import OnStep, StepRecord
 from pcg.runtime.finetuning import FinetuneJob
@@ -46,6 +48,7 @@ class ProgramEngine(Engine):
         job_share: float = 0.5,
         log: EventLog | None = None,
         latencies: Latencies | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Take memory for KV blocks and adapters.
 
@@ -57,6 +60,7 @@ class ProgramEngine(Engine):
             job_share: of the pool, that finetuning may hold at most.
             log: to write to.
             latencies: of this machine; measured now by default.
+            sharing: how finetuning goes beside what is served; see `Engine`.
         """
         runner, stacks = executor.serving
         types = kv_types(runner.model)
@@ -77,9 +81,16 @@ class ProgramEngine(Engine):
         adapters = AdapterPages(cache.pool, page_bytes)
         scheduler = Scheduler(cache.pool, adapters, limits, policy)
         super().__init__(
-            device, scheduler, MachineClock(), log=log, latencies=latencies, job_share=job_share
+            device,
+            scheduler,
+            MachineClock(),
+            log=log,
+            latencies=latencies,
+            job_share=job_share,
+            sharing=sharing,
         )
-        if latencies is None and (limits.tpot_slo_s or limits.ttft_slo_s):
+        promises = limits.tpot_slo_s or limits.ttft_slo_s
+        if latencies is None and (promises or self.sharing.needs_latencies):
             self.calibrate()
 
     def finetune(
@@ -121,6 +132,10 @@ class ProgramEngine(Engine):
         work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
         return self.add_job(Job(adapter, work))
 
+    def start(self) -> Front:
+        """Have a thread run the steps from now on; what it is asked goes through the front."""
+        return Front(self)
+
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep promises from the first one on."""
         executor = self.executor
@@ -136,5 +151,5 @@ class ProgramEngine(Engine):
         adapters = {id(r.adapter): r.adapter for r in requests if r.adapter is not None}
         sizes = [-(-adapter.size_bytes // page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
-        pages = min(sum(needs) + sum(sizes), most)
+        pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(executor, kv_cache_bytes=pages * page_bytes, log=EventLog(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from pcg.errors import GenerationError
@@ -60,7 +61,7 @@ class Request:
         """Of the adapter's prompt, before the prompt's own."""
         return 0 if self.adapter is None else self.adapter.prompt_tokens
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Positions that it takes before anything is generated."""
         return self.virtual_tokens + len(self.prompt_ids)

@@ -152,11 +152,14 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan:
         """What to serve now: admits, preempts, and gives pages out."""
         plan = StepPlan(seconds=self._seconds_left(now_s))
+        prompts = []
         for sequence in list(self.running):
-            if sequence.state is State.RUNNING and sequence.pending == 1:
+            if sequence.pending > 1:
+                prompts.append(sequence)
+            elif sequence.state is State.RUNNING:
                 self._continue(plan, sequence, 1)
-        for sequence in list(self.running):
-            if sequence.state is State.RUNNING and sequence.pending > 1:
+        for sequence in prompts:
+            if sequence.state is State.RUNNING:
                 self._continue(plan, sequence, self._chunk(plan, sequence))
         self._admit(plan, now_s)
         self._prefetch()
@@ -181,15 +184,16 @@ class Scheduler:
             return
         table = sequence.table
         assert table is not None
-        need = max(0, pages_for(sequence.cached + tokens) - len(table.pages))
-        planned = {id(other) for other, _ in plan.chunks}
+        need = pages_for(sequence.cached + tokens) - len(table.pages)
         while need > self.pool.free and not self.adapters.make_room(need):
             # The latest that is not in this step; it may be this one.
+            planned = {id(other) for other, _ in plan.chunks}
             victim = next(s for s in reversed(self.running) if id(s) not in planned)
             self._preempt(victim)
             if victim is sequence:
                 return
-        self.pool.extend(table, need)
+        if need > 0:
+            self.pool.extend(table, need)
         plan.add(sequence, tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -253,9 +257,22 @@ class Scheduler:
         if not self.adapters.make_room(need):
             self.adapters.release(adapter)
             return False
-        sequence.table = self.pool.open(sequence.id, sequence.most_pages)
+        sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence))
         self.pool.extend(sequence.table, need)
         return True
+
+    def _expected_pages(self, sequence: Sequence) -> int:
+        """Pages to keep for a sequence: as many for all, so that they lie at equal distances.
+
+        Attention takes sequences at equal distances in one call. What is kept is anyone's when no
+        other page is free.
+        """
+        need = sequence.most_pages
+        for other in self.running:
+            if other.table is not None:
+                need = max(need, len(other.table.pages) + other.table.spare)
+        roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
+        return need if roomy else sequence.most_pages
 
     def _prefetch(self) -> None:
         """Page adapters of the next requests in, where no other has to go for it."""

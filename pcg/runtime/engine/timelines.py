@@ -163,7 +163,7 @@ def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
     """The requests of a log, in order of submission.
 
     Args:
-        events: all of them, from the first on, in order of time.
+        events: all of them, from the first on, as the log has them.
         slo: of requests that bring no `ttft_slo_s` or `tpot_slo_s` of their own.
     Raises:
         BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a

@@ -108,3 +108,11 @@ Median and 90th percentile are those of Sarathi-Serve's table 2 (OSDI 2024, open
 which FlexLLM v2 §8 follows; that lengths are log-normal between and beyond them, and prompts and
 outputs independent, is ours. A model with a short context wants `replace(…, most=…)`.
 """
+
+SHAREGPT_FIRST_PROMPTS = LogNormal(98, 353, 2048)
+SHAREGPT_FIRST_OUTPUTS = LogNormal(278, 618, 2048)
+"""ShareGPT's chats cut into single turns: means of 161 and 338 tokens (vLLM, SOSP 2023, figure 11).
+
+That lengths are log-normal, ln(length) with standard deviations of 1 and 0.625, and prompts and
+outputs independent, is ours.
+"""

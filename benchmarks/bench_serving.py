@@ -1,0 +1,357 @@
+"""Serving and co-serving: thousands of adapters, mixed batches, finetuning beside requests.
+
+    python benchmarks/bench_serving.py [--rounds 3] [--adapters 2000] [--requests 64]
+        [--seconds 30] [--parts throughput,mixed,co-serving]
+
+Parts that are not asked for keep what the result file has of them.
+
+A random 8-layer Llama of hidden size 512, one thread, fp32. Adapters are LoRA on q, k, v and o, as
+S-LoRA's, of ranks 8, 16, 32 and 64 in turn, all of them in memory. Contenders run in turn in every
+round:
+
+    2000 adapters, 5      requests at once over so many adapters (Zipf, α = 1), 32 of them running;
+                          output tokens a second
+    mixed, base, peft     64 prompts of 16 to 64 tokens on 64 of the adapters, on none, and peft's
+                          generate(adapter_names=…) with left padding; output tokens a second
+    …, r16                the same with 64 adapters of rank 16
+
+Then co-serving, at 0.3 of the rate that the engine serves at most (batches are smaller then, and a
+request costs more), with the same requests for each rule of sharing and one job that trains (LoRA
+r16 all-linear, 2 × 128 tokens a step):
+
+    left      share of the time in which inference alone had nothing to run
+    kept      finetuning tokens a second / (those of Executor.finetune alone · left)
+
+A time per output token is promised, four times that of a step of 8 sequences, and S-LoRA's first
+token after 6 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from bench_generation import random_llama
+from measure import RESULTS, environment, interleave, medians, ratio
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import pcg
+from pcg.runtime.data import Example
+from pcg.runtime.engine.calibration import calibrated
+from pcg.runtime.engine.latency import Load
+from pcg.runtime.engine.metrics import ServingReport
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.replay import replay, train
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.sharing import (
+    CoServing,
+    InferenceOnly,
+    Sharing,
+    SpatialSharing,
+    TemporalSharing,
+)
+from pcg.runtime.executor import Executor
+from pcg.runtime.workloads.arrivals import Constant, Poisson
+from pcg.runtime.workloads.lengths import Between, Fixed
+from pcg.runtime.workloads.popularity import PowerLaw
+from pcg.runtime.workloads.presets import S_LORA_TTFT_SLO_S
+from pcg.runtime.workloads.synthetic import spread, synthetic
+from pcg.runtime.workloads.workload import Workload
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+RANKS = (8, 16, 32, 64)
+MIXED = 64
+NEW = 32
+PARTS = ("throughput", "mixed", "co-serving")
+PROMPTS = Between(16, 64)
+KV_CACHE_BYTES = 2 * 2**30
+JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+
+
+def recipe(index: int, ranks: Sequence[int] = RANKS) -> dict[str, Any]:
+    """Of an adapter."""
+    rank = ranks[index % len(ranks)]
+    return {"r": rank, "lora_alpha": 2 * rank, "target_modules": TARGETS}
+
+
+def with_adapters(model: torch.nn.Module, count: int) -> Executor:
+    """The model with so many adapters in memory, and 64 of rank 16."""
+    executor = pcg.compile(model)
+    started = time.perf_counter()
+    recipes = {f"adapter-{index}": recipe(index) for index in range(count)}
+    recipes |= {f"r16-{index}": recipe(index, (16,)) for index in range(MIXED)}
+    for seed, (name, fields) in enumerate(recipes.items()):
+        executor.add_adapter(name, {"peft_type": "LORA", **fields}, seed=seed)
+    print(f"  {len(recipes)} adapters in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    return executor
+
+
+def served(engine: ProgramEngine, workload: Workload) -> ServingReport:
+    """Serve a workload to its end."""
+    executor = engine.executor
+    vocabulary = int(executor.program.config["vocab_size"])
+    return replay(engine, workload, executor.adapters, vocabulary)
+
+
+def over_adapters(executor: Executor, adapters: int, requests: int) -> float:
+    """Output tokens a second of requests that come at once, over so many adapters."""
+    workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=0, requests=requests)
+    workload = spread(workload, PowerLaw(adapters, 1.0), seed=0)
+    engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
+    return served(engine, workload).output_throughput
+
+
+def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Callable[[], float]]:
+    """What generates for all prompts once, by name."""
+    drawn = random.Random(0)
+    lengths = [PROMPTS.draw(drawn) for _ in range(MIXED)]
+    prompts = [[drawn.randrange(5, 31000) for _ in range(length)] for length in lengths]
+    ids = torch.zeros(MIXED, max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, -len(prompt) :] = torch.tensor(prompt)
+        mask[row, -len(prompt) :] = 1
+    options = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+
+    def rate(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return MIXED * NEW / (time.perf_counter() - started)
+
+    def ours(prefix: str | None) -> float:
+        names = None if prefix is None else [f"{prefix}-{index}" for index in range(MIXED)]
+        sampling = {"max_new_tokens": NEW, "ignore_eos": True}
+        return rate(lambda: executor.generate(prompts, names, **sampling))
+
+    def peft_of(prefix: str, ranks: Sequence[int]) -> Callable[[], float]:
+        names = [f"{prefix}-{index}" for index in range(MIXED)]
+        base = AutoModelForCausalLM.from_config(model.config).eval()
+        made = get_peft_model(base, LoraConfig(**recipe(0, ranks)), adapter_name=names[0])
+        for index, name in enumerate(names[1:], start=1):
+            made.add_adapter(name, LoraConfig(**recipe(index, ranks)))
+        made.eval()
+
+        def generate() -> object:
+            with torch.inference_mode():
+                return made.generate(**options, adapter_names=names)
+
+        return lambda: rate(generate)
+
+    return {
+        "base": lambda: ours(None),
+        "mixed": lambda: ours("adapter"),
+        "peft": peft_of("adapter", RANKS),
+        "mixed, r16": lambda: ours("r16"),
+        "peft, r16": peft_of("r16", (16,)),
+    }
+
+
+# --------------------------------------------------------------------------------- co-serving
+
+
+RULES: Mapping[str, Callable[[], Sharing]] = {
+    "inference alone": InferenceOnly,
+    "co-serving": CoServing,
+    "temporal, 32": functools.partial(TemporalSharing, 32),
+    "temporal, 128": functools.partial(TemporalSharing, 128),
+    "spatial, 0.25": functools.partial(SpatialSharing, 0.25),
+    "spatial, 0.5": functools.partial(SpatialSharing, 0.5),
+}
+
+
+def capacity(executor: Executor) -> float:
+    """Requests a second that are served at most."""
+    workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=1, requests=64)
+    workload = spread(workload, PowerLaw(8, 1.0), seed=1)
+    engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
+    return served(engine, workload).request_throughput
+
+
+def examples() -> list[Example]:
+    """Of 128 random tokens each."""
+    drawn = random.Random(2)
+    rows = [[drawn.randrange(5, 31000) for _ in range(128)] for _ in range(64)]
+    return [Example(row, row) for row in rows]
+
+
+def training(engine: ProgramEngine) -> None:
+    """Give an engine a job that does not end."""
+    engine.finetune(examples(), "trained", peft=JOB, max_steps=100_000, batch_size=2)
+
+
+def alone_tokens_per_s(executor: Executor) -> float:
+    """Of finetuning with nothing beside it: whole batches, after a step that compiles."""
+    for steps in (1, 16):
+        options = {"max_steps": steps, "batch_size": 2, "progress": False}
+        result = executor.finetune(examples(), "alone", peft=JOB, **options)
+    executor.remove_adapter("alone")
+    return result.tokens / result.seconds
+
+
+def timed_steps(engine: ProgramEngine) -> list[float]:
+    """Seconds of each step that runs something, from now on."""
+    took: list[float] = []
+    step = engine.step
+
+    def timed() -> Any:
+        started = time.perf_counter()
+        chunks = step()
+        if engine.worked:
+            took.append(time.perf_counter() - started)
+        return chunks
+
+    engine.step = timed  # type: ignore[method-assign]
+    return took
+
+
+def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
+    """Every rule under the same requests."""
+    rate_per_s = 0.3 * capacity(executor)
+    runner, stacks = executor.serving
+    measured = calibrated(runner, stacks, executor.device, executor.max_positions)
+    tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64))
+    limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
+    workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
+    workload = spread(workload, PowerLaw(8, 1.0), seed=3)
+
+    def engine_of(rule: Sharing) -> ProgramEngine:
+        return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
+
+    alone = alone_tokens_per_s(executor)
+    engine = engine_of(CoServing())
+    training(engine)
+    train(engine, min(5.0, seconds))  # compiles
+    in_engine = train(engine, seconds).finetuning_throughput
+    engine.cancel_job("trained")
+    print(f"  finetuning alone {alone:.1f} tokens/s", file=sys.stderr)
+    found: dict[str, Any] = {}
+    left = 0.0
+    for name, rule in RULES.items():
+        engine = engine_of(rule())
+        if engine.sharing.trains:
+            training(engine)
+        took = timed_steps(engine)
+        report = served(engine, workload)
+        if engine.sharing.trains:
+            engine.cancel_job("trained")
+        else:
+            left = max(0.0, 1 - sum(took) / report.duration_s)
+        found[name] = _row(report, alone * left)
+        print(f"  {name:<16} {found[name]}", file=sys.stderr)
+    return {
+        "requests_per_s": round(rate_per_s, 2),
+        "requests": len(workload),
+        "tpot_slo_ms": round(1e3 * tpot_slo_s, 1),
+        "ttft_slo_ms": 1e3 * S_LORA_TTFT_SLO_S,
+        "finetuning alone, tokens/s": round(alone, 1),
+        "… by the engine without requests, in steps of 0.2 s": round(in_engine, 1),
+        "left (share of the time)": round(left, 3),
+        "rules": found,
+        "kept (at least 0.8)": found["co-serving"]["kept"],
+        "attainment (at least 0.99 where inference alone has it)": found["co-serving"][
+            "slo_attainment"
+        ],
+        "against the best at equal attainment (above 1)": _against_best(found),
+    }
+
+
+def _row(report: ServingReport, most: float) -> dict[str, Any]:
+    tpot = report.tpot
+    return {
+        "finetuning_tokens_per_s": round(report.finetuning_throughput, 1),
+        "kept": round(report.finetuning_throughput / most, 3) if most else None,
+        "slo_attainment": report.slo_attainment,
+        "p99_tpot_ms": None if tpot is None else round(1e3 * tpot.p99_s, 1),
+        "output_tokens_per_s": round(report.output_throughput, 1),
+    }
+
+
+def _against_best(found: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Finetuning against the most of those that attain as much; None where none does."""
+    own = found["co-serving"]
+    rates = [
+        row["finetuning_tokens_per_s"]
+        for name, row in found.items()
+        if name.startswith(("temporal", "spatial"))
+        and row["slo_attainment"] >= own["slo_attainment"]
+    ]
+    if not rates or not max(rates):
+        return None
+    return round(own["finetuning_tokens_per_s"] / max(rates), 3)
+
+
+def main() -> None:
+    """Run all parts and write the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = random_llama().eval()
+    executor = with_adapters(model, arguments.adapters)
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "throughput": lambda: _throughput(
+            executor, arguments.adapters, arguments.requests, arguments.rounds
+        ),
+        "mixed": lambda: _mixed(model, executor, arguments.rounds),
+        "co-serving": lambda: co_serving(executor, arguments.seconds),
+    }
+    before = RESULTS / "serving.json"
+    result = json.loads(before.read_text()) if before.exists() else {}
+    for part in arguments.parts.split(","):
+        result[part] = {**measures[part](), "environment": environment()}
+    result = {part: result[part] for part in PARTS if part in result}
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    print(text)
+    before.write_text(text + "\n", "utf-8")
+
+
+def _throughput(executor: Executor, adapters: int, requests: int, rounds: int) -> dict[str, Any]:
+    many = f"{adapters} adapters"
+    found = interleave(
+        {
+            many: lambda: over_adapters(executor, adapters, requests),
+            "5 adapters": lambda: over_adapters(executor, 5, requests),
+        },
+        rounds,
+    )
+    return {
+        "output_tokens_per_s": medians(found),
+        f"{many} / 5 (at least 0.95)": ratio(found, many, "5 adapters"),
+    }
+
+
+def _mixed(model: torch.nn.Module, executor: Executor, rounds: int) -> dict[str, Any]:
+    found = interleave(mixed_contenders(model, executor), rounds)
+    return {
+        "output_tokens_per_s": medians(found),
+        "mixed / base (at least 0.9)": ratio(found, "mixed", "base"),
+        "mixed / peft mixed (at least 5)": ratio(found, "mixed", "peft"),
+        "mixed / base, r16": ratio(found, "mixed, r16", "base"),
+        "mixed / peft mixed, r16": ratio(found, "mixed, r16", "peft, r16"),
+    }
+
+
+if __name__ == "__main__":
+    main()

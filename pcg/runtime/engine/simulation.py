@@ -1,0 +1,163 @@
+"""Replay a workload on simulated engines: one, several side by side, or a cluster.
+
+Engines have clocks of their own. The one that is furthest behind goes on, so that a request finds
+every engine as it is when it comes, up to the step that each is in.
+
+Who gets a request:
+
+    TakingTurns   one after the other: pipelines behind a plain load balancer
+    Fullest       the engine with the largest batch below its limit that has pages for the request;
+                  where there is none it waits, first come, first served (Punica §5.1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pcg.errors import BenchmarkError, OutOfMemoryError
+from pcg.runtime.engine.events import Event
+from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.simulated_engine import SimulatedEngine
+from pcg.runtime.page_pool import pages_for
+from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.workloads.request import TimedRequest
+from pcg.runtime.workloads.workload import Workload
+
+
+class Router(Protocol):
+    """Chooses an engine for a request."""
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        """Place of the engine that gets it; None to have it wait."""
+
+
+@dataclass
+class TakingTurns:
+    """One after the other."""
+
+    _next: int = 0
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        place = self._next % len(engines)
+        self._next += 1
+        return place
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The one with the largest batch that has room; of equals the last.
+
+    Attributes:
+        most: requests of a batch.
+    """
+
+    most: int = 32
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        fitting = [
+            (_working_set(engine), place)
+            for place, engine in enumerate(engines)
+            if _working_set(engine) < self.most and _has_room(engine, request)
+        ]
+        return max(fitting)[1] if fitting else None
+
+
+def _working_set(engine: SimulatedEngine) -> int:
+    return len(engine.scheduler.running) + len(engine.scheduler.waiting)
+
+
+def _has_room(engine: SimulatedEngine, request: Request) -> bool:
+    """Whether there are pages for the prompt, and one for each request that is there."""
+    adapters = engine.scheduler.adapters
+    need = pages_for(request.length) + _working_set(engine)
+    need += sum(pages_for(one.length) for one in engine.scheduler.waiting)
+    if not adapters.has(request.adapter):
+        need += adapters.pages_of(request.adapter)
+    return need <= engine.pool.free + adapters.idle_pages
+
+
+@dataclass
+class Simulation:
+    """Engines that serve one workload.
+
+    Attributes:
+        engines: with their jobs.
+        router: chooses among them.
+        adapters: by name.
+        on_step: is told of an engine's place after each of its steps.
+    """
+
+    engines: Sequence[SimulatedEngine]
+    router: Router
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    on_step: Callable[[int], None] = lambda place: None
+
+    def run(self, workload: Workload, jobs_end_s: float = math.inf) -> tuple[Event, ...]:
+        """Serve a workload until nothing is left to do.
+
+        Args:
+            workload: what comes.
+            jobs_end_s: when jobs that are left are cancelled.
+        Returns:
+            The events of all engines in order of time; subjects have their engine's place in front.
+        Raises:
+            BenchmarkError: an adapter is not there, or a request fits no engine.
+        """
+        coming = deque(workload)
+        waiting: deque[tuple[float, Request]] = deque()
+        while True:
+            busy = [place for place, engine in enumerate(self.engines) if not engine.is_idle]
+            place = min(busy, key=lambda i: self.engines[i].clock.now_s(), default=None)
+            now = math.inf if place is None else self.engines[place].clock.now_s()
+            if coming and coming[0].time_s <= now:
+                one = coming.popleft()
+                waiting.append((one.time_s, self._request(one)))
+                self._route(waiting, one.time_s)
+            elif place is not None:
+                engine = self.engines[place]
+                if now >= jobs_end_s:
+                    for job in list(engine.jobs):
+                        engine.cancel_job(job.name)
+                engine.step()
+                self.on_step(place)
+                self._route(waiting, engine.clock.now_s())
+            elif waiting:
+                raise BenchmarkError(f"{len(waiting)} requests fit no engine, not even an idle one")
+            else:
+                return self._events()
+
+    def _route(self, waiting: deque[tuple[float, Request]], now_s: float) -> None:
+        while waiting:
+            came_s, request = waiting[0]
+            place = self.router.choose(self.engines, request)
+            if place is None:
+                return
+            waiting.popleft()
+            engine = self.engines[place]
+            if engine.is_idle:
+                engine.clock.wait_until(now_s)
+            try:
+                engine.submit(request, came_s)
+            except OutOfMemoryError:
+                continue  # the log says so
+
+    def _request(self, one: TimedRequest) -> Request:
+        adapter = None
+        if one.adapter is not None:
+            adapter = self.adapters.get(one.adapter)
+            if adapter is None:
+                raise BenchmarkError(f"adapter {one.adapter!r} of the workload is not there")
+        params = SamplingParams(max_new_tokens=one.output_tokens, ignore_eos=True)
+        return Request((1,) * one.prompt_tokens, params, adapter, one.tenant or "")
+
+    def _events(self) -> tuple[Event, ...]:
+        events = [
+            replace(event, subject=f"{place}: {event.subject}")
+            for place, engine in enumerate(self.engines)
+            for event in engine.log
+        ]
+        return tuple(sorted(events, key=lambda event: event.time_s))

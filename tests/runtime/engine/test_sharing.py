@@ -1,0 +1,169 @@
+"""Rules of sharing: tokens and adapters are the same under each, and each gives what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pcg.errors import FinetuneError
+from pcg.runtime.engine.engine import Latencies
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.sharing import (
+    CoServing,
+    InferenceOnly,
+    Sharing,
+    SpatialSharing,
+    Step,
+    TemporalSharing,
+)
+from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.executor import Executor
+from pcg.runtime.kv_cache import bytes_of_page, kv_types
+from tests.runtime.engine.test_engine import (
+    DATA,
+    LENGTHS,
+    LORA,
+    OPTIONS,
+    expected,
+    make_executor,
+    requests,
+    serve,
+)
+
+
+def engine_of(executor: Executor, sharing: Sharing) -> ProgramEngine:
+    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    return executor.engine(
+        Limits(tokens=64, least_chunk=4),
+        kv_cache_bytes=64 * page_bytes,
+        latencies=Latencies(Latency(2e-3, 1e-4, 1e-7), Latency(5e-4, 5e-5, 1e-7)),
+        sharing=sharing,
+    )
+
+
+@pytest.mark.parametrize(
+    "sharing",
+    [CoServing(), TemporalSharing(1), TemporalSharing(5), SpatialSharing(0.3), SpatialSharing(0.9)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_tokens_and_adapters_are_those_of_each_alone(sharing: Sharing) -> None:
+    executor, alone = make_executor(), make_executor()
+    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
+    engine = engine_of(executor, sharing)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    asked = requests(executor, LENGTHS)
+    assert [list(c.token_ids) for c in serve(engine, asked, 3)] == expected(asked)
+    assert job.error is None
+    assert job.result.steps == 3
+    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_temporal_sharing_trains_a_mini_batch_after_so_many_steps() -> None:
+    """The log of a run under load: a finetuning step after every fourth that served."""
+    executor = make_executor()
+    engine = engine_of(executor, TemporalSharing(4))
+    for request in requests(executor, (9, 4, 37)):
+        engine.submit(request)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    steps: list[str] = []
+    while engine.scheduler.waiting or engine.scheduler.running:
+        served = bool(engine.step())
+        trained = sum(event.kind is Kind.STEPPED for event in engine.log)
+        steps.append(f"{'serves' if served else 'trains'} {trained}")
+    assert steps[:10] == [*["serves 0"] * 4, "trains 1", *["serves 1"] * 4, "trains 2"]
+    assert job.result is not None
+
+
+def test_inference_only_leaves_jobs_where_they_are() -> None:
+    executor = make_executor()
+    engine = engine_of(executor, InferenceOnly())
+    asked = requests(executor, LENGTHS)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    assert [list(c.token_ids) for c in serve(engine, asked)] == expected(asked)
+    assert engine.is_idle
+    assert not job.is_over
+    assert job.tokens == 0
+    engine.sharing = CoServing()
+    while not engine.is_idle:
+        engine.step()
+    assert job.result.steps == 3
+
+
+class Tokens(Forward):
+    """So many tokens behind no context."""
+
+    def __init__(self, remaining: int) -> None:
+        self._remaining = remaining
+
+    @property
+    def remaining(self) -> int:
+        return self._remaining
+
+    @property
+    def context(self) -> int:
+        return 0
+
+    def run(self, tokens: int) -> None:
+        self._remaining -= tokens
+
+
+class Layer(Backward):
+    """A unit of so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    @property
+    def load(self) -> Load:
+        return Load(self._tokens)
+
+    def run(self) -> None:
+        pass
+
+
+def step_of(tokens: int) -> Step:
+    """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
+    latencies = Latencies(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
+    limits = Limits(tokens=1000, least_chunk=4)
+    return Step(limits, latencies, 0.05, Load(tokens), is_served=tokens > 0)
+
+
+def test_spatial_sharing_gives_a_part_of_the_time() -> None:
+    """Over steps of 10 ms, a third of the time is 5 ms for each, whatever the order of the work."""
+    rule = SpatialSharing(1 / 3)
+    trained_s = 0.0
+    for number in range(400):
+        step = step_of(10)
+        rule.begin(step)
+        if number % 2:
+            trained_s += 1e-3 * rule.forward(step, Tokens(1000))
+        unit = Layer(3)
+        elapsed_s = 0.01
+        while rule.backward(step, unit, elapsed_s):
+            rule.ran(step, 6e-3)
+            elapsed_s, trained_s = elapsed_s + 6e-3, trained_s + 6e-3
+    assert trained_s == pytest.approx(400 * 5e-3, rel=0.01)
+
+
+def test_co_serving_keeps_to_the_promise() -> None:
+    """Of 50 ms, 10 go to requests: 40 tokens fit, and units of 2 ms a token while there is time."""
+    rule, step = CoServing(), step_of(10)
+    assert rule.forward(step, Tokens(1000)) == 12  # a layer of them goes back within 25 ms
+    assert rule.backward(step, Layer(12), 0.02)
+    assert not rule.backward(step, Layer(12), 0.03)
+    full = step_of(50)
+    assert rule.forward(full, Tokens(1000)) == 0
+
+
+def test_what_cannot_be_shared() -> None:
+    with pytest.raises(FinetuneError, match="frequency=0; use at least 1"):
+        TemporalSharing(0)
+    with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
+        SpatialSharing(1)
+    with pytest.raises(FinetuneError, match="the engine has no latencies"):
+        SpatialSharing(0.5).begin(Step(Limits(), None, None))
