@@ -111,6 +111,8 @@ def product(
     x: Tensor,
     weights: Sequence[Tensor | None],
     biases: Sequence[Tensor | None] = (),
+    *,
+    whole: bool = False,
 ) -> Asking:
     """Ask for x by each of some weights.
 
@@ -120,24 +122,11 @@ def product(
         x: [T, in].
         weights: [out, in] each.
         biases: of each; empty for none.
+        whole: give the outputs as one tensor, [T, outs], that may be written over.
     Returns:
         Their outputs, [T, out] each.
     """
-    asked = Product((batch.layer, name, len(weights)), x, weights, biases, False)
-    del x
-    yield asked
-    return asked.take()
-
-
-def whole_product(
-    batch: Any,
-    name: str,
-    x: Tensor,
-    weights: Sequence[Tensor | None],
-    biases: Sequence[Tensor | None] = (),
-) -> Asking:
-    """The same as one tensor, [T, outs], that may be written over."""
-    asked = Product((batch.layer, name, len(weights)), x, weights, biases, True)
+    asked = Product((batch.layer, name, len(weights)), x, weights, biases, whole)
     del x
     yield asked
     return asked.take()

@@ -44,7 +44,7 @@ from pcg.codegen.kernels.collectives import (
     placed_part,
     reduce_scatter,
 )
-from pcg.codegen.kernels.products import linear, linear_group, product, whole_product
+from pcg.codegen.kernels.products import linear, linear_group, product
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -81,7 +81,6 @@ __all__ = [
     "vera_up_backward",
     "virtual_tokens",
     "virtual_tokens_backward",
-    "whole_product",
     "without_virtual",
 ]
 

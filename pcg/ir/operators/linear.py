@@ -54,7 +54,7 @@ class Linear(Operator):
 
     def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         (x, weight, *biases) = inputs
-        return f"({_asked('product', x, [weight], biases)})[0]"
+        return f"({_asked(x, [weight], biases)})[0]"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield _output_dim(types)
@@ -86,11 +86,11 @@ class Linear(Operator):
         return 2 * outputs[0].elements * inputs[0].shape[-1]
 
 
-def _asked(function: str, x: str, weights: Sequence[str], biases: Sequence[str]) -> str:
+def _asked(x: str, weights: Sequence[str], biases: Sequence[str], *rest: str) -> str:
     """A product that the caller runs, by the name of its first weight."""
     name = weights[0].rpartition(".")[2]
     arguments = ["batch", f'"{name}"', x, _tuple(weights), *([_tuple(biases)] if biases else [])]
-    return f"yield from K.{function}({', '.join(arguments)})"
+    return f"yield from K.product({', '.join([*arguments, *rest])})"
 
 
 def _tuple(names: Sequence[str]) -> str:
@@ -125,7 +125,7 @@ class LinearGroup(Operator):
 
     def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         count = int(attributes["count"])  # type: ignore[arg-type]
-        return _asked("product", inputs[0], inputs[1 : 1 + count], inputs[1 + count :])
+        return _asked(inputs[0], inputs[1 : 1 + count], inputs[1 + count :])
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * sum(out.elements for out in outputs) * inputs[0].shape[-1]
@@ -168,7 +168,7 @@ class LoraLinear(Operator):
     def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         count = int(attributes["count"])  # type: ignore[arg-type]
         weights, a, b = inputs[1 : 1 + count], inputs[-2 * count : -count], inputs[-count:]
-        y = _asked("whole_product", inputs[0], weights, inputs[1 + count : -2 * count])
+        y = _asked(inputs[0], weights, inputs[1 + count : -2 * count], "whole=True")
         return f"K.add_lora(({y}), {inputs[0]}, {weights[0]}, {_tuple(a)}, {_tuple(b)})"
 
     def compute_dtype(self, inputs: Types) -> str:

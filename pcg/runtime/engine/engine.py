@@ -368,7 +368,10 @@ class Engine:
             )
             job.fail(OutOfMemoryError(text))
             return True
-        if self._held + total > self._job_pages or not self.scheduler.adapters.make_room(total):
+        held = self._held + total
+        # A request that came before there were jobs may need more than they leave to it.
+        kept = self.pool.size - max((*map(self.scheduler.pages_of, self._sequences.values()), 0))
+        if held > min(self._job_pages, kept) or not self.scheduler.adapters.make_room(total):
             return False
         tables = []
         for need in needs:

@@ -123,13 +123,17 @@ class Scheduler:
         adapter = sequence.request.adapter
         need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
         most = self.pool.size - reserved
-        if need + of_adapter <= most:
+        if self.pages_of(sequence) <= most:
             return None
         with_adapter = f" and {of_adapter} for its adapter" if of_adapter else ""
         return (
             f"{sequence.id} needs {need} pages{with_adapter}, and the engine has {most}; "
             "generate fewer tokens, or give the engine more memory"
         )
+
+    def pages_of(self, sequence: Sequence) -> int:
+        """Pages that a sequence and its adapter need at most."""
+        return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     def add(self, sequence: Sequence) -> None:
         """Have a sequence wait."""

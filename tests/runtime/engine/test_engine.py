@@ -185,6 +185,20 @@ def test_what_is_given_up() -> None:
     assert [event.kind for event in small.log] == [Kind.SUBMITTED, Kind.REFUSED]
 
 
+def test_a_request_that_needs_what_jobs_may_hold_does_not_wait_for_their_end() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 8, Limits(tokens=32))
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    engine.submit(Request(tuple(prompts((80,))[0]), params))  # 7 of 8 pages; jobs may hold 4
+    engine.finetune([Example(DATA[0].ids, DATA[0].ids)], "trained", peft=LORA, max_steps=100)
+    done: list[Completion] = []
+    for _ in range(60):
+        done += [chunk.completion for chunk in engine.step() if chunk.completion is not None]
+        engine.check_integrity()
+    assert [len(completion.token_ids) for completion in done] == [20]
+    assert engine.jobs
+
+
 def test_jobs_pause_resume_and_end() -> None:
     executor = make_executor()
     engine = make_engine(executor, 64, Limits(tokens=16))
