@@ -189,13 +189,16 @@ def test_a_request_that_needs_what_jobs_may_hold_does_not_wait_for_their_end() -
     executor = make_executor()
     engine = make_engine(executor, 8, Limits(tokens=32))
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    engine.submit(Request(tuple(prompts((80,))[0]), params))  # 7 of 8 pages; jobs may hold 4
-    engine.finetune([Example(DATA[0].ids, DATA[0].ids)], "trained", peft=LORA, max_steps=100)
-    done: list[Completion] = []
-    for _ in range(60):
-        done += [chunk.completion for chunk in engine.step() if chunk.completion is not None]
+    engine.submit(Request(tuple(prompts((20,))[0]), params))
+    engine.step()
+    engine.submit(Request(tuple(prompts((100,))[0]), params))  # all pages; jobs may hold 4
+    engine.finetune(DATA, "trained", peft=LORA, max_steps=1000, batch_size=1)
+    lengths = []
+    for _ in range(120):
+        done = [chunk.completion for chunk in engine.step() if chunk.completion is not None]
+        lengths += [len(completion.token_ids) for completion in done]
         engine.check_integrity()
-    assert [len(completion.token_ids) for completion in done] == [20]
+    assert lengths == [20, 20]
     assert engine.jobs
 
 
