@@ -41,7 +41,7 @@ class AdapterWeight:
     Attributes:
         weight: A [r, in], B [out, r], or a vector.
         scale: of the product with it.
-        segments: none; see `adapter_batch.SegmentedWeight`.
+        segments: none; see `adapter_segments.SegmentedWeight`.
     """
 
     weight: Tensor

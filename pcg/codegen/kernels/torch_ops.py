@@ -274,7 +274,7 @@ def add_lora(
 ) -> Sequence[Tensor]:
     """Add each token's own LoRA to the joined product of some linear operators.
 
-    A joined LoRA (`pcg/runtime/adapter_batch.py`) has one stack A [adapters, in, ranks] for all
+    A joined LoRA (`pcg/runtime/adapter_segments.py`) has one stack A [adapters, in, ranks] for all
     outputs, and either one stack B [adapters, ranks, outs] or one of each output.
 
     Args:
