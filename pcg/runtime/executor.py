@@ -1,23 +1,25 @@
-"""The executor: a compiled program with weights, adapters and a tokenizer, ready to use."""
+"""The executor: a compiled program with weights, adapters and a tokenizer, ready to use.
+
+Long because it is the library's one front: half of it are signatures and docstrings of its calls.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, cast, overload
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
-from pcg.ir.module_paths import WHOLE_MODEL
-from pcg.ir.program import ModelGraph, Program, Serving, Training
-from pcg.ir.recipes import Recipe, is_shorthand
+from pcg.ir.program import Program, Serving
+from pcg.ir.recipes import is_shorthand
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks import ALONE, Ranks, on_first
-from pcg.parallel.same_program import check_same, serving_text, training_text
+from pcg.parallel.same_program import check_same, serving_text
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import (
     Adapter,
@@ -40,16 +42,14 @@ from pcg.runtime.finetuning import finetune
 from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.served_weights import ServedWeights
+from pcg.runtime.specialised import (
+    Specialiser,
+    TrainingPrograms,
+    model_sources,
+    served_sources,
+)
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
-
-
-class Specialiser(Protocol):
-    """Compiles a program anew for adapters at other sites; the compiler gives one to executors."""
-
-    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
-
-    def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training: ...
 
 
 class Executor:
@@ -81,10 +81,7 @@ class Executor:
         self.weight_store = WeightStore(program, weights, device, ranks)
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
-        self._training: dict[frozenset[str], Training] = {}
-        if program.training is not None:
-            model = program.training.model
-            self._training[_model_sources(model) | _model_dropouts(model)] = program.training
+        self._trainings = TrainingPrograms(program, specialiser, ranks)
         self._use(program.serving)
 
     def _use(self, serving: Serving) -> None:
@@ -261,7 +258,7 @@ class Executor:
         return [
             Request(
                 tuple(self._encode(prompt, index)),
-                self._sampling(sampling, index, len(prompts)),
+                SamplingParams.of(sampling, index, len(prompts)),
                 adapters[index],
             )
             for index, prompt in enumerate(prompts)
@@ -289,27 +286,6 @@ class Executor:
         if not prompt:
             raise GenerationError(f"prompt {index} is empty; give at least one character")
         return self.tokenizer.encode(prompt)
-
-    @staticmethod
-    def _sampling(sampling: Mapping[str, Any], index: int, count: int) -> SamplingParams:
-        known = {field.name for field in dataclasses.fields(SamplingParams)}
-        unknown = sorted(set(sampling) - known)
-        if unknown:
-            raise GenerationError(
-                f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
-            )
-        mine = {}
-        for name, value in sampling.items():
-            per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
-            mine[name] = value[index] if per_prompt else value
-        if isinstance(mine.get("stop"), str):
-            mine["stop"] = (mine["stop"],)
-        for name in _LISTS:
-            if isinstance(mine.get(name), list):
-                mine[name] = tuple(mine[name])
-        if mine.get("seed") is not None and not isinstance(sampling["seed"], list):
-            mine["seed"] += index
-        return SamplingParams(**mine)
 
     def logits(
         self, input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]], adapter: Any = None
@@ -394,7 +370,7 @@ class Executor:
         before = dict(self._adapters)
         self._adapters[adapter.name] = adapter
         try:
-            if not self._has_sites(adapter):
+            if not served_sources(adapter) <= model_sources(self._serving.model):
                 recipes = [other.recipe for other in self._adapters.values()]
                 serving = self._specialiser.serving(self.program, recipes)
                 check_same(self.ranks, {"the serving program": serving_text(serving)})
@@ -442,10 +418,6 @@ class Executor:
     def adapter_dtype(self) -> str:
         """Dtype of adapters: fp32 over a half-precision base, as peft has it, else the base's."""
         return "f64" if self.program.dtype == "f64" else "f32"
-
-    def _has_sites(self, adapter: Adapter) -> bool:
-        served = _sources((path, w.served) for path, w in adapter.weights.items())
-        return served | _bias_sources(adapter) <= _model_sources(self._serving.model)
 
     def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place.
@@ -517,49 +489,5 @@ class Executor:
                 f"{adapter.recipe.encoder}, of which a saved adapter holds what it made alone; "
                 "train a fresh one, or go on from a checkpoint"
             )
-        trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
-        key = (
-            trained | {*adapter.shared} | _bias_sources(adapter) | _dropouts(adapter.recipe.dropout)
-        )
-        if windows:
-            key |= {"windows"}
-        if key not in self._training:
-            training = self._specialiser.training(self.program, adapter.recipe, windows)
-            check_same(self.ranks, {"the training program": training_text(training)})
-            self._training[key] = training
-        training = self._training[key]
+        training = self._trainings.of(adapter, windows)
         return TrainingRunner(training, self.weight_store.bind(training.model), adapter, self.ranks)
-
-
-_LISTS = ("stop", "stop_token_ids")
-
-
-def _sources(parts: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
-    """Sources of the parameters that an adapter has, of modules with the kinds of each."""
-    return frozenset(
-        kind if path == WHOLE_MODEL else f"{path}.{kind}" for path, kinds in parts for kind in kinds
-    )
-
-
-def _bias_sources(adapter: Adapter) -> frozenset[str]:
-    return frozenset(f"{path}.bias" for path in adapter.biases)
-
-
-def _model_sources(model: ModelGraph) -> frozenset[str]:
-    """Sources of the adapter parameters that a program reads, in all layers."""
-    return frozenset(
-        parameter.source.format(layer=layer)
-        for parameter, layer in model.parameters()
-        if parameter.role == "adapter"
-    )
-
-
-def _dropouts(p: float) -> frozenset[str]:
-    """What tells a training program with dropout from one without."""
-    return frozenset({f"dropout {p:g}"} if p else ())
-
-
-def _model_dropouts(model: ModelGraph) -> frozenset[str]:
-    """The same of a program's bypass networks."""
-    nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
-    return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]

@@ -1,7 +1,10 @@
 """What a request says about its own tokens: how they are chosen, and when they end."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pcg.errors import GenerationError
 
@@ -59,9 +62,43 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise GenerationError(f"ignore_eos={self.ignore_eos!r}; use True or False")
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
+        """Those of one prompt of several.
+
+        Args:
+            options: fields by name; a list with a value for each prompt gives each its own, and
+                prompt i of several samples with seed + i.
+            index: of the prompt.
+            count: of the prompts.
+        Raises:
+            GenerationError: there is no such field, or a value is not for it.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise GenerationError(
+                f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
+            )
+        mine = {}
+        for name, value in options.items():
+            per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
+            mine[name] = value[index] if per_prompt else value
+        if isinstance(mine.get("stop"), str):
+            mine["stop"] = (mine["stop"],)
+        for name in _LISTS:
+            if isinstance(mine.get(name), list):
+                mine[name] = tuple(mine[name])
+        if mine.get("seed") is not None and not isinstance(options["seed"], list):
+            mine["seed"] += index
+        return cls(**mine)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_LISTS = ("stop", "stop_token_ids")
 
 
 def _require_number(
