@@ -107,6 +107,14 @@ Ranks = Annotated[
         min=1,
     ),
 ]
+Accumulation = Annotated[
+    int,
+    typer.Option(
+        "--gradient-accumulation-steps",
+        help="With --tp: batches an optimizer step, which share the sums of adapters' gradients.",
+        metavar="N",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import (
+    Accumulation,
     Alpha,
     Batch,
     Budget,
@@ -46,6 +47,7 @@ def compile_command(
     costs: Costs = None,
     tp_plan: TpPlan = None,
     sequence_parallel: SequenceParallel = False,
+    gradient_accumulation_steps: Accumulation = 1,
     dtype: Dtype = None,
     memory_budget: Budget = None,
     batch: Batch = 1,
@@ -101,6 +103,7 @@ def compile_command(
             "costs": costs,
             "tp_plan": tp_plan,
             "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
             "dtype": dtype,
             "memory_budget": memory_budget,
             "batch": batch,

@@ -13,6 +13,7 @@ from pcg.errors import PcgError
 from pcg.report_text import comparison
 
 from .arguments import (
+    Accumulation,
     Alpha,
     Batch,
     Budget,
@@ -42,6 +43,7 @@ def explain_command(
     costs: Costs = None,
     tp_plan: TpPlan = None,
     sequence_parallel: SequenceParallel = False,
+    gradient_accumulation_steps: Accumulation = 1,
     batch: Batch = 1,
     seq: Seq = 1024,
     memory_budget: Budget = None,
@@ -106,6 +108,7 @@ def explain_command(
         "costs": costs,
         "tp_plan": tp_plan,
         "sequence_parallel": sequence_parallel,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "batch": batch,
         "seq": seq,
         "dtype": dtype,

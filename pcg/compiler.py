@@ -60,6 +60,7 @@ def compile_program(
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -78,6 +79,8 @@ def compile_program(
         tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
             or a JSON file of such; Megatron's, read off the graph, by default.
         sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
+        gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
+            adapter weights' gradients are spread where the search weighs them.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -87,7 +90,7 @@ def compile_program(
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    check_degree(tp, costs, tp_plan, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -107,6 +110,7 @@ def compile_program(
         costs=cost_model(name) if name else None,
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, made(state.base))
@@ -127,6 +131,7 @@ def compile_program(
         name,
         state.tp_plan,
         state.sequence_parallel,
+        state.gradient_accumulation_steps,
     )
 
 
@@ -138,6 +143,7 @@ def compile(
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
     backend: str = "auto",
     dtype: str | None = None,
     device: str | torch.device | None = None,
@@ -158,6 +164,8 @@ def compile(
         tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
             or a JSON file of such; Megatron's, read off the graph, by default.
         sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
+        gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
+            adapter weights' gradients are spread where the search weighs them.
         backend: "auto" or "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU. Over ranks "cuda" is a
@@ -172,7 +180,7 @@ def compile(
     """
     if backend not in ("auto", "torch"):
         raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
-    check_degree(tp, costs, tp_plan, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if tp > 1:
         check_started(tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
@@ -184,6 +192,7 @@ def compile(
         "costs": costs,
         "tp_plan": tp_plan,
         "sequence_parallel": sequence_parallel,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -322,7 +331,11 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def check_degree(
-    tp: object, costs: object = None, tp_plan: object = None, sequence_parallel: bool = False
+    tp: object,
+    costs: object = None,
+    tp_plan: object = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_steps: object = 1,
 ) -> None:
     """Refuse what is no number of ranks, and what is said of ranks where there is one.
 
@@ -331,7 +344,15 @@ def check_degree(
     """
     if type(tp) is not int or tp < 1:
         raise ParallelError(f"tp={tp!r}; use an int of at least 1")
-    for name, given in (("costs", costs), ("tp_plan", tp_plan)):
+    steps = gradient_accumulation_steps
+    if type(steps) is not int or steps < 1:
+        raise ParallelError(f"gradient_accumulation_steps={steps!r}; use an int of at least 1")
+    of_ranks = (
+        ("costs", costs),
+        ("tp_plan", tp_plan),
+        ("gradient_accumulation_steps", None if steps == 1 else steps),
+    )
+    for name, given in of_ranks:
         if tp == 1 and given is not None:
             raise ParallelError(
                 f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; give "
@@ -443,6 +464,7 @@ class _Specialiser:
             tp_plan=program.tp_plan,
             windows=windows,
             sequence_parallel=program.sequence_parallel,
+            gradient_accumulation_steps=program.gradient_accumulation_steps,
             base=program.base,
         )
         return run_passes(state, first="attach")

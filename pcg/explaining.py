@@ -19,7 +19,6 @@ from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
 from pcg.parallel.base_plan import read_tp_plan
 from pcg.parallel.costs import cost_model
-from pcg.parallel.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import search_layer
 from pcg.passes.plan import MemoryPlan, frontiers
@@ -46,6 +45,7 @@ def explain(
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -66,6 +66,7 @@ def explain(
             `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
         tp_plan: the base's plan over ranks, as for `compile`.
         sequence_parallel: as for `compile`.
+        gradient_accumulation_steps: as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
@@ -88,6 +89,7 @@ def explain(
     options["find_region"] = find_region
     options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
     options["sequence_parallel"] = sequence_parallel
+    options["gradient_accumulation_steps"] = gradient_accumulation_steps
     found = compare(model, {"": peft}, **options)
     return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
 
@@ -119,6 +121,7 @@ def compare(
     costs: str | os.PathLike[str] | None = None,
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -135,6 +138,7 @@ def compare(
         costs: the device that bypass networks are parallelized for.
         tp_plan: the base's plan over ranks, as for `compile`.
         sequence_parallel: as for `compile`.
+        gradient_accumulation_steps: as for `compile`.
         batch: sequences of a step.
         seq: tokens of each.
         dtype: torch's name of the dtype.
@@ -144,7 +148,7 @@ def compare(
     """
     from pcg.parallel.devices import device_of
 
-    check_degree(tp, costs, tp_plan, sequence_parallel)
+    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [device_of(name) for name in gpus]
@@ -161,6 +165,7 @@ def compare(
         costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     folded = run_passes(state, last="fold")
     return {
@@ -265,7 +270,7 @@ def _parallel_regions(
         layers = list(pairs)
 
         def searches_at(tokens: int, context: int) -> list[Search]:
-            costs = DeviceCosts(made(state.costs), state.tp, tokens, context)
+            costs = state.device_costs_at(made(state.costs), tokens, context)
             given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
             return [search_layer(block, plain, *given) for block, plain in layers]
 

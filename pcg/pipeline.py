@@ -62,6 +62,7 @@ class Compilation:
         tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
         windows: whether what finetunes takes sequences window by window, through the KV cache.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
+        gradient_accumulation_steps: batches an optimizer step that `costs` are of.
         traced: what `trace` makes.
         base: what `fold` makes, and `raise` of that: the model without bypass networks.
         serving_model: what `attach` makes to serve, of one rank once parallelized.
@@ -89,6 +90,7 @@ class Compilation:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     windows: bool = False
     sequence_parallel: bool = False
+    gradient_accumulation_steps: int = 1
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
@@ -104,11 +106,15 @@ class Compilation:
     training: Training | None = None
 
     def device_costs(self) -> DeviceCosts | None:
-        """What a step costs on the device; None where that is not known."""
+        """What a batch costs on the device; None where that is not known."""
         if self.costs is None:
             return None
         tokens = self.budget.batch * self.budget.seq
-        return DeviceCosts(self.costs, self.tp, tokens, self.budget.seq)
+        return self.device_costs_at(self.costs, tokens, self.budget.seq)
+
+    def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
+        """The same of so many tokens that attend to so many, by some device's costs."""
+        return DeviceCosts(costs, self.tp, tokens, context, self.gradient_accumulation_steps)
 
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""

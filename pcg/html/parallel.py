@@ -28,13 +28,18 @@ def parallel(report: Report) -> Markup | None:
             f"The base is fixed; what adapters add is the least of all typed ways, by the costs of "
             f"{found['costs']} at {found['tokens']:,} tokens in sequences of {found['context']:,}. "
             "Times and bytes are what a site adds to one layer and one rank: forward and backward, "
-            "and the gradients of copied weights, which are summed once an optimizer step."
+            "and the gradients of copied weights, which are summed once an optimizer step"
+            + _share(found["gradient_accumulation_steps"])
             + (_SEQUENCE_PARALLEL if found["sequence_parallel"] else ""),
         ),
         *(_sent(sent) for sent in found["communication"]),
         scroll("The base's plan", _base(found)),
         *(_site(site) for site in found["bypass"]),
     )
+
+
+def _share(batches: int) -> str:
+    return "." if batches == 1 else f", of which each of its {batches} batches pays a part."
 
 
 def _base(found: Mapping[str, Any]) -> Markup:

@@ -221,6 +221,7 @@ class Program:
         costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
         tp_plan: the base's plan over ranks, by module, where the user gave one.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
+        gradient_accumulation_steps: batches an optimizer step that adapters are parallelized for.
     """
 
     name: str
@@ -237,6 +238,7 @@ class Program:
     costs: str = ""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = False
+    gradient_accumulation_steps: int = 1
 
 
 def python_name(name: str) -> str:

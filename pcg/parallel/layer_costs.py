@@ -74,6 +74,7 @@ class DeviceCosts:
         degree: number of ranks.
         tokens: of a step.
         context: tokens that a token attends to.
+        gradient_accumulation_steps: batches an optimizer step, which share the sums of gradients.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class DeviceCosts:
         degree: int,
         tokens: int,
         context: int,
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         self.model = model
         self.degree = degree
         self.tokens = tokens
         self.context = context
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self._known: dict[object, float] = {}
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
@@ -118,13 +121,16 @@ class DeviceCosts:
         return self._seconds("placed_part", (part,), (whole,), {"dim": dim, "degree": self.degree})
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """All are summed together, so that each pays for its bytes, and none for the message."""
+        """A batch's share of it, which is done once an optimizer step.
+
+        All are summed together, so that each pays for its bytes, and none for the message.
+        """
         size = size_bytes(type_, self.tokens)
         one, two = (
             self.model.collective_seconds("all_reduce", times * size, self.degree)
             for times in (1, 2)
         )
-        return two - one
+        return (two - one) / self.gradient_accumulation_steps
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)

@@ -37,7 +37,7 @@ class Costs(Protocol):
         """To write a rank's part of a whole tensor among zeros."""
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """To sum an adapter weight's gradient over the ranks, where a step has one micro-batch."""
+        """A batch's share of the sum of an adapter weight's gradient over the ranks."""
 
 
 KEPT = Layout(State.REPLICATED, 1)

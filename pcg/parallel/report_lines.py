@@ -40,9 +40,14 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
             f"  {'':<16} in {_count(sent['forward_messages'])} forward and "
             f"{sent['backward_messages']} backward, of that for the adapters "
             f"{sent['bypass_messages']};",
-            f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step",
+            f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step"
+            + _share(parallel["gradient_accumulation_steps"]),
         ]
     return lines
+
+
+def _share(batches: int) -> str:
+    return "" if batches == 1 else f", of {batches} batches"
 
 
 def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:

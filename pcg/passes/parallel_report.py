@@ -1,8 +1,8 @@
 """What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
 
-Costs and bytes are of one layer and one rank, for one step: forward, backward, and the sum of
-copied weights' gradients, which is done once an optimizer step. Messages are counted with
-neighbours in one, so that what joins another adds none.
+Costs and bytes are of one layer and one rank, for one batch: forward, backward, and its share of
+the sum of copied weights' gradients, which is done once an optimizer step; the bytes of that are
+said whole. Messages are counted with neighbours in one, so that what joins another adds none.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         "costs": costs.model.name,
         "tokens": costs.tokens,
         "context": costs.context,
+        "gradient_accumulation_steps": costs.gradient_accumulation_steps,
         "sequence_parallel": sharded.parts_tokens,
         "base": base,
         "bypass": bypass,

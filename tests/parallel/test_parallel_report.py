@@ -58,3 +58,15 @@ def test_the_text_has_every_context() -> None:
     assert "for 48 tokens in sequences of 48" in report.to_text()
     text = report.to_text(formulas=True)
     assert "best strategies, as asked, in sequences of 48 tokens at most" in text
+
+
+def test_batches_of_an_optimizer_step_are_said() -> None:
+    config = BY_NAME["llama3"].config(2)
+    options = {"tp": 2, "seq": 48, "batch": 1}
+    one, many = (
+        pcg.explain(config, gradient_accumulation_steps=batches, **options) for batches in (1, 8)
+    )
+    assert many.to_json()["parallel"]["gradient_accumulation_steps"] == 8
+    assert "once an optimizer step, of 8 batches" in many.to_text()
+    assert "of which each of its 8 batches pays a part" in many.to_html()
+    assert "batches" not in one.to_text()

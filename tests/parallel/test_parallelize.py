@@ -234,7 +234,11 @@ def test_every_degree_that_fits_is_named() -> None:
         pcg.explain("meta-llama/Llama-3.1-8B", tp=3, tp_plan=MLP)
 
 
-@pytest.mark.parametrize("given", [{"costs": "H100"}, {"tp_plan": MLP}], ids=["costs", "tp_plan"])
+@pytest.mark.parametrize(
+    "given",
+    [{"costs": "H100"}, {"tp_plan": MLP}, {"gradient_accumulation_steps": 4}],
+    ids=lambda given: next(iter(given)),
+)
 def test_what_is_said_of_ranks_is_refused_for_one(given: dict[str, Any]) -> None:
     config = BY_NAME["llama3"].config(2)
     (name,) = given
@@ -242,6 +246,13 @@ def test_what_is_said_of_ranks_is_refused_for_one(given: dict[str, Any]) -> None
     for act in (pcg.explain, pcg.compile, compile_program):
         with pytest.raises(ParallelError, match=message):
             act(config, **given)
+
+
+@pytest.mark.parametrize("steps", [0, 2.0, True])
+def test_batches_of_an_optimizer_step_are_a_number(steps: object) -> None:
+    config = BY_NAME["llama3"].config(2)
+    with pytest.raises(ParallelError, match=f"gradient_accumulation_steps={steps}; use an int of"):
+        pcg.explain(config, tp=2, gradient_accumulation_steps=steps)  # type: ignore[arg-type]
 
 
 def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:

@@ -256,6 +256,33 @@ def test_what_is_best_changes_with_tokens() -> None:
     assert names[0] != names[1]
 
 
+def test_batches_of_an_optimizer_step_share_the_sums_of_gradients() -> None:
+    """A copy costs a batch its share, so that copies win where a step has many batches."""
+    state = attached("llama3")
+    assert state.training_model is not None
+    assert state.base is not None
+    pair = state.training_model.blocks[0], state.base.blocks[0]
+    machine = Machine(alpha=0.0, link=1e6)
+    found = {}
+    for batches in (1, 4, 4096):
+        search = search_layer(*pair, 2, DeviceCosts(machine, 2, 1, 1, batches))
+        found[batches] = {choice.site.name: choice for choice in search.find().sites}
+    summed = 0
+    for site, once in found[1].items():
+        shared = {candidate.key: candidate.bill for candidate in found[4][site].candidates}
+        for candidate in once.candidates:
+            if candidate.strategy == "fully replicated":
+                bytes_summed = candidate.bill.step_bytes
+                spared = candidate.bill.cost - shared[candidate.key].cost
+                assert spared == pytest.approx(0.75 * bytes_summed / machine.link)
+                assert shared[candidate.key].step_bytes == bytes_summed
+                summed += bytes_summed > 0
+        copies = [found[batches][site].chosen.bill.step_bytes for batches in (1, 4096)]
+        assert copies[0] <= copies[1]
+    assert summed == len(found[1])
+    assert any(found[1][s].chosen.key != found[4096][s].chosen.key for s in found[1])
+
+
 def test_a_type_error_names_operator_layouts_and_ways() -> None:
     search, found = searched("llama3")
     site = found.sites[0].site
