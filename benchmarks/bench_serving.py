@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM
 import pcg
 from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
+from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.metrics import ServingReport
 from pcg.runtime.engine.program_engine import ProgramEngine
@@ -224,7 +225,7 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     """Every rule under the same requests."""
     rate_per_s = 0.3 * capacity(executor)
     runner, stacks = executor.serving
-    measured = calibrated(runner, stacks, executor.device, executor.max_positions)
+    measured = calibrated(runner, stacks, executor.device, executor.max_positions, MachineClock())
     tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)

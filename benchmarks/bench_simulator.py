@@ -25,6 +25,7 @@ import pcg
 from pcg.parallel.step_costs import StepShape
 from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
+from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.engine.latency import Load
@@ -93,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     executor = pcg.compile(random_llama().eval())
     runner, stacks = executor.serving
-    latencies = calibrated(runner, stacks, executor.device, executor.max_positions)
+    latencies = calibrated(runner, stacks, executor.device, executor.max_positions, MachineClock())
     layers = len(runner.model.layers)
     workload = synthetic(
         Poisson(arguments.rate),

@@ -94,6 +94,7 @@ class Published:
         self._every = every
         self._on_publish = on_publish
         self._steps = 0
+        self._stale: Callable[[], None] | None = None
 
     def start(self, adapter: Adapter) -> Adapter:
         return adapter
@@ -104,11 +105,15 @@ class Published:
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:
             self._steps += 1
+            self._stale = settle
             if self._every and self._steps % self._every == 0:
+                self.settle()
                 self._publish(owned(adapter))
 
     def settle(self) -> None:
-        """One rank has whole tensors."""
+        settle, self._stale = self._stale, None
+        if settle is not None:
+            settle()
 
     def finish(self, adapter: Adapter) -> None:
         self._publish(adapter)

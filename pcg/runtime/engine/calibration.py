@@ -10,13 +10,13 @@ A backward unit is taken for a layer's share of twice the forward: two products 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.kv_cache import KvCache, kv_types
@@ -35,6 +35,7 @@ def calibrated(
     stacks: AdapterStacks,
     device: torch.device,
     most_positions: int | None,
+    clock: Clock,
 ) -> Latencies:
     """The latencies of a program here.
 
@@ -43,6 +44,7 @@ def calibrated(
         stacks: of its adapters; the base alone is measured.
         device: that it is on.
         most_positions: that the model has; None for any number.
+        clock: to measure by.
     """
     long = min(_LONG, most_positions or _LONG)
     cache = KvCache(kv_types(runner.model), pages_for(long), device)
@@ -54,10 +56,10 @@ def calibrated(
         took = []
         for _ in range(_ROUNDS + 1):
             batch = Batch(ids, [Span(0, tokens, context, table)], cache)
-            started = time.perf_counter()
+            started = clock.now_s()
             runner.logits(batch, stacks.bind([None], [tokens]), batch.last_tokens)
             _wait(device)
-            took.append(time.perf_counter() - started)
+            took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
     return fitted_latencies(seconds, len(runner.model.layers), long)

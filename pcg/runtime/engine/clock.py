@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import torch
+
+from pcg.parallel.ranks import ALONE, Ranks, of_first
+
 
 class Clock(Protocol):
     """What tells the time."""
@@ -14,14 +18,22 @@ class Clock(Protocol):
 
 
 class MachineClock:
-    """The machine's own, from when it was made."""
+    """The machine's own, from when it was made.
 
-    def __init__(self) -> None:
+    Over ranks it is the first one's on all of them, so that all decide alike what to run: each
+    asks for the time at the same places.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._start = time.monotonic()
 
     def now_s(self) -> float:
         """Seconds since it was made."""
-        return time.monotonic() - self._start
+        now_s = time.monotonic() - self._start
+        if self._ranks.size == 1:
+            return now_s
+        return float(of_first(self._ranks, torch.tensor([now_s], dtype=torch.float64)))
 
 
 class SimulatedClock:

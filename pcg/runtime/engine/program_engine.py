@@ -83,7 +83,7 @@ class ProgramEngine(Engine):
         super().__init__(
             device,
             scheduler,
-            MachineClock(),
+            MachineClock(executor.ranks),
             log=log,
             latencies=latencies,
             job_share=job_share,
@@ -115,10 +115,6 @@ class ProgramEngine(Engine):
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
         """
-        if self.executor.ranks.size > 1:
-            raise UnsupportedError(
-                "an engine over ranks serves, and does not train; use Executor.finetune"
-            )
 
         def stepped(record: StepRecord) -> None:
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
@@ -133,14 +129,24 @@ class ProgramEngine(Engine):
         return self.add_job(Job(adapter, work))
 
     def start(self) -> Front:
-        """Have a thread run the steps from now on; what it is asked goes through the front."""
+        """Have a thread run the steps from now on; what it is asked goes through the front.
+
+        Raises:
+            UnsupportedError: over ranks, where threads would not ask in one order.
+        """
+        if self.executor.ranks.size > 1:
+            raise UnsupportedError(
+                f"this engine runs over {self.executor.ranks.size} ranks, which have to be asked "
+                "alike and in one order, and threads are not; call submit, finetune and step on "
+                "all of them"
+            )
         return Front(self)
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep promises from the first one on."""
         executor = self.executor
         runner, stacks = executor.serving
-        self.learn(calibrated(runner, stacks, executor.device, executor.max_positions))
+        self.learn(calibrated(runner, stacks, executor.device, executor.max_positions, self.clock))
 
     @classmethod
     def for_requests(cls, executor: Executor, requests: Sequence[Request]) -> Self:
