@@ -1,0 +1,170 @@
+"""Jobs of every method in an engine: gradients are peft's however their units meet requests.
+
+Windows of random sizes go forward in steps with requests of other methods, or alone; backward
+units run after steps or between them; jobs take turns and pause, and requests are cancelled and
+lose their pages to others, where memory is short. Of each job the loss and the gradient of every
+parameter are those of whole sequences in transformers and peft, and of each request the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.runtime.data import Example
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.sharing import Sharing, Step
+from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.page_pool import pages_for
+from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.training_pass import pass_through
+from pcg.runtime.training_runner import TrainingRunner
+from tests.families import oracle
+from tests.families.test_numbers import TOLERANCE, prompts
+from tests.methods.cases import CONFIGS, Models, make_models, trained_gradients
+
+NEW = 10
+LENGTHS = ((13, 7, 21), (30, 2), (17,))
+"""Of jobs' sequences."""
+PROMPTS = (3, 40, 16, 1, 25)
+
+
+class AnyShare(Sharing):
+    """Any part of the finetuning that there is, in any step."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def serves(self, has_work: bool) -> bool:
+        return not has_work or self._random.random() < 0.8
+
+    def forward(self, step: Step, unit: Forward) -> int:
+        room = step.limits.tokens - step.load.tokens
+        return self._random.choice((0, 1, 2, 5, 9, max(room, 0)))
+
+    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+        return self._random.random() < 0.7
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
+    return {family: make_models(family, tmp_path_factory.mktemp("saved")) for family in CONFIGS}
+
+
+def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
+    """Train adapters beside requests of all; what happened of all that can."""
+    executor = case.executor
+    limits = Limits(running=random.choice((2, 8)), tokens=random.choice((4, 19, 64)), least_chunk=3)
+    jobs: dict[str, tuple[TrainingRunner, Job, list[list[int]]]] = {}
+    most = 0
+    for name in names:
+        sequences = prompts(random.choice(LENGTHS))
+        examples = [Example(s, s) for s in sequences]
+        runner = executor.training_runner_of(executor.adapters[name], windows=True)
+        for parameter in runner.parameters.values():
+            parameter.grad = None
+        work = pass_through(runner, examples, runner.count_targets(examples))
+        jobs[name] = runner, Job(name, work), sequences
+        virtual = runner.adapter.prompt_tokens
+        most = max(most, sum(pages_for(virtual + len(s)) for s in sequences))
+    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    largest = max(-(-a.size_bytes // page_bytes) for a in executor.adapters.values())
+    # Room for one job and for the largest request with its adapter, and little more.
+    pages = most + largest + pages_for(max(PROMPTS) + NEW + 8) + random.randrange(6)
+    engine = executor.engine(
+        limits,
+        kv_cache_bytes=pages * page_bytes,
+        job_share=(most + 0.5) / pages,
+        sharing=AnyShare(random),
+    )
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    asked: dict[int, tuple[list[int], str | None]] = {}
+    cancelled: set[int] = set()
+    done: dict[int, list[int]] = {}
+    left, waiting = random.randrange(8), [job for _, job, _ in jobs.values()]
+    steps = 0
+    while left or waiting or engine.jobs or not engine.is_idle:
+        if waiting and random.random() < 0.5:
+            engine.add_job(waiting.pop())
+        if left and random.random() < 0.5:
+            left -= 1
+            (prompt,) = prompts((random.choice(PROMPTS),))
+            name = random.choice([None, *case.wrapped])
+            adapter = None if name is None else executor.adapters[name]
+            asked[engine.submitted] = prompt, name
+            engine.submit(Request(tuple(prompt), params, adapter))
+        if asked and random.random() < 0.05:
+            cancelled.add(random.choice([*asked]))
+            engine.cancel(f"request {max(cancelled)}")
+        for job in [*engine.jobs]:
+            if random.random() < (0.05 if job.state is JobState.RUNNING else 0.6):
+                (engine.pause_job if job.state is JobState.RUNNING else engine.resume_job)(job.name)
+        for chunk in engine.step():
+            if chunk.completion is not None and chunk.completion.finish_reason == "length":
+                done[chunk.index] = list(chunk.completion.token_ids)
+        engine.check_integrity()
+        steps += 1
+        assert steps < 20_000
+    assert asked.keys() - cancelled <= done.keys()
+    for index, tokens in done.items():
+        assert tokens == greedy(case.model(asked[index][1]), tuple(asked[index][0]))
+    for name, (runner, job, sequences) in jobs.items():
+        assert job.state is JobState.SUCCEEDED, job.error
+        check_job(case, name, runner, job.result.loss, sequences)
+    return {event.kind for event in engine.log}
+
+
+def check_job(
+    case: Models, name: str, runner: TrainingRunner, loss: float, sequences: list[list[int]]
+) -> None:
+    wrapped = case.wrapped[name]
+    wrapped.zero_grad()
+    expected_loss, _ = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    expected: Mapping[str, Tensor] = trained_gradients(wrapped)
+    assert runner.parameters.keys() == expected.keys()
+    for path, parameter in runner.parameters.items():
+        theirs = expected[path].reshape(parameter.shape)
+        assert parameter.grad is not None
+        assert float((parameter.grad - theirs).norm() / theirs.norm()) < TOLERANCE, path
+        parameter.grad = None
+
+
+@cache
+def greedy(model: Any, prompt: tuple[int, ...]) -> list[int]:
+    return oracle.greedy(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_some(models: Mapping[str, Models], family: str) -> None:
+    case = models[family]
+
+    @settings(max_examples=4)
+    @given(seed=st.integers(0, 2**32))
+    def live(seed: int) -> None:
+        random = Random(seed)
+        check(case, random.sample([*case.wrapped], 3), random)
+
+    live()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [(f, n) for f, c in CONFIGS.items() for n in c])
+def test_every_method(models: Mapping[str, Models], family: str, name: str) -> None:
+    happened: set[Kind] = set()
+    for seed in range(8):
+        random = Random(f"{family} {name} {seed}")
+        others = [other for other in models[family].wrapped if other != name]
+        happened |= check(models[family], [name, *random.sample(others, seed % 2)], random)
+    assert {Kind.PREEMPTED, Kind.CANCELLED, Kind.PAUSED, Kind.EVICTED} <= happened
