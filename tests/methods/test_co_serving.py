@@ -34,10 +34,10 @@ from tests.families import oracle
 from tests.families.test_numbers import TOLERANCE, prompts
 from tests.methods.cases import CONFIGS, Models, make_models, trained_gradients
 
-NEW = 10
+NEW = 20
 LENGTHS = ((13, 7, 21), (30, 2), (17,))
 """Of jobs' sequences."""
-PROMPTS = (3, 40, 16, 1, 25)
+PROMPTS = (3, 33, 16, 1, 25)
 
 
 class AnyShare(Sharing):
@@ -78,32 +78,35 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
         jobs[name] = runner, Job(name, work), sequences
         virtual = runner.adapter.prompt_tokens
         most = max(most, sum(pages_for(virtual + len(s)) for s in sequences))
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
-    largest = max(-(-a.size_bytes // page_bytes) for a in executor.adapters.values())
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    coming: list[tuple[Request, str | None]] = []
+    page_bytes, largest = bytes_of_page(kv_types(executor.serving[0].model)), 0
+    for _ in range(random.randrange(4, 12)):
+        (prompt,) = prompts((random.choice(PROMPTS),))
+        name = random.choice([None, *case.wrapped])
+        request = Request(tuple(prompt), params, None if name is None else executor.adapters[name])
+        coming.append((request, name))
+        size = 0 if request.adapter is None else -(-request.adapter.size_bytes // page_bytes)
+        largest = max(largest, size + pages_for(request.length + NEW))
     # Room for one job and for the largest request with its adapter, and little more.
-    pages = most + largest + pages_for(max(PROMPTS) + NEW + 8) + random.randrange(6)
+    pages = most + largest + random.randrange(2)
     engine = executor.engine(
         limits,
         kv_cache_bytes=pages * page_bytes,
         job_share=(most + 0.5) / pages,
         sharing=AnyShare(random),
     )
-    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    asked: dict[int, tuple[list[int], str | None]] = {}
+    asked: dict[int, tuple[Request, str | None]] = {}
     cancelled: set[int] = set()
     done: dict[int, list[int]] = {}
-    left, waiting = random.randrange(8), [job for _, job, _ in jobs.values()]
+    waiting = [job for _, job, _ in jobs.values()]
     steps = 0
-    while left or waiting or engine.jobs or not engine.is_idle:
+    while coming or waiting or engine.jobs or not engine.is_idle:
         if waiting and random.random() < 0.5:
             engine.add_job(waiting.pop())
-        if left and random.random() < 0.5:
-            left -= 1
-            (prompt,) = prompts((random.choice(PROMPTS),))
-            name = random.choice([None, *case.wrapped])
-            adapter = None if name is None else executor.adapters[name]
-            asked[engine.submitted] = prompt, name
-            engine.submit(Request(tuple(prompt), params, adapter))
+        if coming and random.random() < 0.5:
+            asked[engine.submitted] = coming.pop()
+            engine.submit(asked[engine.submitted][0])
         if asked and random.random() < 0.05:
             cancelled.add(random.choice([*asked]))
             engine.cancel(f"request {max(cancelled)}")
@@ -118,7 +121,8 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
         assert steps < 20_000
     assert asked.keys() - cancelled <= done.keys()
     for index, tokens in done.items():
-        assert tokens == greedy(case.model(asked[index][1]), tuple(asked[index][0]))
+        request, name = asked[index]
+        assert tokens == greedy(case.model(name), request.prompt_ids)
     for name, (runner, job, sequences) in jobs.items():
         assert job.state is JobState.SUCCEEDED, job.error
         check_job(case, name, runner, job.result.loss, sequences)
