@@ -1,4 +1,7 @@
-"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor."""
+"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor.
+
+Long by what its calls say of their arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pcg.compile_options import (
+    adapter_dtype,
+    check_degree,
+    costs_name,
+    dtype_name,
+    is_recipe,
+    recipes_of,
+)
 from pcg.errors import (
-    ParallelError,
     ProgramError,
     SourceError,
     UnsupportedError,
@@ -20,16 +30,14 @@ from pcg.ir.operators import operator
 from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.program_folder import load_program
 from pcg.ir.program_manifest import read_manifest
-from pcg.ir.recipes import Recipe, is_shorthand, recipe_fields
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.recipes import Recipe, recipe_fields
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs import SHEETS, cost_model, own_sheet
+from pcg.parallel.costs import cost_model, own_sheet
 from pcg.parallel.ranks import Ranks, check_started, join, own_device
 from pcg.parallel.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 from pcg.pipeline import Compilation, PassRecord, made, run_passes
-from pcg.runtime.adapters import read_adapter, recipe_from
 from pcg.runtime.base_weights import TensorSource
 from pcg.runtime.random_weights import RandomWeights
 from pcg.runtime.tokenizer import Tokenizer
@@ -322,49 +330,6 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
     return trace_config(resolve(model).config, dtype_name(dtype), whole)
 
 
-def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
-    """The sheet or the profile asked for; else the first GPU that has a sheet, else an H100."""
-    if costs is None:
-        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
-    path = Path(costs).expanduser()
-    return str(path.resolve()) if path.is_file() else os.fspath(costs)
-
-
-def check_degree(
-    tp: object,
-    costs: object = None,
-    tp_plan: object = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: object = 1,
-) -> None:
-    """Refuse what is no number of ranks, and what is said of ranks where there is one.
-
-    Raises:
-        ParallelError: it is so; names the fix.
-    """
-    if type(tp) is not int or tp < 1:
-        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
-    steps = gradient_accumulation_steps
-    if type(steps) is not int or steps < 1:
-        raise ParallelError(f"gradient_accumulation_steps={steps!r}; use an int of at least 1")
-    of_ranks = (
-        ("costs", costs),
-        ("tp_plan", tp_plan),
-        ("gradient_accumulation_steps", None if steps == 1 else steps),
-    )
-    for name, given in of_ranks:
-        if tp == 1 and given is not None:
-            raise ParallelError(
-                f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; give "
-                f"tp=2 or more (--tp 2), or leave {name} out"
-            )
-    if sequence_parallel and tp == 1:
-        raise ParallelError(
-            "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one rank; "
-            "use tp=2 or more, or leave it out"
-        )
-
-
 def make_executor(
     program: Program,
     weights: TensorSource,
@@ -396,7 +361,7 @@ def make_executor(
     executor = Executor(
         program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device, ranks
     )
-    if isinstance(peft, Mapping) and not _is_recipe(peft):
+    if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
     return executor
@@ -412,25 +377,6 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
         return frozenset(tokenizer.eos_ids)
     eos = program.config.get("eos_token_id")
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def recipes_of(peft: object) -> dict[str, Recipe]:
-    """The recipes that `peft` names; one without a name is called `default`."""
-    if peft is None:
-        return {}
-    if isinstance(peft, Mapping) and not _is_recipe(peft):
-        return {str(name): _recipe(value) for name, value in peft.items()}
-    return {"default": _recipe(peft)}
-
-
-def _is_recipe(peft: Mapping[Any, Any]) -> bool:
-    return "peft_type" in peft
-
-
-def _recipe(value: object) -> Recipe:
-    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
-        return read_adapter(value, "adapter").recipe
-    return recipe_from(value)
 
 
 class _Specialiser:
@@ -471,18 +417,3 @@ class _Specialiser:
 
 
 SPECIALISER = _Specialiser()
-
-
-def adapter_dtype(base: str) -> str:
-    """Dtype of adapters over a base: fp32 over half precision, as peft has it."""
-    return "f64" if base == "f64" else "f32"
-
-
-def dtype_name(dtype: object) -> str | None:
-    """A dtype, of torch or by name, as torch's name of it; None for None."""
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in TORCH_NAMES.values():
-        raise UnsupportedError(f"dtype={name!r}; use one of float32, bfloat16, float16, float64")
-    return name

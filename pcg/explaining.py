@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pcg.compiler import adapter_dtype, check_degree, costs_name, dtype_name, recipes_of
+from pcg.compile_options import (
+    adapter_dtype,
+    check_degree,
+    costs_name,
+    dtype_name,
+    recipes_of,
+)
 from pcg.errors import (
     ParallelError,
     UnsupportedError,

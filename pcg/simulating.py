@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pcg.compiler import check_degree
+from pcg.compile_options import check_degree
 from pcg.errors import CostModelError, OutOfMemoryError
 from pcg.ir.graph import Graph
 from pcg.ir.memory_budget import MemoryBudget
