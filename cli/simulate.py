@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,9 @@ from .arguments import Json
 from .console import busy, out, print_json, table
 
 if TYPE_CHECKING:
-    from pcg.paper_runs import ClusterMinute
+    from pcg.paper_runs.flexllm import CoServed
+    from pcg.paper_runs.punica import ClusterMinute
+    from pcg.runtime.engine.metrics import ServingReport
 
 
 class Experiment(StrEnum):
@@ -52,6 +56,32 @@ Setting = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the workload.", metavar="N")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        help="With flexllm: workloads of so many seeds, from --seed on; means and spread.",
+        metavar="N",
+        min=1,
+    ),
+]
+Arranged = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sharing",
+        help="With flexllm: co-serving, as by default; temporal-64, -128 or -512; spatial-25 or "
+        "-50; separate-25, -50 or -75; inference-only. Repeatable.",
+        show_default=False,
+        metavar="NAME",
+    ),
+]
+Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="With flexllm: GPUs reach the share of their peak at which 4 requests/s leave the "
+        "paper's finetuning throughput, in place of the cost model's share.",
+    ),
+]
 
 
 def simulate_command(
@@ -60,17 +90,23 @@ def simulate_command(
     rate: Rate = None,
     duration: Duration = None,
     seed: Seed = 0,
+    seeds: Seeds = 1,
+    sharing: Arranged = None,
+    fit: Fit = False,
     json: Json = False,
 ) -> None:
     """Simulate a paper's serving experiment.
 
     The engine's own scheduler, pool and policies run by a clock; steps take what the data sheets of
-    the paper's GPUs say. flexllm: finetuning beside inference. s-lora: throughput over numbers of
-    adapters. punica: an hour of a cluster, consolidated.
+    the paper's GPUs say. flexllm: finetuning beside inference, co-served or shared otherwise.
+    s-lora: throughput over numbers of adapters. punica: an hour of a cluster, consolidated.
     """
     if experiment is Experiment.FLEXLLM:
-        _flexllm(model, rate, duration or 1200.0, seed, json)
-    elif experiment is Experiment.S_LORA:
+        _flexllm(model, rate, sharing, duration or 1200.0, range(seed, seed + seeds), fit, json)
+        return
+    if sharing or fit or seeds > 1:
+        raise typer.BadParameter(f"{experiment} has none", param_hint="--sharing, --seeds, --fit")
+    if experiment is Experiment.S_LORA:
         _s_lora(model, _one(rate), duration or 300.0, seed, json)
     else:
         if model:
@@ -88,77 +124,135 @@ def _one(rates: list[float] | None) -> float | None:
     return rates[0] if rates else None
 
 
-def _chosen(names: list[str] | None, known: list[str]) -> list[str]:
+def _chosen(
+    names: list[str] | None, known: Sequence[str], option: str = "--model"
+) -> Sequence[str]:
     for name in names or ():
         if name not in known:
-            raise typer.BadParameter(
-                f"{name!r}; there are {', '.join(known)}", param_hint="--model"
-            )
+            raise typer.BadParameter(f"{name!r}; there are {', '.join(known)}", param_hint=option)
     return names or known
 
 
-def _flexllm(
-    names: list[str] | None, rates: list[float] | None, duration: float, seed: int, json: bool
-) -> None:
-    from pcg import paper_runs
+# ------------------------------------------------------------------------------------ FlexLLM
 
-    settings = {setting.name: setting for setting in paper_runs.FLEXLLM_MODELS}
+
+def _flexllm(
+    names: list[str] | None,
+    rates: list[float] | None,
+    arrangements: list[str] | None,
+    duration: float,
+    seeds: Sequence[int],
+    fit: bool,
+    json: bool,
+) -> None:
+    from pcg.paper_runs import flexllm
+    from pcg.parallel.devices import ASSUMED
+
+    settings = {setting.name: setting for setting in flexllm.MODELS}
+    _chosen(arrangements, list(flexllm.ARRANGEMENTS), "--sharing")
     rows: list[dict[str, Any]] = []
     for name in _chosen(names, list(settings)):
         setting = settings[name]
+        share = ASSUMED.product
+        if fit:
+            with busy(f"fitting {name}"):
+                share = flexllm.fitted_share(setting)
         with busy(f"compiling {name}"):
-            program = paper_runs.co_serving_program(setting)
-        for rate in rates or paper_runs.FLEXLLM_RATES:
-            with busy(f"{name} at {rate:g} requests/s"):
-                report = paper_runs.co_serving(
-                    program, setting, rate, seed=seed, duration_s=duration
-                )
-            first = next((row for row in rows if row["model"] == name), None)
-            tokens = report.finetuning_throughput
-            rows.append(
-                {
-                    "model": name,
-                    "tp": setting.tp,
-                    "rate_per_s": rate,
-                    "finetuning_tokens_per_s": tokens,
-                    "of_first_rate": tokens / first["finetuning_tokens_per_s"] if first else 1.0,
-                    "paper_finetuning_tokens_per_s": setting.paper.get(rate),
-                    "slo_attainment": report.slo_attainment,
-                    "report": report.to_json(),
-                }
-            )
+            program = flexllm.co_serving_program(setting, share)
+        for arrangement in arrangements or ["co-serving"]:
+            for rate in rates or flexllm.RATES:
+                with busy(f"{name}, {arrangement}, at {rate:g} requests/s"):
+                    reports = [
+                        flexllm.co_serving(
+                            program,
+                            setting,
+                            rate,
+                            arrangement=arrangement,
+                            seed=seed,
+                            duration_s=duration,
+                        )
+                        for seed in seeds
+                    ]
+                row = _flexllm_row(rows, setting, arrangement, rate, reports)
+                rows.append({**row, "product_share": share})
     if json:
-        print_json({"experiment": "flexllm", "duration_s": duration, "seed": seed, "rows": rows})
+        asked = {"experiment": "flexllm", "duration_s": duration, "seeds": list(seeds)}
+        print_json({**asked, "rows": rows})
         return
-    heads = ("req/s", "finetuning tok/s", "kept", "paper", "SLOs met", "output tok/s")
-    made = table("model", "tp", *heads, right=("tp", *heads))
+    numbers = ("req/s", "finetuning tok/s", "kept", "of co-serving", "paper", "SLOs met", "output")
+    made = table("model", "tp", "sharing", *numbers, right=("tp", *numbers))
     for row in rows:
-        paper = row["paper_finetuning_tokens_per_s"]
+        paper, beside = row["paper_finetuning_tokens_per_s"], row["of_co_serving"]
+        spread = row["finetuning_tokens_per_s_std"]
         made.add_row(
             row["model"],
             str(row["tp"]),
+            row["sharing"],
             f"{row['rate_per_s']:g}",
-            f"{row['finetuning_tokens_per_s']:,.0f}",
-            f"{row['of_first_rate']:.1%}",
+            f"{row['finetuning_tokens_per_s']:,.0f}" + (f" ± {spread:,.0f}" if spread else ""),
+            "–" if row["of_first_rate"] is None else f"{row['of_first_rate']:.1%}",
+            "–" if beside is None else f"{beside:.1%}",
             "–" if paper is None else f"{paper:,.0f}",
             f"{row['slo_attainment']:.1%}",
-            f"{row['report']['output_throughput']:,.0f}",
+            f"{row['output_tokens_per_s']:,.0f}",
         )
     out().print(made)
+
+
+def _flexllm_row(
+    before: Sequence[dict[str, Any]],
+    setting: CoServed,
+    arrangement: str,
+    rate: float,
+    reports: Sequence[ServingReport],
+) -> dict[str, Any]:
+    """Means over the seeds, and how they compare with rows before."""
+    tokens = [report.finetuning_throughput for report in reports]
+    mean = statistics.fmean(tokens)
+    attained = [report.slo_attainment or 0.0 for report in reports]
+
+    def of(name: str, at: float | None) -> float | None:
+        """The mean by that of the first such row."""
+        for row in before:
+            known = (row["model"], row["sharing"]) == (setting.name, name)
+            if known and at in (None, row["rate_per_s"]):
+                base = row["finetuning_tokens_per_s"]
+                return mean / base if base else None
+        return 1.0 if name == arrangement and mean else None
+
+    return {
+        "model": setting.name,
+        "tp": setting.tp,
+        "sharing": arrangement,
+        "rate_per_s": rate,
+        "came_per_s": statistics.fmean(len(one.requests) / one.duration_s for one in reports),
+        "finetuning_tokens_per_s": mean,
+        "finetuning_tokens_per_s_std": statistics.stdev(tokens) if len(tokens) > 1 else 0.0,
+        "of_first_rate": of(arrangement, None),
+        "of_co_serving": of("co-serving", rate),
+        "paper_finetuning_tokens_per_s": setting.paper.get((arrangement, rate)),
+        "slo_attainment": statistics.fmean(attained),
+        "slo_attainment_least": min(attained),
+        "output_tokens_per_s": statistics.fmean(one.output_throughput for one in reports),
+        "reports": [report.to_json() for report in reports],
+    }
+
+
+# ------------------------------------------------------------------------------------- S-LoRA
 
 
 def _s_lora(
     names: list[str] | None, rate: float | None, duration: float, seed: int, json: bool
 ) -> None:
-    from pcg import paper_runs
+    from pcg.paper_runs import s_lora
 
     rows: list[dict[str, Any]] = []
-    for name in _chosen(names, list(paper_runs.S_LORA_MODELS)):
+    for name in _chosen(names, list(s_lora.S_LORA_MODELS)):
         with busy(f"compiling {name}"):
-            program = paper_runs.many_adapters_program(name)
-        for adapters, paper in paper_runs.S_LORA_MODELS[name].paper.items():
+            program = s_lora.many_adapters_program(name)
+        for adapters, paper in s_lora.S_LORA_MODELS[name].paper.items():
             with busy(f"{name} with {adapters} adapters"):
-                report = paper_runs.many_adapters(
+                report = s_lora.many_adapters(
                     program, name, adapters, rate_per_s=rate, seed=seed, duration_s=duration
                 )
             rows.append(
@@ -188,13 +282,16 @@ def _s_lora(
     out().print(made)
 
 
+# ------------------------------------------------------------------------------------- Punica
+
+
 def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
-    from pcg import paper_runs
+    from pcg.paper_runs import punica
 
     with busy("compiling Llama-2-7B"):
-        program = paper_runs.cluster_program()
+        program = punica.cluster_program()
     with busy(f"{duration:g} s at {rate:g} requests/s"):
-        minutes, first_s = paper_runs.cluster_hour(program, rate, seed=seed, duration_s=duration)
+        minutes, first_s = punica.cluster_hour(program, rate, seed=seed, duration_s=duration)
     if json:
         print_json(
             {

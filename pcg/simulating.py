@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pcg.compile_options import check_degree
@@ -27,6 +27,7 @@ from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.simulated_device import SimulatedAdapter
 from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.kv_cache import bytes_of_page, kv_types
@@ -76,9 +77,13 @@ class SimulatedProgram:
         return SimulatedAdapter(name, -(-size // self.tp), rank)
 
     def engine(
-        self, limits: Limits, policy: Policy | None = None, log: EventLog | None = None
+        self,
+        limits: Limits,
+        policy: Policy | None = None,
+        log: EventLog | None = None,
+        sharing: Sharing | None = None,
     ) -> SimulatedEngine:
-        """An engine of it, at 0 s."""
+        """An engine of it, at 0 s; `SimulatedEngine` says what the options are."""
         return SimulatedEngine(
             self.costs,
             self.pages,
@@ -87,6 +92,7 @@ class SimulatedProgram:
             policy=policy,
             latencies=self.latencies(),
             log=log,
+            sharing=sharing,
         )
 
 
@@ -98,6 +104,7 @@ def simulated_program(
     targets: Sequence[str] | str = "all-linear",
     rank: int = 16,
     finetuning_tokens: int = 0,
+    product_share: float | None = None,
 ) -> SimulatedProgram:
     """Compile a model for a machine, without weights.
 
@@ -109,6 +116,8 @@ def simulated_program(
             base's precision, as the papers have them.
         rank: of what is trained.
         finetuning_tokens: of the longest mini-batch that is trained; 0 where nothing is.
+        product_share: of the device's peak, that large matrix products reach; the cost model's own
+            by default.
     Raises:
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
@@ -117,6 +126,9 @@ def simulated_program(
     memory, costs = device_of(device), cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")
+    if product_share is not None:
+        achieved = replace(costs.achieved, product=product_share)
+        costs = SheetModel(costs.name, costs.sheet, costs.link_name, achieved)
     source = resolve(model)
     recipe = LoraRecipe(
         rank=rank,

@@ -13,6 +13,7 @@ from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
+from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.simulated_device import SimulatedDevice
 from pcg.runtime.engine.simulated_job import simulated_steps
 from pcg.runtime.page_pool import PagePool
@@ -36,6 +37,7 @@ class SimulatedEngine(Engine):
         log: EventLog | None = None,
         job_share: float = 0.5,
         most_positions: int | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Start at 0 s with nothing to do.
 
@@ -49,13 +51,20 @@ class SimulatedEngine(Engine):
             log: to write to.
             job_share: of the pool, that finetuning may hold at most.
             most_positions: of the model; None for any number.
+            sharing: as much finetuning as fits within the promises by default.
         """
         pool, clock = PagePool(pages), SimulatedClock()
         adapters = AdapterPages(pool, page_bytes)
         scheduler = Scheduler(pool, adapters, Limits() if limits is None else limits, policy)
         device = SimulatedDevice(costs, clock, most_positions)
         super().__init__(
-            device, scheduler, clock, log=log, latencies=latencies, job_share=job_share
+            device,
+            scheduler,
+            clock,
+            log=log,
+            latencies=latencies,
+            job_share=job_share,
+            sharing=sharing,
         )
         self._costs = costs
         adapters.on_page_in = self._page_in

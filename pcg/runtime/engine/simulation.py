@@ -5,9 +5,12 @@ every engine as it is when it comes, up to the step that each is in.
 
 Who gets a request:
 
-    TakingTurns   one after the other: pipelines behind a plain load balancer
-    Fullest       the engine with the largest batch below its limit that has pages for the request;
-                  where there is none it waits, first come, first served (Punica §5.1)
+    TakingTurns         one after the other: pipelines behind a plain load balancer
+    SeparateInstances   some of the engines, one after the other; the others only train
+                        (FlexLLM v2 §8.1)
+    Fullest             the engine with the largest batch below its limit that has pages for the
+                        request; where there is none it waits, first come, first served
+                        (Punica §5.1)
 """
 
 from __future__ import annotations
@@ -45,6 +48,25 @@ class TakingTurns:
         place = self._next % len(engines)
         self._next += 1
         return place
+
+
+class SeparateInstances:
+    """The first engines serve, one after the other; no request goes to the others, which train.
+
+    Args:
+        serving: engines that serve.
+    Raises:
+        BenchmarkError: none does.
+    """
+
+    def __init__(self, serving: int) -> None:
+        if serving < 1:
+            raise BenchmarkError(f"serving={serving}; use at least 1 engine")
+        self._serving = serving
+        self._turns = TakingTurns()
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        return self._turns.choose(engines[: self._serving], request)
 
 
 @dataclass(frozen=True)

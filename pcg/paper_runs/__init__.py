@@ -1,0 +1,1 @@
+"""The papers' serving experiments, on simulated machines."""
