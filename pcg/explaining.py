@@ -191,7 +191,7 @@ def _explained(
     from pcg.passes.parallel_report import parallel_rows
     from pcg.passes.step_memory import Asked
 
-    what = _account_of(folded, recipes)
+    what = _account_of(folded, recipes, windows=True)
     asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp)
     report = account(what, asked)
     if find_region and what.frontiers is not None:
@@ -302,8 +302,10 @@ def _parallel_regions(
     return found
 
 
-def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
-    """What a report of a folded model and recipes accounts for."""
+def _account_of(
+    folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
+) -> Account:
+    """What a report of a folded model and recipes accounts for; with windows, of these too."""
     from pcg.passes.step_memory import Account
 
     use_of = _use_of(folded, recipes)
@@ -311,9 +313,13 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
     attached = run_passes(state, first="raise", last="parallelize")
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
+    windowed: MemoryPlan | None = None
     try:
         attached = run_passes(attached, first="differentiate", last="prune")
         kinds = attached.kinds
+        if windows:
+            through_cache = dataclasses.replace(attached, windows=True)
+            windowed = run_passes(through_cache, first="compress", last="rematerialize").plan
         attached = run_passes(attached, first="compress", last="rematerialize")
     except UnsupportedError as error:
         refusal = str(error)
@@ -332,6 +338,7 @@ def _account_of(folded: Compilation, recipes: Mapping[str, Recipe]) -> Account:
         made(folded.traced).attention,
         refusal,
         attached.sharded,
+        windowed,
     )
 
 

@@ -48,7 +48,7 @@ def test_json_has_the_schema(report: Report) -> None:
     assert set(fields["memory_bytes"]) == {*KINDS, "total"}
     assert fields["parallel"] == {"base": [], "bypass": []}
     assert [stage["stage"] for stage in fields["activations"]] == [
-        "eager", "pruned", "rematerialized", "compressed", "checkpointing",
+        "eager", "pruned", "rematerialized", "compressed", "token-level", "checkpointing",
     ]  # fmt: skip
     row = fields["saved"][0]
     assert row.keys() >= {
@@ -85,8 +85,9 @@ def test_formulas_give_the_numbers(report: Report) -> None:
 
 
 def test_rows_add_up_to_the_stage(report: Report) -> None:
-    eager, pruned, rematerialized, compressed, checkpointing = report.activations
-    sizes = [checkpointing.bytes, compressed.bytes, rematerialized.bytes, pruned.bytes, eager.bytes]
+    eager, pruned, rematerialized, compressed, windows, checkpointing = report.activations
+    sizes = [checkpointing.bytes, windows.bytes, compressed.bytes, rematerialized.bytes]
+    sizes += [pruned.bytes, eager.bytes]
     assert sizes == sorted(sizes)
     kept = [row for row in report.saved if row.decision in ("save", "compress")]
     assert sum(row.bytes * row.layers for row in kept) == compressed.bytes

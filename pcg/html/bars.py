@@ -22,6 +22,7 @@ STAGES = {
     "pruned": "what gradients read, no more",
     "rematerialized": "the rest made again",
     "compressed": "and bits for signs: pcg",
+    "token-level": "in windows, keys and values in the KV cache",
     "checkpointing": "layer inputs, forward run twice",
     "torch-partitioner": "torch's min-cut partitioner",
 }

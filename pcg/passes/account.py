@@ -26,7 +26,7 @@ from pcg.passes.decisions import Decision, decisions
 from pcg.passes.eager_attention import FOLLOWED
 from pcg.passes.eager_kept import Eager
 from pcg.passes.eager_memory import eager_memory
-from pcg.passes.kept_memory import KeptMemory, kept_memory
+from pcg.passes.kept_memory import KeptMemory, kept_memory, window_memory
 from pcg.passes.plan import MemoryPlan, frontiers, keep_all
 from pcg.passes.step_memory import (
     Account,
@@ -128,7 +128,7 @@ def _uncompressed_plan(what: Account, asked: Asked) -> MemoryPlan | None:
 def _own_stages(
     what: Account, asked: Asked, kept: KeptMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
-    """What pcg keeps: pruned alone, made again where that is cheap, and compressed too."""
+    """What pcg keeps: pruned alone, made again where cheap, compressed too, and by windows."""
     assert what.training is not None
     assert what.plan is not None
     pruned = kept_memory(what.training, keep_all(what.training, what.kinds))
@@ -139,6 +139,10 @@ def _own_stages(
         yield _stage("rematerialized", remade.total, remade.layers, asked.at, ratio)
     ratio = what.plan.recompute_flops_ratio
     yield _stage("compressed", kept.total, kept.layers, asked.at, ratio)
+    if what.windowed is not None:
+        windows = window_memory(what.training, what.windowed)
+        ratio = what.windowed.recompute_flops_ratio
+        yield _stage("token-level", windows.total, windows.layers, asked.at, ratio)
 
 
 def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:

@@ -10,6 +10,7 @@ it, so it counts in one of the two.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,6 +106,21 @@ def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
     return KeptMemory(tuple(layers), tuple(outside))
 
 
+def window_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
+    """What sequences that came window by window keep, before the first window goes back.
+
+    Of the loss its gradients by the last layer's outputs are left, and no logits; keys and values
+    are in the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are of
+    all windows together, of whatever sizes these are.
+
+    Args:
+        model: with bypass networks attached.
+        plan: of layers whose attention has such a backward.
+    """
+    outside = [*_shared(model, plan), *_gradients_of_loss(model)]
+    return KeptMemory(kept_memory(model, plan).layers, tuple(outside))
+
+
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
     """What is kept outside the layers at most: these inputs of theirs, and what the loss reads."""
     types = {v.name: v.type for block in model.blocks for v in block.inputs}
@@ -144,6 +160,17 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
     values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape)))
     for name, type_ in values:
         yield OutsideTensor(f"epilogue.{name}", type_, ("cross_entropy",), "the loss reads it")
+
+
+def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
+    """What each window's loss leaves to the layers' backward, and its targets."""
+    for row in _read_by_loss(model, skip_first=False):
+        name = row.tensor.removeprefix("epilogue.")
+        if name == "targets":
+            yield dataclasses.replace(row, reason="a window's are held until all went back")
+        else:
+            reason = "the loss is taken in the forward, and no logits are kept"
+            yield OutsideTensor(f"epilogue.d_{name}", row.type, ("a layer's backward",), reason)
 
 
 # ------------------------------------------------------------------------------------ transients

@@ -89,6 +89,8 @@ class Account:
         attention: as `pcg.trace.Trace.attention`.
         refusal: why pcg cannot train the model; empty where it can.
         sharded: the model over ranks; None for one rank.
+        windowed: the plan of sequences that come window by window, through the KV cache; None where
+            it was not asked for.
     """
 
     unraised: ModelGraph
@@ -104,6 +106,7 @@ class Account:
     attention: str
     refusal: str = ""
     sharded: Sharded | None = None
+    windowed: MemoryPlan | None = None
 
 
 def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:

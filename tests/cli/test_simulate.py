@@ -10,7 +10,7 @@ from tests.cli.test_cli import output_of, run
 
 
 def test_flexllm() -> None:
-    options = ["simulate", "flexllm", "--model", "Llama-3.1-8B", "--duration", "16", "--seeds", "2"]
+    options = ["simulate", "flexllm", "--model", "Llama-3.1-8B", "--duration", "12", "--seeds", "2"]
     found = json.loads(output_of(*options, "--rate", "4", "--rate", "20", "--json"))
     light, heavy = found["rows"]
     assert (light["rate_per_s"], heavy["rate_per_s"]) == (4.0, 20.0)
@@ -30,7 +30,7 @@ def test_flexllm() -> None:
 
 def test_flexllm_shared_otherwise() -> None:
     rules = ("co-serving", "temporal-64", "spatial-50", "separate-75", "inference-only")
-    options = ["--model", "Llama-3.1-8B", "--duration", "12", "--rate", "20", "--json"]
+    options = ["--model", "Llama-3.1-8B", "--duration", "8", "--rate", "20", "--json"]
     chosen = [word for rule in rules for word in ("--sharing", rule)]
     rows = json.loads(output_of("simulate", "flexllm", *options, *chosen))["rows"]
     found = dict(zip(rules, rows, strict=True))
@@ -45,9 +45,9 @@ def test_flexllm_shared_otherwise() -> None:
     )
     assert 0 < trained["temporal-64"] < trained["co-serving"]
     assert 0 < trained["spatial-50"] < trained["co-serving"]
-    # Of 65 steps one is a mini-batch of seconds, which whoever is served waits for.
-    gaps = {rule: row["reports"][0]["p99_itl_ms"] for rule, row in found.items()}
-    assert gaps["temporal-64"] > 1000 > 100 > gaps["co-serving"]
+    # Of 65 steps one is a mini-batch of seconds, for whose end whoever comes waits.
+    waited = {rule: row["reports"][0]["p90_ttft_ms"] for rule, row in found.items()}
+    assert waited["temporal-64"] > 500 > waited["co-serving"]
 
 
 def test_s_lora() -> None:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
+import pcg.explaining as explaining
+from pcg.ir.prefix_recipe import PrefixRecipe
 from pcg.ir.recipe import LoraRecipe
+from pcg.ir.recipes import Recipe
 from pcg.runtime.batch import Batch
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
@@ -63,3 +66,79 @@ def test_keys_and_values_are_kept_once(name: str) -> None:
         for type_ in pair
     )
     assert kept_bytes(executor, True) == kept_bytes(executor, False) - TOKENS * int(of_token)
+
+
+BATCH, SEQ = 2, 16
+
+
+def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
+    """Of storages that are there when all windows went forward; weights and cache apart."""
+    adapter = executor.adapters["a"]
+    runner = executor.training_runner_of(adapter, windows=True)
+    length = adapter.prompt_tokens + SEQ
+    pages = pages_for(length)
+    cache = KvCache(kv_types(runner.training.model), BATCH * pages, torch.device("cpu"))
+    tables = [cache.pool.open(f"sequence {i}") for i in range(BATCH)]
+    for table in tables:
+        cache.pool.extend(table, pages)
+    found: list[Window] = []
+    whole = TrainingPass(runner, [Example([3] * SEQ, [3] * SEQ)] * BATCH, 1.0, None, cache, tables)
+    begin = whole.begin
+
+    def noting(tokens: int) -> Window:
+        found.append(begin(tokens))
+        return found[-1]
+
+    whole.begin = noting  # type: ignore[method-assign]
+    for tokens in windows:
+        whole.forward(tokens)
+    assert whole.forwarded == whole.tokens == BATCH * length
+    weights = runner.weights
+    holders = (weights.prologue, *weights.layers, weights.epilogue)
+    resident = [x for holder in holders for x in vars(holder).values()]
+    resident += [*cache.keys, *cache.values]
+    pointers = {x.untyped_storage().data_ptr() for x in resident if isinstance(x, torch.Tensor)}
+    held = [
+        x
+        for window in found
+        for x in (
+            *(x for kept in window.kept for x in kept),
+            *window.gradients,
+            *window.carried,
+            *window.shared,
+            window.targets,
+        )
+        if x is not None
+    ]
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    return sum(size for pointer, size in sizes.items() if pointer not in pointers)
+
+
+# In the first layer nothing before the down projection is trained: attention has no backward. One
+# product that makes queries, keys and values is kept whole.
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "windows", "spared_layers"),
+    [
+        ("llama3", torch.float32, LoraRecipe(rank=4, target_modules=("down_proj",)), (7, 20, 5), 2),
+        ("opt", torch.float32, LoraRecipe(rank=4, target_modules=("q_proj",)), (16, 16), 3),
+        ("gpt2", torch.bfloat16, LoraRecipe(rank=4, target_modules="all-linear"), (31, 1), 0),
+        ("gemma2", torch.bfloat16, PrefixRecipe(tokens=4), (9, 31), 3),
+    ],
+    ids=["llama3", "opt", "gpt2", "gemma2-prefix"],
+)
+def test_what_windows_keep_is_what_explain_says(
+    name: str,
+    dtype: torch.dtype,
+    recipe: Recipe,
+    windows: tuple[int, ...],
+    spared_layers: int,
+) -> None:
+    config = BY_NAME[name].config(3)
+    executor = compiler.compile(oracle.random_model(config, dtype), {"a": recipe})
+    length = sum(windows) // BATCH
+    named = str(dtype).removeprefix("torch.")
+    report = explaining.explain(config, recipe, batch=BATCH, seq=length, dtype=named)
+    stages = {stage.stage: stage for stage in report.activations}
+    assert stages["token-level"].bytes == held_bytes(executor, windows)
+    spared = stages["compressed"].bytes - stages["token-level"].bytes
+    assert spared == report.memory_bytes["kv_cache"] * spared_layers // 3
