@@ -84,6 +84,15 @@ Fit = Annotated[
 ]
 
 
+Migrating = Annotated[
+    bool,
+    typer.Option(
+        "--migration/--no-migration",
+        help="With punica: requests that run move between GPUs, so that some can be handed back.",
+    ),
+]
+
+
 def simulate_command(
     experiment: Annotated[Experiment, typer.Argument(show_default=False)],
     model: Setting = None,
@@ -93,6 +102,7 @@ def simulate_command(
     seeds: Seeds = 1,
     sharing: Arranged = None,
     fit: Fit = False,
+    migration: Migrating = True,
     json: Json = False,
 ) -> None:
     """Simulate a paper's serving experiment.
@@ -111,7 +121,7 @@ def simulate_command(
     else:
         if model:
             raise typer.BadParameter("punica has one model", param_hint="--model")
-        _punica(_one(rate) or PUNICA_RATE_PER_S, duration or 3600.0, seed, json)
+        _punica(_one(rate) or PUNICA_RATE_PER_S, duration or 3600.0, seed, migration, json)
 
 
 PUNICA_RATE_PER_S = 30.0
@@ -285,13 +295,15 @@ def _s_lora(
 # ------------------------------------------------------------------------------------- Punica
 
 
-def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
+def _punica(rate: float, duration: float, seed: int, migrates: bool, json: bool) -> None:
     from pcg.paper_runs import punica
 
     with busy("compiling Llama-2-7B"):
         program = punica.cluster_program()
     with busy(f"{duration:g} s at {rate:g} requests/s"):
-        minutes, first_s = punica.cluster_hour(program, rate, seed=seed, duration_s=duration)
+        minutes, first_s = punica.cluster_hour(
+            program, rate, seed=seed, duration_s=duration, migrates=migrates
+        )
     if json:
         print_json(
             {
@@ -299,6 +311,7 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
                 "duration_s": duration,
                 "rate_per_s": rate,
                 "seed": seed,
+                "migration": migrates,
                 "mean_ttft_ms": first_s * 1e3,
                 "minutes": [
                     {
@@ -307,6 +320,9 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
                         "output_tokens_per_s": one.output_tokens_per_s,
                         "busy": list(one.busy),
                         "batch": list(one.batch),
+                        "used": one.used,
+                        "moved": one.moved,
+                        "freed": one.freed,
                     }
                     for one in minutes
                 ],
@@ -317,19 +333,22 @@ def _punica(rate: float, duration: float, seed: int, json: bool) -> None:
 
 
 def _print_cluster(minutes: tuple[ClusterMinute, ...], first_s: float) -> None:
-    heads = ("minute", "req/s", "output tok/s", "GPUs in use", "their batch", "their time used")
+    heads = ("minute", "req/s", "output tok/s", "GPUs in use", "their batch", "moved", "freed")
     made = table(*heads, right=heads)
     every = max(1, len(minutes) // 20)
     for one in minutes[::every]:
         used = [place for place, busy in enumerate(one.busy) if busy > 0.0]
-        count = max(1, len(used))
+        # A GPU that was in use for a part of the minute counts for that part.
+        requests = sum(one.batch[place] * one.busy[place] for place in used)
         made.add_row(
             str(one.minute),
             f"{one.requests_per_s:.1f}",
             f"{one.output_tokens_per_s:,.0f}",
-            str(len(used)),
-            f"{sum(one.batch[place] for place in used) / count:.1f}",
-            f"{sum(one.busy[place] for place in used) / count:.0%}",
+            f"{one.used:.1f}",
+            f"{requests / max(one.used, 1e-9):.1f}",
+            str(one.moved),
+            str(one.freed),
         )
     out().print(made)
-    out().print(f"\nfirst token after {first_s:.2f} s on average")
+    used_s = 60 * sum(one.used for one in minutes)
+    out().print(f"\nfirst token after {first_s:.2f} s on average; {used_s:,.0f} s of GPUs in use")

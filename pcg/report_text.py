@@ -13,7 +13,7 @@ _STAGES = {
     "pruned": "all that gradients read",
     "rematerialized": "the rest made again",
     "compressed": "and bits for signs: pcg",
-    "token-level": "in windows, K and V in the cache",
+    "token-level": "in windows, K/V cached",
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from pcg.runtime.engine.events import Event, EventLog, Kind
+from pcg.runtime.engine.migration import Migration, working_set
 from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.engine.simulated_engine import SimulatedEngine
+from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.engine.simulation import Fullest, Simulation
 from pcg.runtime.workloads.lengths import (
     SHAREGPT_FIRST_OUTPUTS,
@@ -34,6 +35,8 @@ class ClusterMinute:
         output_tokens_per_s: that came out.
         busy: share of the minute that each GPU computed.
         batch: mean requests of a step of each GPU; 0 where it had none.
+        moved: requests that left a GPU for another.
+        freed: GPUs that were emptied so.
     """
 
     minute: int
@@ -41,6 +44,13 @@ class ClusterMinute:
     output_tokens_per_s: float
     busy: tuple[float, ...]
     batch: tuple[float, ...]
+    moved: int
+    freed: int
+
+    @property
+    def used(self) -> float:
+        """GPUs in use, a mean over time: one that has requests computes."""
+        return sum(self.busy)
 
 
 def cluster_program() -> SimulatedProgram:
@@ -56,6 +66,7 @@ def cluster_hour(
     duration_s: float = 3600.0,
     prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
     outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
+    migrates: bool = True,
 ) -> tuple[tuple[ClusterMinute, ...], float]:
     """Serve Punica's hour: each request goes to the fullest GPU that has room.
 
@@ -66,6 +77,7 @@ def cluster_hour(
         duration_s: of it.
         prompts: lengths.
         outputs: likewise.
+        migrates: whether requests that run move between GPUs.
     Returns:
         The minutes, and the mean time to the first token in seconds.
     """
@@ -76,8 +88,11 @@ def cluster_hour(
     limits = Limits(running=PUNICA_BATCH)
     # An hour has tens of millions of tokens: they are counted, and not kept.
     engines = [program.engine(limits, log=EventLog(0)) for _ in range(PUNICA_GPUS)]
-    tally = _Tally(engines)
-    Simulation(engines, Fullest(PUNICA_BATCH), adapters, tally.stepped).run(workload)
+    simulation = Simulation(engines, Fullest(PUNICA_BATCH), adapters)
+    if migrates:
+        simulation.migration = Migration(PUNICA_BATCH)
+    tally = _Tally(simulation)
+    simulation.run(workload)
     came = Counter(int(one.time_s // 60) for one in workload)
     return tally.minutes(came), tally.first_s / len(workload)
 
@@ -89,14 +104,18 @@ class _Tally:
         first_s: times to the first token of all requests, summed.
     """
 
-    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         self.first_s = 0.0
-        self._engines = engines
+        self._engines = engines = simulation.engines
+        self._resumed = simulation.resumed
+        simulation.on_step, simulation.on_move = self.stepped, self.moved
         self._busy_before = [0.0] * len(engines)
         self._busy: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._steps: Counter[tuple[int, int]] = Counter()
         self._batch: Counter[tuple[int, int]] = Counter()
         self._tokens: Counter[int] = Counter()
+        self._moved: Counter[int] = Counter()
+        self._freed: Counter[int] = Counter()
         for place, engine in enumerate(engines):
             engine.log.listen(partial(self._hear, place))
         self._submitted_s: dict[tuple[int, str], float] = {}
@@ -104,11 +123,21 @@ class _Tally:
     def stepped(self, place: int) -> None:
         """Count a step."""
         engine = self._engines[place]
+        if not engine.worked:
+            return  # it was emptied
         where = int(engine.clock.now_s() // 60), place
         self._steps[where] += 1
         self._batch[where] += len(engine.scheduler.running)
         self._busy[where] += engine.device.busy_s - self._busy_before[place]
         self._busy_before[place] = engine.device.busy_s
+
+    def moved(self, place: int, sequence: Served) -> None:
+        """Count a request that leaves, and the GPU if it was the last one there."""
+        engine = self._engines[place]
+        minute = int(engine.clock.now_s() // 60)
+        self._moved[minute] += 1
+        self._freed[minute] += working_set(engine) == 1
+        self._submitted_s.pop((place, sequence.id), None)
 
     def minutes(self, came: Mapping[int, int]) -> tuple[ClusterMinute, ...]:
         """All minutes up to the last token."""
@@ -123,6 +152,8 @@ class _Tally:
                     self._batch[minute, place] / max(self._steps[minute, place], 1)
                     for place in places
                 ),
+                self._moved[minute],
+                self._freed[minute],
             )
             for minute in range(1 + max(self._tokens, default=0))
         )
@@ -134,5 +165,5 @@ class _Tally:
         elif event.kind is Kind.TOKEN:
             self._tokens[int(event.time_s // 60)] += 1
             submitted_s = self._submitted_s.pop(key, None)
-            if submitted_s is not None:
+            if submitted_s is not None and key not in self._resumed:
                 self.first_s += event.time_s - submitted_s

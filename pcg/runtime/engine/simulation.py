@@ -23,7 +23,9 @@ from typing import Protocol
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
 from pcg.runtime.engine.events import Event
+from pcg.runtime.engine.migration import Migration, continued, free_pages, working_set
 from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.page_pool import pages_for
 from pcg.runtime.sampling_params import SamplingParams
@@ -81,25 +83,28 @@ class Fullest:
 
     def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
         fitting = [
-            (_working_set(engine), place)
+            (working_set(engine), place)
             for place, engine in enumerate(engines)
-            if _working_set(engine) < self.most and _has_room(engine, request)
+            if working_set(engine) < self.most and _has_room(engine, request)
         ]
         return max(fitting)[1] if fitting else None
 
 
-def _working_set(engine: SimulatedEngine) -> int:
-    return len(engine.scheduler.running) + len(engine.scheduler.waiting)
-
-
 def _has_room(engine: SimulatedEngine, request: Request) -> bool:
     """Whether there are pages for the prompt, and one for each request that is there."""
-    adapters = engine.scheduler.adapters
-    need = pages_for(request.length) + _working_set(engine)
-    need += sum(pages_for(one.length) for one in engine.scheduler.waiting)
+    adapters, need = engine.scheduler.adapters, pages_for(request.length)
     if not adapters.has(request.adapter):
         need += adapters.pages_of(request.adapter)
-    return need <= engine.pool.free + adapters.idle_pages
+    return need <= free_pages(engine)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that no engine has, when it came, and whether tokens of it came already."""
+
+    came_s: float
+    request: Request
+    has_begun: bool = False
 
 
 @dataclass
@@ -111,12 +116,19 @@ class Simulation:
         router: chooses among them.
         adapters: by name.
         on_step: is told of an engine's place after each of its steps.
+        migration: of requests between engines; None for none.
+        on_move: is told of a request that leaves an engine, with its place.
+        resumed: (place, id) of requests that began at another engine; to the log of each engine
+            they are two, one that was cancelled and one that came.
     """
 
     engines: Sequence[SimulatedEngine]
     router: Router
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
     on_step: Callable[[int], None] = lambda place: None
+    migration: Migration | None = None
+    on_move: Callable[[int, Served], None] = lambda place, sequence: None
+    resumed: set[tuple[int, str]] = field(default_factory=set)
 
     def run(self, workload: Workload, jobs_end_s: float = math.inf) -> tuple[Event, ...]:
         """Serve a workload until nothing is left to do.
@@ -130,32 +142,47 @@ class Simulation:
             BenchmarkError: an adapter is not there, or a request fits no engine.
         """
         coming = deque(workload)
-        waiting: deque[tuple[float, Request]] = deque()
+        waiting: deque[_Waiting] = deque()
         while True:
             busy = [place for place, engine in enumerate(self.engines) if not engine.is_idle]
             place = min(busy, key=lambda i: self.engines[i].clock.now_s(), default=None)
             now = math.inf if place is None else self.engines[place].clock.now_s()
             if coming and coming[0].time_s <= now:
                 one = coming.popleft()
-                waiting.append((one.time_s, self._request(one)))
+                waiting.append(_Waiting(one.time_s, self._request(one)))
                 self._route(waiting, one.time_s)
             elif place is not None:
                 engine = self.engines[place]
                 if now >= jobs_end_s:
                     for job in list(engine.jobs):
                         engine.cancel_job(job.name)
+                if self.migration is not None:
+                    leaving = self.migration.consolidated(self.engines, place, now)
+                    self._move(place, leaving, waiting)
                 engine.step()
                 self.on_step(place)
+                if self.migration is not None:
+                    self._move(place, self.migration.preempted(engine), waiting)
                 self._route(waiting, engine.clock.now_s())
             elif waiting:
                 raise BenchmarkError(f"{len(waiting)} requests fit no engine, not even an idle one")
             else:
                 return self._events()
 
-    def _route(self, waiting: deque[tuple[float, Request]], now_s: float) -> None:
+    def _move(self, place: int, leaving: Sequence[Served], waiting: deque[_Waiting]) -> None:
+        """Take requests out of an engine: they came before any that waits."""
+        for sequence in reversed(leaving):
+            has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
+            self.on_move(place, sequence)
+            self.engines[place].cancel(sequence.id)
+            waiting.appendleft(_Waiting(sequence.submitted_s, continued(sequence), has_begun))
+        if leaving:
+            self._route(waiting, self.engines[place].clock.now_s())
+
+    def _route(self, waiting: deque[_Waiting], now_s: float) -> None:
         while waiting:
-            came_s, request = waiting[0]
-            place = self.router.choose(self.engines, request)
+            one = waiting[0]
+            place = self.router.choose(self.engines, one.request)
             if place is None:
                 return
             waiting.popleft()
@@ -163,9 +190,11 @@ class Simulation:
             if engine.is_idle:
                 engine.clock.wait_until(now_s)
             try:
-                engine.submit(request, came_s)
+                found = engine.submit(one.request, one.came_s)
             except OutOfMemoryError:
                 continue  # the log says so
+            if one.has_begun:
+                self.resumed.add((place, found))
 
     def _request(self, one: TimedRequest) -> Request:
         adapter = None
