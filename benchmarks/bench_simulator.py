@@ -1,11 +1,14 @@
 """The simulator against the engine on this machine: the same requests and job, foretold and run.
 
-    python benchmarks/bench_simulator.py [--requests 40] [--rate 3]
+    python benchmarks/bench_simulator.py [--requests 25] [--rate 2]
 
 A random 8-layer Llama of hidden size 512 in fp32 on one thread serves Poisson arrivals and trains
-an adapter beside them. The simulated engine has the same limits and pages, and takes what the
-engine measured of three steps before it began (`pcg.runtime.engine.calibration`): nothing of the
-run itself.
+an adapter beside them. First the engine runs other requests, of another seed, and its steps, units
+and updates are noted; the simulated engine takes what is fitted to these
+(`pcg.runtime.engine.profiled_costs`), and knows nothing of the run that it foretells. Both have the
+same limits and pages, and begin to plan by the same latencies.
+
+Time is the process's own, so that other work on the machine is not measured.
 
 Reported, of both: TTFT, TPOT, finetuning tokens a second, and seconds to the last request's end.
 """
@@ -13,8 +16,8 @@ Reported, of both: TTFT, TPOT, finetuning tokens a second, and seconds to the la
 from __future__ import annotations
 
 import argparse
-import copy
 import random
+import time
 from collections.abc import Iterable
 
 import torch
@@ -22,18 +25,17 @@ from bench_generation import random_llama
 from measure import write
 
 import pcg
-from pcg.parallel.step_costs import StepShape
 from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
-from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Event, Kind
-from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.metrics import serving_report
+from pcg.runtime.engine.profiled_costs import ProfiledCosts, StepProfile
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.engine.simulation import Simulation, TakingTurns
+from pcg.runtime.executor import Executor
 from pcg.runtime.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.workloads.arrivals import Poisson
@@ -47,29 +49,14 @@ TRAINED = 96
 RECIPE = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
-class MeasuredCosts:
-    """What three steps on this machine took, of any step; see `StepCosts`.
+class ProcessClock:
+    """The process's own time: what else the machine does meanwhile is not in it."""
 
-    Args:
-        latencies: of them.
-        layers: of the model.
-    """
+    def __init__(self) -> None:
+        self._start = time.process_time()
 
-    def __init__(self, latencies: Latencies, layers: int) -> None:
-        self.layers = layers
-        self._latencies = copy.deepcopy(latencies)
-
-    def step_seconds(self, shape: StepShape) -> float:
-        return self._latencies.forward.seconds(Load(shape.tokens, shape.pairs))
-
-    def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        return self._latencies.backward.seconds(Load(shape.tokens, shape.pairs))
-
-    def update_seconds(self) -> float:
-        return 0.0
-
-    def copy_seconds(self, size_bytes: int) -> float:
-        return 0.0
+    def now_s(self) -> float:
+        return time.process_time() - self._start
 
 
 def measured(events: Iterable[Event], end_s: float) -> dict[str, float]:
@@ -88,55 +75,63 @@ def measured(events: Iterable[Event], end_s: float) -> dict[str, float]:
 def main() -> None:
     """Run both and write."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--requests", type=int, default=25)
+    parser.add_argument("--rate", type=float, default=2.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     executor = pcg.compile(random_llama().eval())
-    runner, stacks = executor.serving
-    latencies = calibrated(runner, stacks, executor.device, executor.max_positions, MachineClock())
-    layers = len(runner.model.layers)
-    workload = synthetic(
-        Poisson(arguments.rate),
-        Between(16, 128),
-        Between(16, 64),
-        seed=0,
-        requests=arguments.requests,
-    )
-    page_bytes = bytes_of_page(kv_types(runner.model))
-    simulated = SimulatedEngine(
-        MeasuredCosts(latencies, layers),
-        PAGES,
-        page_bytes,
-        LIMITS,
-        latencies=copy.deepcopy(latencies),
-    )
-    simulated.finetune("trained", [(TRAINED,)] * 10_000)
-    events, end_s = _until_served(simulated, workload)
-    foretold = measured(events, end_s)
+    model = executor.serving[0].model
 
-    engine = executor.engine(LIMITS, kv_cache_bytes=PAGES * page_bytes, latencies=latencies)
-    ids = random.Random(0).choices(range(5, 30_000), k=TRAINED)
-    engine.finetune(
-        [Example(ids, ids)], "trained", peft=RECIPE, max_steps=10_000, batch_size=1, epochs=None
-    )
-    coming, left = list(workload), len(workload)
-    started = engine.clock.now_s()
-    while left:
-        while coming and coming[0].time_s <= engine.clock.now_s() - started:
-            one = coming.pop(0)
-            params = SamplingParams(max_new_tokens=one.output_tokens, ignore_eos=True)
-            came_s = started + one.time_s
-            engine.submit(Request((7,) * one.prompt_tokens, params), came_s)
-        left -= sum(chunk.completion is not None for chunk in engine.step())
-    end_s = engine.clock.now_s() - started
-    moved = [Event(max(0.0, e.time_s - started), e.kind, e.subject, e.details) for e in engine.log]
-    found = measured(moved, end_s)
+    def workload(seed: int) -> Workload:
+        lengths = Between(16, 128), Between(16, 64)
+        arrivals = Poisson(arguments.rate)
+        return synthetic(arrivals, *lengths, seed=seed, requests=arguments.requests)
+
+    profile = StepProfile()
+    runner, stacks = executor.serving
+    first = calibrated(runner, stacks, executor.device, executor.max_positions, ProcessClock())
+    run(executor, workload(1), "profiled", first, profile)
+    costs = ProfiledCosts(profile, len(model.layers))
+    page_bytes = bytes_of_page(kv_types(model))
+    simulated = SimulatedEngine(costs, PAGES, page_bytes, LIMITS, latencies=costs.latencies())
+    simulated.finetune("trained", [(TRAINED,)] * 10_000)
+    foretold = measured(*_until_served(simulated, workload(0)))
+    found = measured(*run(executor, workload(0), "trained", costs.latencies(), StepProfile()))
     ratios = {name: round(foretold[name] / found[name], 3) for name in found}
+    noted = {"steps": len(profile.steps), "units": len(profile.units)}
+    noted |= {"updates": len(profile.updates)}
     write(
         "simulator",
-        {"foretold": foretold, "measured": found, "foretold / measured": ratios},
+        {"noted": noted, "foretold": foretold, "measured": found, "foretold / measured": ratios},
     )
+
+
+def run(
+    executor: Executor,
+    workload: Workload,
+    job_name: str,
+    latencies: Latencies,
+    profile: StepProfile,
+) -> tuple[list[Event], float]:
+    """Serve a workload beside a job, noting what steps take; events, and seconds to the end."""
+    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    engine = executor.engine(LIMITS, kv_cache_bytes=PAGES * page_bytes, latencies=latencies)
+    ids = random.Random(0).choices(range(5, 30_000), k=TRAINED)
+    job = engine.finetune(
+        [Example(ids, ids)], job_name, peft=RECIPE, max_steps=10_000, batch_size=1, epochs=None
+    )
+    engine.clock = ProcessClock()
+    device = profile.watch(engine, job)
+    coming, left = list(workload), len(workload)
+    while left:
+        while coming and coming[0].time_s <= engine.clock.now_s():
+            one = coming.pop(0)
+            params = SamplingParams(max_new_tokens=one.output_tokens, ignore_eos=True)
+            engine.submit(Request((7,) * one.prompt_tokens, params), one.time_s)
+        left -= device.step(engine)
+    end_s = engine.clock.now_s()
+    engine.cancel_job(job_name)
+    return [event for event in engine.log if event.time_s <= end_s], end_s
 
 
 def _until_served(engine: SimulatedEngine, workload: Workload) -> tuple[tuple[Event, ...], float]:
