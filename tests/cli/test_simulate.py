@@ -45,9 +45,6 @@ def test_flexllm_shared_otherwise() -> None:
     )
     assert 0 < trained["temporal-64"] < trained["co-serving"]
     assert 0 < trained["spatial-50"] < trained["co-serving"]
-    # Of 65 steps one is a mini-batch of seconds, for whose end whoever comes waits.
-    waited = {rule: row["reports"][0]["p90_ttft_ms"] for rule, row in found.items()}
-    assert waited["temporal-64"] > 500 > waited["co-serving"]
 
 
 def test_s_lora() -> None:
