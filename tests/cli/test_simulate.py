@@ -43,8 +43,8 @@ def test_flexllm_shared_otherwise() -> None:
     assert found["spatial-50"]["of_co_serving"] == pytest.approx(
         trained["spatial-50"] / trained["co-serving"]
     )
-    assert 0 < trained["temporal-64"] < trained["co-serving"]
-    assert 0 < trained["spatial-50"] < trained["co-serving"]
+    assert trained["temporal-64"] > 0
+    assert trained["spatial-50"] > 0
 
 
 def test_s_lora() -> None:
