@@ -207,40 +207,29 @@ def _explained(
 def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
     """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
     from pcg.passes.account import formula_text
-    from pcg.passes.degree_formulas import in_degree
-    from pcg.passes.plan import replanned
-    from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
+    from pcg.passes.degree_formulas import AtDegree, in_degree
+    from pcg.passes.rank_formulas import rank_of, with_rank
     from pcg.passes.region import MOST_RANK, MOST_TOKENS, region
-    from pcg.passes.step_memory import step_formulas
+    from pcg.passes.step_memory import fullest_moment, held_so
 
-    budget, plan, kinds = folded.budget, made(what.plan), made(what.frontiers).kinds
+    budget, kinds = folded.budget, made(what.frontiers).kinds
     rank = rank_of(asked.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
         found = frontiers(made(what.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
-    def formulas_of(
-        state: Compilation, recipes: Mapping[str, Recipe]
-    ) -> dict[str, sympy.Expr] | None:
-        then = _account_of(state, recipes)
-        others = replanned(plan, made(then.frontiers))
-        if others is None:
-            return None
-        then = dataclasses.replace(then, plan=others)
-        return step_formulas(then, dataclasses.replace(asked, tp=state.tp))
-
-    def at_degree(degree: int) -> dict[str, sympy.Expr] | None:
-        state = dataclasses.replace(folded, tp=degree)
-        if rank is None:
-            return formulas_of(state, asked.recipes)
-        return in_rank(lambda r: formulas_of(state, with_rank(asked.recipes, r)), rank)
+    def at_degree(degree: int) -> AtDegree:
+        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(asked, tp=degree)
+        found = what if degree == folded.tp else _account_of(state, asked.recipes)
+        fullest = fullest_moment(found, then)
+        return AtDegree(_formulas(found, state, then), held_so(found), fullest)
 
     degrees: dict[str, tuple[int, ...]] = {}
     if folded.tp > 1:
         formulas, degrees = in_degree(at_degree, folded.tp)
     else:
-        formulas = made(at_degree(1))
+        formulas = _formulas(what, folded, asked)
     ranks = None
     if rank is not None:
 
@@ -255,6 +244,30 @@ def _with_regions(report: Report, folded: Compilation, what: Account, asked: Ask
         rank_region=ranks,
         formula_degrees=degrees,
     )
+
+
+def _formulas(what: Account, folded: Compilation, asked: Asked) -> dict[str, sympy.Expr]:
+    """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
+    from pcg.passes.plan import replanned
+    from pcg.passes.rank_formulas import in_rank, rank_of, with_rank
+    from pcg.passes.step_memory import step_formulas
+
+    rank = rank_of(asked.recipes)
+    if rank is None:
+        return step_formulas(what, asked)
+    # The plan is given, and need not be within the budget at other ranks.
+    state = dataclasses.replace(folded, budget=MemoryBudget(batch=asked.batch, seq=asked.seq))
+
+    def at_rank(other: int) -> dict[str, sympy.Expr] | None:
+        if other == rank:
+            return step_formulas(what, asked)
+        found = _account_of(state, with_rank(asked.recipes, other))
+        plan = replanned(made(what.plan), made(found.frontiers))
+        if plan is None:
+            return None
+        return step_formulas(dataclasses.replace(found, plan=plan), asked)
+
+    return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
 
 
 def _parallel_regions(

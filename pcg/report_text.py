@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import fill
 
+from sympy import Piecewise, Symbol, sympify
+
 from pcg.parallel.report_lines import parallel_lines, region_lines
 from pcg.report import KINDS, Fit, Report
 
@@ -17,6 +19,8 @@ _STAGES = {
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }
+_SYMBOLS = ("B", "S", "r", "tp")
+"""That formulas are in."""
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
@@ -147,9 +151,22 @@ def _formulas(report: Report, names: Iterable[str]) -> list[str]:
     rank = " and adapters of rank r" if report.rank_region else ""
     over = " over tp ranks" if report.formula_degrees else ""
     lines = [f"bytes, for B sequences of S tokens{rank}{over}"]
-    return lines + [
-        f"  {name.replace('kv_', 'KV '):<12}= {report.formulas[name]}" for name in names
-    ]
+    for name in names:
+        label = name.replace("kv_", "KV ")
+        for piece in _pieces(report.formulas[name]):
+            lines.append(f"  {label:<12}= {piece}")
+            label = ""
+    return lines
+
+
+def _pieces(formula: str) -> list[str]:
+    """A formula in a line, or one that is piecewise in the degree in a line a piece."""
+    found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
+    if not isinstance(found, Piecewise):
+        return [formula]
+    *bounded, (last, _) = found.args
+    lines = [f"{piece}  up to tp = {condition.rhs}" for piece, condition in bounded]
+    return [*lines, f"{last}  above"]
 
 
 def _region(report: Report) -> list[str]:

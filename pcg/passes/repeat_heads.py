@@ -34,16 +34,17 @@ def repeat_heads(graph: Graph, degree: int, attentions: Collection[str]) -> Grap
             wanted = lcm(kv_heads, degree)
             wanted = wanted if heads % wanted == 0 else heads
             if wanted != kv_heads:
+                # Named after the attention, as a bypass network may stand before them.
                 repeated = [
                     builder.add(
                         "repeat_interleave",
                         [name],
-                        name=f"{name}_repeated",
+                        name=f"{node.name}_{kind}_repeated",
                         scope=node.scope,
                         dim=-2,
                         repeats=wanted // kv_heads,
                     )
-                    for name in node.inputs[1:3]
+                    for name, kind in zip(node.inputs[1:3], ("keys", "values"), strict=True)
                 ]
                 inputs = (node.inputs[0], *repeated, *node.inputs[3:])
                 node = dataclasses.replace(node, inputs=inputs)

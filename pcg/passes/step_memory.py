@@ -8,7 +8,7 @@ the workspace is what the fullest moment of the step needs beside them (`pcg.pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 
 from pcg.ir.graph import Graph
+from pcg.ir.layouts import layout_of
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph
@@ -126,6 +127,28 @@ def step_formulas(what: Account, asked: Asked) -> dict[str, sympy.Expr]:
     kept = kept_memory(what.training, what.plan)
     formulas, _ = step_memory(what, asked, kept, kept.total)
     return formulas
+
+
+def fullest_moment(what: Account, asked: Asked) -> str:
+    """The moment of the step that the workspace is of, as pcg trains with a plan."""
+    assert what.training is not None
+    assert what.plan is not None
+    kept = kept_memory(what.training, what.plan)
+    _, moments = step_memory(what, asked, kept, kept.total)
+    return max(moments, key=lambda moment: moment.kept_bytes + moment.workspace_bytes).label
+
+
+def held_so(what: Account) -> Hashable:
+    """Equal at degrees at which ranks keep the same tensors, and hold all in the same layouts."""
+    assert what.plan is not None
+    assert what.sharded is not None
+    layouts = tuple(
+        (name, layout_of(type_))
+        for graph in what.sharded.typed.graphs
+        for name, type_ in graph.types.items()
+    )
+    saved = tuple(choice.saved for choice in what.plan.choices)
+    return layouts, saved, what.plan.layers, what.plan.restored
 
 
 def step_memory(

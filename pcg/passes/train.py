@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pcg.ir.graph import Builder, Graph, Value
+from pcg.ir.operators.collective import OwnPart, TakenPart
 from pcg.ir.program import ModelGraph, TrainingGraph
 from pcg.ir.trained import trained
 from pcg.ir.types import TOKENS, tensor
@@ -70,7 +73,8 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     given = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in given)
     made = tuple(n for n in saved if n in given and n not in inputs)
-    forward = graph.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
+    forward = _with_copies(graph, {*made})
+    forward = forward.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
         kind.block,
         join(forward.without_dead_code()),
@@ -78,6 +82,18 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
         (*inputs, *made),
         kind.gradients.trained,
     )
+
+
+def _with_copies(graph: Graph, kept: Collection[str]) -> Graph:
+    """The graph that copies a rank's parts which are kept, so that the whole tensors can go."""
+    pairs = (("kept", True),)
+    nodes = tuple(
+        dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, *pairs))))
+        if node.op in (OwnPart.name, TakenPart.name) and node.name in kept
+        else node
+        for node in graph.nodes
+    )
+    return graph.replace(nodes=nodes)
 
 
 def _with_remade(gradients: Differentiated, kept: set[str], name: str) -> Graph:

@@ -493,7 +493,10 @@ def collective(make: Maker, op: str) -> Sequence[str]:
     is_parted = op in ("own_part", "reduce_scatter", "taken_part")
     width = 2 * make.draw(SMALL) if is_parted else make.draw(SMALL)
     if op not in ("gathered_copy", "reduce_scatter") and make.draw(st.booleans()):
-        return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2)
+        kept: dict[str, Attribute] = {}
+        if op in ("own_part", "taken_part") and make.draw(st.booleans()):
+            kept = {"kept": True}
+        return make.add(op, make.of("f32", TOKENS, width), dim=-1, degree=2, **kept)
     degree = make.draw(st.integers(2, 64))
     flag: dict[str, Attribute] = {} if op == "reduce_scatter" else {"tokens": True}
     x = make.of("f32", TOKENS if is_parted else part_of_tokens(degree), width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 import pcg.explaining as explaining
+from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.program import Program
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import recipe_of_fields
@@ -23,6 +25,7 @@ from tests.families import oracle
 from tests.families.families import BY_NAME, Family
 from tests.families.test_numbers import prompts
 from tests.passes.test_kept_memory import BATCH, SEQ, measured
+from tests.threads import run_ranks
 
 LAYERS = 2
 SEQUENCES = prompts((13, 7, 9, 5))
@@ -153,9 +156,9 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
 
 
 def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
-    """The same of a rank of two, as `explain` says."""
+    """The same of each rank, as `explain` says."""
     recipe = recipes(BY_NAME[name])[adapter]
-    options: dict[str, Any] = {"tp": 2, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    options: dict[str, Any] = {"tp": program.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
     options["sequence_parallel"] = program.sequence_parallel
     report = explaining.explain(program.config, recipe, **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
@@ -164,3 +167,64 @@ def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int
         "adapters": report.memory_bytes["adapters"],
         "activations": stage.bytes,
     }
+
+
+@cache
+def on_one(name: str) -> Outcome:
+    """The job's outcome on one rank."""
+    return work(make_executor(make_program(name, 1), name))
+
+
+def check_job(name: str, degree: int, **options: Any) -> None:
+    """The job gives on each rank what it gives on one."""
+    program = make_program(name, degree, **options)
+    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
+    for outcome in found:
+        assert worst_error(outcome, on_one(name)) < 1e-5
+
+
+def check_memory(name: str, degree: int, **options: Any) -> None:
+    """Each rank holds the bytes that are predicted."""
+    program = make_program(name, degree, **options)
+    found = run_ranks(degree, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    assert found == [predicted_memory(program, name, "a")] * degree
+
+
+METHODS: Mapping[str, Any] = {
+    "adalora": AdaLoraRecipe(rank=4, target_rank=2, target_modules="all-linear"),
+    "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
+    "bitfit": "bitfit",
+    "dora": "dora",
+    "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "houlsby": "houlsby",
+    "ia3": "ia3",
+    "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "parallel": "parallel",
+    "pfeiffer": "pfeiffer",
+    "prefix": "prefix",
+    "prompt": "prompt",
+    "vera": "vera",
+}
+
+
+def method_work(executor: Executor, recipe: Any) -> list[Tensor]:
+    executor.add_adapter("m", recipe, seed=3)
+    # Around what they start as: scales are near one.
+    noise = torch.Generator().manual_seed(1)
+    for tensor in executor.adapters["m"].tensors:
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=noise))
+    executor.refresh_adapter("m")
+    logits = executor.logits(SEQUENCES, ["m", None, "m", "m"])
+    result = executor.finetune(EXAMPLES, "m", **JOB)
+    return [*logits, torch.tensor(result.losses), *executor.adapters["m"].tensors]
+
+
+def check_method(name: str, method: str, degree: int = 2, **options: Any) -> None:
+    """An adapter of a method serves and trains on ranks as on one."""
+    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
+    program = make_program(name, degree, peft=None, **options)
+    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
+    for found in run_ranks(degree, run):
+        for a, b in zip(found, one, strict=True):
+            assert a.shape == b.shape  # AdaLoRA may leave no triplet
+            assert (a - b).norm() <= 1e-5 * b.norm()

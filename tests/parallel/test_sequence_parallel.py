@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,16 @@ from pcg.runtime.training_pass import TrainingPass
 from tests.families.families import BY_NAME
 from tests.parallel.ranked import (
     JOB,
-    Outcome,
+    METHODS,
+    check_job,
+    check_memory,
+    check_method,
     make_executor,
     make_program,
     predicted_memory,
-    rank_memory,
     recipes,
-    work,
-    worst_error,
 )
 from tests.parallel.sharded import errors
-from tests.parallel.test_execution import METHODS, method_work
 from tests.parallel.test_parallelize import attached, transitions
 from tests.parallel.test_search import costs
 from tests.threads import ThreadRanks, run_ranks
@@ -149,33 +147,21 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
 # ----------------------------------------------------------------------------------------- numbers
 
 
-@cache
-def on_one(name: str) -> Outcome:
-    return work(make_executor(make_program(name, 1), name))
-
-
-def check(name: str, degree: int, **options: Any) -> None:
-    program = make_program(name, degree, sequence_parallel=True, **options)
-    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
-    for outcome in found:
-        assert worst_error(outcome, on_one(name)) < 1e-5
-
-
 @pytest.mark.parametrize(("name", "degree"), FAST)
 def test_a_job_over_ranks(name: str, degree: int) -> None:
     """Prompts of 13, 7, 9 and 5 tokens; LoRA on every linear."""
-    check(name, degree)
+    check_job(name, degree, sequence_parallel=True)
 
 
 def test_a_job_that_keeps_the_least() -> None:
-    check("llama3", 2, memory_budget=0.0)
+    check_job("llama3", 2, sequence_parallel=True, memory_budget=0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
-    check(name, degree)
+    check_job(name, degree, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -196,25 +182,16 @@ def test_fewer_tokens_than_ranks(degree: int) -> None:
         torch.testing.assert_close(logits, one.logits([[5]], "a")[0], rtol=1e-5, atol=1e-5)
 
 
-def check_method(name: str, method: str) -> None:
-    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
-    program = make_program(name, 2, peft=None, sequence_parallel=True)
-    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
-    for found in run_ranks(2, run):
-        for a, b in zip(found, one, strict=True):
-            assert (a - b).norm() < 1e-5 * b.norm()
-
-
 @pytest.mark.parametrize(("name", "method"), [("gpt2", "bitfit"), ("llama3", "houlsby")])
 def test_what_is_trained_beside_norms_and_residuals(name: str, method: str) -> None:
-    check_method(name, method)
+    check_method(name, method, sequence_parallel=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_every_method_over_ranks(name: str, method: str) -> None:
-    check_method(name, method)
+    check_method(name, method, sequence_parallel=True)
 
 
 # -------------------------------------------------------------------------------- bytes and memory
@@ -303,17 +280,17 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
-@pytest.mark.parametrize("seq", [16, 13])
+@pytest.mark.parametrize(("degree", "seq"), [(2, 16), (2, 13), (4, 13)])
 def test_memory_of_a_rank_is_what_is_predicted_and_less(
-    name: str, seq: int, monkeypatch: pytest.MonkeyPatch
+    name: str, degree: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.passes.test_kept_memory.SEQ", seq)
     monkeypatch.setattr("tests.parallel.ranked.SEQ", seq)
-    program = make_program(name, 2, sequence_parallel=True)
-    found = run_ranks(2, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
-    predicted = predicted_memory(program, name, "a")
-    assert found == [predicted] * 2
-    plain = predicted_memory(make_program(name, 2), name, "a")
+    check_memory(name, degree, sequence_parallel=True)
+    predicted, plain = (
+        predicted_memory(make_program(name, degree, sequence_parallel=parts), name, "a")
+        for parts in (True, False)
+    )
     assert predicted["activations"] < plain["activations"]
     assert {**predicted, "activations": 0} == {**plain, "activations": 0}
 

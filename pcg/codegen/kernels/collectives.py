@@ -86,17 +86,20 @@ def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False)
     return whole
 
 
-def own_part(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Any:
-    """The rank's part of a dim of a tensor, or of one adapter's weight."""
+def own_part(x: Any, dim: int, batch: Spread, tokens: bool = False, kept: bool = False) -> Any:
+    """The rank's part of a dim of a tensor, or of one adapter's weight: a view, but if it is kept.
+
+    A part that is kept is a copy, as a view would keep the whole; one of the tokens always is.
+    """
     if x is None:
         return None
-    if tokens:
-        # Not a view, so that what is kept of it is no more than it is.
-        return rows_of_rank(x, batch.ranks.rank, batch.ranks.size).clone()
     if not isinstance(x, Tensor):
-        return MadeWeight(own_part(x.weight, dim, batch), x.scale)
+        return MadeWeight(own_part(x.weight, dim, batch, tokens, kept), x.scale)
+    if tokens:
+        return rows_of_rank(x, batch.ranks.rank, batch.ranks.size).clone()
     size = x.shape[dim] // batch.ranks.size
-    return x.narrow(dim, batch.ranks.rank * size, size)
+    own = x.narrow(dim, batch.ranks.rank * size, size)
+    return own.clone() if kept else own
 
 
 def embedding_part(ids: Tensor, table: Tensor, batch: Spread) -> Tensor:

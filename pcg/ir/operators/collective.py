@@ -149,18 +149,24 @@ class AllReduce(Collective):
 
 
 class OwnPart(Operator):
-    """The rank's part of dim `dim`, one of `degree` equal ones; `tokens` says that it is theirs."""
+    """The rank's part of dim `dim`, one of `degree` equal ones; `tokens` says that it is theirs.
+
+    `kept` says that it is kept for backward: then it is a copy, since a view would keep the whole.
+    """
 
     name = "own_part"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
+        if attributes.get("kept", True) is not True:
+            raise TypeCheckError(f"the attribute kept of {self.name} is True or missing")
         return (_parted(types, attributes),)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return sympy.Integer(0)  # PyTorch gives a view
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.own_part({inputs[0]}, {_part_arguments(attributes)})"
+        kept = ", kept=True" if attributes.get("kept") else ""
+        return f"K.own_part({inputs[0]}, {_part_arguments(attributes)}{kept})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("all_gather", context.incoming, **context.attributes)]
