@@ -449,7 +449,7 @@ class Executor:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> FinetuneResult:
-        """Train an adapter over the frozen base, with AdamW; the executor serves it as it changes.
+        """Train an adapter over the frozen base; the executor serves it as it changes.
 
         Args:
             data: a .jsonl or .txt file, rows, or `Example`s that are tokens already.
