@@ -18,6 +18,7 @@ from pcg.errors import (
     FinetuneError,
     GenerationError,
     OutOfMemoryError,
+    PcgError,
 )
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.front import Front
@@ -171,6 +172,51 @@ def test_jobs_pause_resume_and_are_cancelled() -> None:
         assert job.state is JobState.SUCCEEDED
 
 
+class SlowData:
+    """Examples that are there when somebody lets them; says who reads them."""
+
+    def __init__(self) -> None:
+        self.go, self.readers = threading.Event(), list[str]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.readers.append(threading.current_thread().name)
+        assert self.go.wait(60)
+        yield from DATA
+
+
+def test_a_job_is_made_ready_beside_the_steps() -> None:
+    executor, slow = make_executor(), SlowData()
+    with started(executor) as front:
+        job = front.finetune(slow, "one", peft=LORA, **OPTIONS)
+        until(lambda: bool(slow.readers))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        with pytest.raises(PcgError, match="there is a job 'one' already"):
+            front.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
+        job.pause()
+        assert job.state is JobState.QUEUED
+        slow.go.set()
+        until(lambda: job.state is JobState.PAUSED)
+        job.resume()
+        assert job.wait(60).steps == 3
+        again = front.finetune(DATA, "one", **OPTIONS)
+        again.cancel()
+        with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
+            again.wait(60)
+    assert slow.readers == ["pcg jobs_0"]
+
+
+def test_close_cancels_a_job_that_is_made_ready() -> None:
+    slow = SlowData()
+    front = make_engine(make_executor(), 64).start()
+    job, next_one = (front.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two"))
+    until(lambda: bool(slow.readers))
+    front.close()
+    for left in (job, next_one):
+        with pytest.raises(FinetuneError, match=f"job '{left.name}' was cancelled"):
+            left.wait(0)
+    slow.go.set()
+
+
 def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_executor(), 64)
     steps = 0
@@ -197,6 +243,7 @@ def test_close_cancels_what_is_left() -> None:
     stream = front.submit([1, 2, 3], **LONG)
     job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
     next(stream)
+    until(lambda: job.state is JobState.RUNNING)
     front.close()
     front.close()
     assert stream.wait(0).finish_reason == "cancelled"
