@@ -22,7 +22,11 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import torch
+
 from pcg.errors import EngineError, FinetuneError, PcgError
+from pcg.ir.program import Serving
+from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.running_job import RunningJob
@@ -110,6 +114,46 @@ class Front:
 
         asked.add_done_callback(prepare)
         return running
+
+    def add_adapter(
+        self, name: str, path_or_config: object = "lora", *, seed: int = 0
+    ) -> Future[Adapter]:
+        """Load an adapter; it is read, and what serves it compiled, while steps go on.
+
+        Args:
+            name: to use it by.
+            path_or_config: as `Executor.add_adapter` takes it.
+            seed: of a fresh adapter's weights.
+        Returns:
+            The adapter, once requests may name it; or as an error why not: that of
+            `Executor.add_adapter`, EngineError where the thread has ended.
+        """
+        self._check_open()
+        executor = self.engine.executor
+        end: Future[Adapter] = Future()
+        end.set_running_or_notify_cancel()
+
+        def put(adapter: Adapter, ready: Serving) -> Adapter:
+            executor.check_free(name)
+            return executor.put_adapter(adapter, ready)
+
+        def prepare() -> None:
+            try:
+                self._check_open()
+                executor.check_free(name)
+                made = executor.make_adapter(name, path_or_config, seed=seed)
+                adapter = made.map(torch.clone)  # not to be read from the disk by a step
+                asked = self.call(functools.partial(put, adapter, executor.program_for(adapter)))
+            except BaseException as error:  # theirs who asked
+                end.set_exception(error)
+            else:
+                asked.add_done_callback(functools.partial(_hand_on, end))
+
+        try:
+            self._preparing.submit(prepare)
+        except RuntimeError:  # closed meanwhile
+            end.set_exception(EngineError("the engine was closed; start it again"))
+        return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
         """Have the thread do something between two steps, such as adding an adapter.
@@ -265,6 +309,15 @@ class _Asked:
             self.future.set_result(self._act())
         except Exception as error:  # theirs who asked, not the thread's
             self.future.set_exception(error)
+
+
+def _hand_on(end: Future[Result], asked: Future[Result]) -> None:
+    """End as what was asked did."""
+    error = asked.exception()
+    if error is None:
+        end.set_result(asked.result())
+    else:
+        end.set_exception(error)
 
 
 def _refuse(handle: Stream | RunningJob, asked: Future[None]) -> bool:
