@@ -2,7 +2,8 @@
 
     python -m tests.runtime.engine.serving_job PROGRAM CHECKPOINTS SEED
 
-It says each step of the engine, with the steps that the job has done, and "end" at the job's end.
+It says each step of the engine, with the steps that the job has done in this process, and that it
+waits, which it does before the job's last step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
+from pcg.runtime.finetune_result import OnStep, StepRecord
 
+WAITING = "waiting"
 VOCABULARY = 100
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 STEPS = 8
@@ -39,10 +42,13 @@ def sequences(count: int, seed: int) -> list[list[int]]:
 DATA = [Example(ids, ids) for ids in sequences(10, 0)]
 
 
-def co_serve(executor: Executor, checkpoints: Path, seed: int) -> ProgramEngine:
+def co_serve(
+    executor: Executor, checkpoints: Path, seed: int, on_step: OnStep | None = None
+) -> ProgramEngine:
     """Train to the job's end beside requests that differ with the seed."""
     engine = executor.engine(Limits(tokens=24), kv_cache_bytes=2**20)
-    job = engine.finetune(DATA, "trained", checkpoint_dir=checkpoints, **OPTIONS)
+    options = {**OPTIONS, "checkpoint_dir": checkpoints, "on_step": on_step}
+    job = engine.finetune(DATA, "trained", **options)
     prompts, random = sequences(50, seed), Random(seed)
     while not job.is_over:
         if random.random() < 0.2 and engine.submitted < len(prompts):
@@ -55,7 +61,13 @@ def co_serve(executor: Executor, checkpoints: Path, seed: int) -> ProgramEngine:
     return engine
 
 
+def wait_at_end(record: StepRecord) -> None:
+    """Be there to be killed, however slow who kills is."""
+    if record.step >= STEPS - 1:
+        print(WAITING, flush=True)
+        sys.stdin.read()
+
+
 if __name__ == "__main__":
     program, checkpoints, seed = sys.argv[1:]
-    co_serve(pcg.load(program), Path(checkpoints), int(seed))
-    print("end", flush=True)
+    co_serve(pcg.load(program), Path(checkpoints), int(seed), wait_at_end)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from pcg.errors import (
     OutOfMemoryError,
     PcgError,
 )
+from pcg.ir.program import Serving
+from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import JobState
@@ -203,6 +206,46 @@ def test_a_job_is_made_ready_beside_the_steps() -> None:
         with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
             again.wait(60)
     assert slow.readers == ["pcg jobs_0"]
+
+
+def test_adapters_are_added_beside_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read, and what serves them compiled, while steps go on; requests may name them then."""
+    executor, other = make_executor(), make_executor()
+    recipes = {"again": LORA, "ia3": {"peft_type": "IA3", "target_modules": ["k_proj"],
+               "feedforward_modules": []}}  # fmt: skip
+    for name, recipe in recipes.items():
+        for tensor in other.add_adapter(name, recipe, seed=3).tensors:
+            tensor.copy_(0.1 + 0.3 * torch.randn(tensor.shape))
+        other.refresh_adapter(name)
+        other.save_adapter(name, tmp_path / name)
+    go, threads = threading.Event(), list[str]()
+    program_for = executor.program_for
+
+    def slow(adapter: Adapter) -> Serving:
+        threads.append(threading.current_thread().name)
+        assert go.wait(60)
+        return program_for(adapter)
+
+    monkeypatch.setattr(executor, "program_for", slow)
+    with started(executor) as front:
+        asked = [front.add_adapter(name, tmp_path / name) for name in recipes]
+        until(lambda: bool(threads))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        go.set()
+        for one, name in zip(asked, recipes, strict=True):
+            assert one.result(60).name == name
+            found = front.submit([1, 2, 3], name, **GREEDY).wait(60)
+            expected = other.generate([[1, 2, 3]], name, **GREEDY)[0]
+            assert found.token_ids == expected.token_ids
+        with pytest.raises(AdapterError, match="there is an adapter 'ia3' already"):
+            front.add_adapter("ia3", tmp_path / "ia3").result(60)
+        with pytest.raises(AdapterError, match="is not there; give the directory of a saved"):
+            front.add_adapter("b", tmp_path / "none").result(60)
+    assert threads == ["pcg jobs_0"] * 2
+    with pytest.raises(EngineError, match="the engine was closed"):
+        front.add_adapter("b", LORA)
 
 
 def test_close_cancels_a_job_that_is_made_ready() -> None:
