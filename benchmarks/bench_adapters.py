@@ -12,9 +12,10 @@ over these rounds:
     use         a slot among those that run, as the first step with it gives
     peft        `PeftModel.load_adapter`, for few, as it takes seconds
 
-Then an engine's thread decodes one request all the time, and eight adapters are added and asked
-for: from each end of a step to the next, with none added, with `Front.add_adapter` (beside), and
-with `add_adapter` on the engine's own thread (within).
+Then an engine's thread decodes one request all the time, and four adapters are added and asked
+for, the first of them at sites that the program is compiled anew for: from each end of a step to
+the next, with none added, with `Front.add_adapter` (beside), and with `add_adapter` on the engine's
+own thread (within).
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ def peers(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def steps(executor: Executor, folder: Path, way: str, count: int = 8) -> dict[str, float]:
+def steps(folder: Path, way: str, count: int = 4) -> dict[str, float]:
     """From each end of a step to the next while adapters come and are then used, one by one."""
+    executor = pcg.compile(model(), None, device="cpu")
     engine = executor.engine(kv_cache_bytes=2**30)
     ends: list[float] = []
     step = engine.step
@@ -191,7 +193,8 @@ def main() -> None:
             "pcg": added(executor, folder, options.rounds, options.most),
             "peft": peers(folder),
         }
-        result["steps"] = {way: steps(executor, folder, way) for way in WAYS}
+        del executor
+        result["steps"] = {way: steps(folder, way) for way in WAYS}
     write("adapters", result)
 
 

@@ -139,7 +139,6 @@ class AdapterStacks:
         known = len(self._slots)
         if any(place >= known for _, place in moves):
             self._slots += [None] * (max(most, known + known // 2) - known)
-            self._grow()
         for adapter, place in moves:
             before = self._places.pop(id(adapter), None)
             if before is not None:
@@ -148,11 +147,9 @@ class AdapterStacks:
             if gone is not None:
                 del self._places[id(gone)]
             self._slots[place], self._places[id(adapter)] = adapter, place
-        # The largest first: each stack has to become wider once at most.
-        largest = sorted(moves, key=lambda move: -move[0].size_bytes)
-        fit = all(
+        fit = len(self._slots) == known and all(
             stack.put(place, adapter, layer, self._cutter)
-            for adapter, place in largest
+            for adapter, place in moves
             for stacks, (_, layer) in zip(self._stacks, self._sites, strict=True)
             for stack in stacks.values()
         )
@@ -160,16 +157,6 @@ class AdapterStacks:
             self._stacks = [
                 sites.stacks(self._slots, layer, self._cutter) for sites, layer in self._sites
             ]
-
-    def _grow(self) -> None:
-        """Have room for all slots."""
-        count = len(self._slots)
-        if not self._stacks:
-            none: list[Adapter | None] = [None] * count
-            self._stacks = [sites.stacks(none, layer, self._cutter) for sites, layer in self._sites]
-        for stacks in self._stacks:
-            for stack in stacks.values():
-                stack.grow(count)
 
 
 _BOUND = 8

@@ -1,15 +1,9 @@
-"""Stacks: the weights of all slots at one attribute of a layer, padded to the largest.
-
-An adapter is written where it lies from then on, once; a stack that has to become larger takes over
-what it has by copies of its own memory. Over ranks that is so while ranks of adapters stay within
-the largest: where parts of it lie depends on how large it is, so larger ones are stacked anew.
-"""
+"""Stacks: the weights of all slots at one attribute of a layer, padded to the largest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import gt
 from typing import Protocol, TypeAlias
 
 import torch
@@ -110,15 +104,6 @@ class Cutter:
         # A piece by itself, so that the stack of whole weights goes.
         return (piece.contiguous() if piece is not stack else stack).to(self.device), present
 
-    def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
-        """What one rank alone stacks of an adapter, [rows, columns]; None where it has none."""
-        return self.weights.part(adapter, parameter.source.format(layer=layer))
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether stacks hold whole weights."""
-        return self.ranks.size == 1
-
     def whole_of(self, stack: Tensor | None, parameter: Parameter) -> tuple[int, int]:
         """Rows and columns of whole weights, of dims that are as large as adapters have them.
 
@@ -136,9 +121,6 @@ class Cutter:
 
 class Stack(Protocol):
     """The weights of all slots at one attribute of a layer."""
-
-    def grow(self, slots: int) -> None:
-        """Have so many slots, and what there is in those that were."""
 
     def put(self, slot: int, adapter: Adapter, layer: int, cutter: Cutter) -> bool:
         """Write an adapter's into a slot; False where there is no room for it."""
@@ -160,31 +142,14 @@ class _SingleStack:
         self._parameter = parameter
         self._stack, self._present = cutter.stack(adapters, parameter, layer)
         self._turned = parameter.source.endswith((".lora_A", "_adapter_down"))
-        self._absent = _absent(parameter.source)
-
-    def grow(self, slots: int) -> None:
-        self._present += [False] * (slots - len(self._present))
-        if self._stack is not None:
-            self._stack = _enlarged(self._stack, slots, self._stack.shape[1:], self._absent)
 
     def put(self, slot: int, adapter: Adapter, layer: int, cutter: Cutter) -> bool:
-        if cutter.is_alone:
-            self._put_whole(slot, cutter.part(adapter, self._parameter, layer), cutter.device)
-            return True
         least = cutter.whole_of(self._stack, self._parameter)
         part, (is_there,) = cutter.stack([adapter], self._parameter, layer, least)
-        fits = _write(self._stack, slot, part, self._absent)
+        fits = _write(self._stack, slot, part, _absent(self._parameter.source))
         if fits:
             self._present[slot] = is_there
         return fits
-
-    def _put_whole(self, slot: int, part: Tensor | None, device: torch.device) -> None:
-        self._present[slot] = part is not None
-        if part is not None:
-            slots = len(self._present)
-            self._stack = _room_for(self._stack, slots, part, self._absent, device)
-        if self._stack is not None:
-            _write_padded(self._stack[slot], part, self._absent)
 
     def bound(self, slots: slice, segments: Segments) -> SegmentedWeight | None:
         if self._stack is None or not any(self._present[slots]):
@@ -209,10 +174,6 @@ class _JoinedStack:
         cutter: Cutter,
     ) -> None:
         self._modules = modules
-        self._outs = [out for _, _, out in modules]
-        self._ranks = [0] * len(modules)
-        self._is_joined = False
-        self._b: list[Tensor] = []
         parts = [
             (cutter.stack(adapters, a, layer), cutter.stack(adapters, b, layer))
             for a, b, _ in modules
@@ -230,60 +191,35 @@ class _JoinedStack:
             there[0].new_zeros(count, 0, out) if x is None else x
             for (_, (x, _)), (_, _, out) in zip(parts, modules, strict=True)
         ]
-        self._lay(count, in_, [part.shape[1] for part in a], there[0])
-        for own, stacked in zip((*self._parts_of_a, *self._parts_of_b), (*a, *b), strict=True):
-            own.copy_(stacked)
-
-    def _lay(self, slots: int, in_: int, ranks: list[int], like: Tensor) -> None:
-        """Take memory for so many slots and these ranks, with what there was so far."""
-        before = (*self._parts_of_a, *self._parts_of_b)
-        self._ranks = ranks
-        self._a = like.new_zeros(slots, sum(ranks), in_)
-        size = slots * sum(ranks) * sum(self._outs) * like.element_size()
-        self._is_joined = len(self._modules) == 1 or size <= JOINED_BYTES
+        self._ranks = [part.shape[1] for part in a]
+        self._outs = [out for _, _, out in modules]
+        self._a = torch.cat(a, 1)
+        size = count * sum(self._ranks) * sum(self._outs) * b[0].element_size()
+        self._is_joined = len(modules) == 1 or size <= JOINED_BYTES
         if self._is_joined:
-            self._b = [like.new_zeros(slots, sum(ranks), sum(self._outs))]
+            whole = b[0].new_zeros(count, sum(self._ranks), sum(self._outs))
+            for view, part in zip(self._blocks(whole), b, strict=True):
+                view.copy_(part)
+            self._b = [whole]
         else:
-            pairs = zip(ranks, self._outs, strict=True)
-            self._b = [like.new_zeros(slots, rank, out) for rank, out in pairs]
-        for new, old in zip((*self._parts_of_a, *self._parts_of_b), before, strict=bool(before)):
-            new[: old.shape[0], : old.shape[1]].copy_(old)
+            self._b = b
 
-    @property
-    def _parts_of_a(self) -> Sequence[Tensor]:
-        """Each module's rows of A."""
-        return () if self._a is None else self._a.split(self._ranks, 1)
-
-    @property
-    def _parts_of_b(self) -> Sequence[Tensor]:
-        """Each module's B, or its rows and columns of the joined one."""
-        if not self._is_joined:
-            return self._b
-        whole, blocks = self._b[0], []
+    def _blocks(self, whole: Tensor) -> list[Tensor]:
+        """Each module's rows and columns of the joined B."""
+        blocks = []
         row = column = 0
         for rank, out in zip(self._ranks, self._outs, strict=True):
             blocks.append(whole[:, row : row + rank, column : column + out])
             row, column = row + rank, column + out
         return blocks
 
-    def grow(self, slots: int) -> None:
-        self._present += [False] * (slots - len(self._present))
-        if self._a is not None:
-            self._lay(slots, self._a.shape[2], self._ranks, self._a)
-
     def put(self, slot: int, adapter: Adapter, layer: int, cutter: Cutter) -> bool:
-        if cutter.is_alone:
-            parts = [
-                (cutter.part(adapter, a, layer), cutter.part(adapter, b, layer))
-                for a, b, _ in self._modules
-            ]
-            self._put_whole(slot, parts, cutter.device)
-            return True
         is_there = False
-        a, b = self._parts_of_a, self._parts_of_b
+        a = None if self._a is None else self._a.split(self._ranks, 1)
+        b = [] if a is None else self._blocks(self._b[0]) if self._is_joined else self._b
         for index, (of_a, of_b, _) in enumerate(self._modules):
-            own_a = a[index] if a else None
-            own_b = b[index] if b else None
+            own_a = None if a is None else a[index]
+            own_b = None if a is None else b[index]
             for stack, parameter in ((own_a, of_a), (own_b, of_b)):
                 least = cutter.whole_of(stack, parameter)
                 part, (has,) = cutter.stack([adapter], parameter, layer, least)
@@ -293,58 +229,12 @@ class _JoinedStack:
         self._present[slot] = is_there
         return True
 
-    def _put_whole(
-        self,
-        slot: int,
-        parts: Sequence[tuple[Tensor | None, Tensor | None]],
-        device: torch.device,
-    ) -> None:
-        there = [a for a, _ in parts if a is not None]
-        self._present[slot] = bool(there)
-        ranks = [0 if a is None else a.shape[0] for a, _ in parts]
-        if there and (self._a is None or any(map(gt, ranks, self._ranks))):
-            like = there[0].new_empty(0, device=device) if self._a is None else self._a
-            wider = [*map(max, ranks, self._ranks)]
-            self._lay(len(self._present), there[0].shape[1], wider, like)
-        own = zip(self._parts_of_a, self._parts_of_b, strict=True)
-        for (own_a, own_b), (a, b) in zip(own, parts, strict=self._a is not None):
-            _write_padded(own_a[slot], a, 0.0)
-            _write_padded(own_b[slot], b, 0.0)
-
     def bound(self, slots: slice, segments: Segments) -> JoinedLora | None:
         if self._a is None or not any(self._present[slots]):
             return None
         b = [part[slots] for part in self._b]
         joined, rest = (b[0], ()) if self._is_joined else (None, tuple(b))
         return JoinedLora(self._a[slots].transpose(1, 2), rest, joined, self._ranks, segments)
-
-
-def _write_padded(slot: Tensor, part: Tensor | None, absent: float) -> None:
-    """Write an adapter's part into a slot that has room for it, and `absent` around it."""
-    if part is None:
-        slot.fill_(absent)
-    elif part.shape == slot.shape:
-        slot.copy_(part)
-    else:
-        slot.fill_(absent)
-        slot[: part.shape[0], : part.shape[1]].copy_(part)
-
-
-def _room_for(
-    stack: Tensor | None, slots: int, part: Tensor, absent: float, device: torch.device
-) -> Tensor:
-    """The stack where it has room for a part; else a larger one."""
-    if stack is None:
-        return part.new_full((slots, *part.shape), absent, device=device)
-    sizes = [*map(max, part.shape, stack.shape[1:])]
-    return stack if sizes == [*stack.shape[1:]] else _enlarged(stack, slots, sizes, absent)
-
-
-def _enlarged(stack: Tensor, slots: int, sizes: Sequence[int], absent: float) -> Tensor:
-    """The stack in a larger one."""
-    made = stack.new_full((slots, *sizes), absent)
-    made[: stack.shape[0], : stack.shape[1], : stack.shape[2]].copy_(stack)
-    return made
 
 
 def _write(stack: Tensor | None, slot: int, part: Tensor | None, absent: float) -> bool:
