@@ -52,6 +52,25 @@ from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
 
 
+@dataclasses.dataclass(frozen=True)
+class ServingProgram:
+    """A program that serves adapters at some sites, ready to run.
+
+    Attributes:
+        serving: as it was compiled.
+        sources: of the adapters' parameters that it reads.
+        weights: of the base.
+        runner: of both.
+        stacks: of the adapters that run.
+    """
+
+    serving: Serving
+    sources: frozenset[str]
+    weights: BaseWeights
+    runner: ModelRunner
+    stacks: AdapterStacks
+
+
 class Executor:
     """Serves and finetunes many adapters over one frozen base model.
 
@@ -82,14 +101,17 @@ class Executor:
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
         self._trainings = TrainingPrograms(program, specialiser, ranks)
-        self._use(program.serving)
+        self._use(self._bound(program.serving))
 
-    def _use(self, serving: Serving) -> None:
-        self._serving = serving
-        self._sources = model_sources(serving.model)
-        self._weights = self.weight_store.bind(serving.model)
-        self._runner = ModelRunner(serving, self._weights, self.ranks)
-        self._stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
+    def _bound(self, serving: Serving) -> ServingProgram:
+        weights = self.weight_store.bind(serving.model)
+        runner = ModelRunner(serving, weights, self.ranks)
+        stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
+        return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
+
+    def _use(self, program: ServingProgram) -> None:
+        self._serving = program
+        self._weights, self._runner, self._stacks = program.weights, program.runner, program.stacks
         for engine in self._engines:
             engine.device.use(self._runner, self._stacks)
 
@@ -369,7 +391,7 @@ class Executor:
             check_biases(adapter, adapter.biases)
         return self.prepared(adapter)
 
-    def put_adapter(self, adapter: Adapter, ready: Serving | None = None) -> Adapter:
+    def put_adapter(self, adapter: Adapter, ready: ServingProgram | None = None) -> Adapter:
         """Use an adapter that is in memory, in place of one of that name.
 
         Args:
@@ -380,9 +402,9 @@ class Executor:
         before = dict(self._adapters)
         self._adapters[adapter.name] = adapter
         try:
-            if not served_sources(adapter) <= self._sources:
+            if not served_sources(adapter) <= self._serving.sources:
                 served = [served_sources(other) for other in self._adapters.values()]
-                if ready is None or not frozenset().union(*served) <= model_sources(ready.model):
+                if ready is None or not frozenset().union(*served) <= ready.sources:
                     ready = self.program_for(adapter)
                 self._use(ready)
         except BaseException:
@@ -391,18 +413,18 @@ class Executor:
         self._served.changed(adapter)
         return adapter
 
-    def program_for(self, adapter: Adapter) -> Serving:
+    def program_for(self, adapter: Adapter) -> ServingProgram:
         """A program that serves an adapter beside those that are there; on any thread.
 
         It is the one that there is where that does.
         """
-        if served_sources(adapter) <= self._sources:
+        if served_sources(adapter) <= self._serving.sources:
             return self._serving
         others = {**self._adapters, adapter.name: adapter}
         recipes = [other.recipe for other in others.values()]
         serving = self._specialiser.serving(self.program, recipes)
         check_same(self.ranks, {"the serving program": serving_text(serving)})
-        return serving
+        return self._bound(serving)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""

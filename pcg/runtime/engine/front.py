@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from pcg.errors import EngineError, FinetuneError, PcgError
-from pcg.ir.program import Serving
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.request import Chunk, Request
@@ -35,6 +34,7 @@ from pcg.runtime.finetune_options import Data
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.program_engine import ProgramEngine
+    from pcg.runtime.executor import ServingProgram
 
 Result = TypeVar("Result")
 
@@ -133,7 +133,7 @@ class Front:
         end: Future[Adapter] = Future()
         end.set_running_or_notify_cancel()
 
-        def put(adapter: Adapter, ready: Serving) -> Adapter:
+        def put(adapter: Adapter, ready: ServingProgram) -> Adapter:
             executor.check_free(name)
             return executor.put_adapter(adapter, ready)
 
@@ -143,7 +143,8 @@ class Front:
                 executor.check_free(name)
                 made = executor.make_adapter(name, path_or_config, seed=seed)
                 adapter = made.map(torch.clone)  # not to be read from the disk by a step
-                asked = self.call(functools.partial(put, adapter, executor.program_for(adapter)))
+                ready = executor.program_for(adapter)
+                asked = self.call(functools.partial(put, adapter, ready))
             except BaseException as error:  # theirs who asked
                 end.set_exception(error)
             else:

@@ -21,7 +21,6 @@ from pcg.errors import (
     OutOfMemoryError,
     PcgError,
 )
-from pcg.ir.program import Serving
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.front import Front
@@ -29,7 +28,7 @@ from pcg.runtime.engine.job import JobState
 from pcg.runtime.engine.request import Completion
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.stream import Stream
-from pcg.runtime.executor import Executor
+from pcg.runtime.executor import Executor, ServingProgram
 from tests.families.test_numbers import prompts
 from tests.runtime.engine.test_engine import (
     DATA,
@@ -223,7 +222,7 @@ def test_adapters_are_added_beside_the_steps(
     go, threads = threading.Event(), list[str]()
     program_for = executor.program_for
 
-    def slow(adapter: Adapter) -> Serving:
+    def slow(adapter: Adapter) -> ServingProgram:
         threads.append(threading.current_thread().name)
         assert go.wait(60)
         return program_for(adapter)
