@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 RECIPE = "Recipe"
+OPTIMIZER = "Optimizer and schedule"
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -136,6 +138,44 @@ TrustEdits = Annotated[
     bool, typer.Option("--trust-edits", help="Run a program whose emitted source was edited.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+OptimizerName = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help="Of torch.optim: adadelta, adafactor, adagrad, adam, adamax, adamw, asgd, muon, "
+        "nadam, radam, rmsprop, rprop or sgd.",
+        rich_help_panel=OPTIMIZER,
+        metavar="NAME",
+    ),
+]
+OptimizerOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--optimizer-option",
+        help="Of the optimizer, by torch's name, as momentum=0.9 or etas=[0.5,1.2]. Repeatable.",
+        show_default=False,
+        rich_help_panel=OPTIMIZER,
+        metavar="NAME=VALUE",
+    ),
+]
+
+
+def optimizer_options_of(values: list[str] | None) -> dict[str, Any] | None:
+    """Options of an optimizer by name, from `name=value` each; what is no JSON is a word."""
+    options: dict[str, Any] = {}
+    for value in values or ():
+        name, equals, text = value.partition("=")
+        if not (name and equals and text):
+            raise typer.BadParameter(f"{value!r}; use NAME=VALUE", param_hint="--optimizer-option")
+        if name in options:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--optimizer-option")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options or None
 
 
 def adapters_of(values: list[str]) -> dict[str, Path]:

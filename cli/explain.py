@@ -21,6 +21,8 @@ from .arguments import (
     Dtype,
     Json,
     Model,
+    OptimizerName,
+    OptimizerOptions,
     Peft,
     Rank,
     Seq,
@@ -28,6 +30,7 @@ from .arguments import (
     Targets,
     TensorParallel,
     TpPlan,
+    optimizer_options_of,
     peft_of,
 )
 from .console import busy, print_json, size_text
@@ -47,6 +50,8 @@ def explain_command(
     batch: Batch = 1,
     seq: Seq = 1024,
     memory_budget: Budget = None,
+    optimizer: OptimizerName = "adamw",
+    optimizer_options: OptimizerOptions = None,
     dtype: Dtype = None,
     tensors: Annotated[
         bool,
@@ -113,6 +118,8 @@ def explain_command(
         "seq": seq,
         "dtype": dtype,
         "memory_budget": memory_budget,
+        "optimizer": optimizer,
+        "optimizer_options": optimizer_options_of(optimizer_options),
         "gpus": gpu or (),
         "find_region": formula,
     }

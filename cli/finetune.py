@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import (
+    OPTIMIZER,
     Alpha,
     Device,
     Dtype,
     Json,
+    OptimizerName,
+    OptimizerOptions,
     Rank,
     Ranks,
     Runnable,
@@ -26,6 +29,7 @@ from .arguments import (
     TrustEdits,
     WeightsPlace,
     lora_of,
+    optimizer_options_of,
 )
 from .console import count_text, err, print_json, time_text
 from .executors import on_ranks, open_executor, ranks_of
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
     from pcg.runtime.finetune_result import FinetuneResult
 
 LENGTH = "Length and batches"
-OPTIMIZER = "Optimizer and schedule"
 DATA = "Data"
 EVALUATION = "Evaluation"
 CHECKPOINTS = "Checkpoints"
@@ -97,11 +100,27 @@ def finetune_command(
     learning_rate: Annotated[
         float, typer.Option("--learning-rate", "--lr", rich_help_panel=OPTIMIZER, metavar="X")
     ] = 2e-4,
+    optimizer: OptimizerName = "adamw",
+    optimizer_options: OptimizerOptions = None,
     weight_decay: Annotated[float, typer.Option(rich_help_panel=OPTIMIZER, metavar="X")] = 0.0,
     betas: Annotated[
-        tuple[float, float], typer.Option(rich_help_panel=OPTIMIZER, metavar="X X")
-    ] = (0.9, 0.999),
-    eps: Annotated[float, typer.Option(rich_help_panel=OPTIMIZER, metavar="X")] = 1e-8,
+        tuple[float, float] | None,
+        typer.Option(
+            help="Of Adam's family; torch's by default.",
+            rich_help_panel=OPTIMIZER,
+            show_default=False,
+            metavar="X X",
+        ),
+    ] = None,
+    eps: Annotated[
+        float | None,
+        typer.Option(
+            help="Torch's by default.",
+            rich_help_panel=OPTIMIZER,
+            show_default=False,
+            metavar="X",
+        ),
+    ] = None,
     max_grad_norm: Annotated[
         float, typer.Option(help="0 does not clip.", rich_help_panel=OPTIMIZER, metavar="X")
     ] = 1.0,
@@ -252,6 +271,7 @@ def finetune_command(
     names = [field.name for field in dataclasses.fields(FinetuneOptions)]
     options = {name: given[name] for name in names}
     options["max_grad_norm"] = max_grad_norm or None
+    options["optimizer_options"] = optimizer_options_of(optimizer_options)
     options["resume"] = "auto" if resume is None else resume
     options["checkpoint_dir"] = checkpoint_dir or output / OWN_CHECKPOINTS
     FinetuneOptions.of(options)  # says what is wrong before the model is loaded

@@ -21,6 +21,7 @@ from pcg.errors import (
     UnsupportedError,
 )
 from pcg.ir.memory_budget import MemoryBudget
+from pcg.ir.optimizers import Optimizer
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
 from pcg.parallel.base_plan import read_tp_plan
@@ -56,6 +57,8 @@ def explain(
     seq: int = 1024,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
+    optimizer: str = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
     gpus: Sequence[str] = (),
     find_region: bool = False,
     peers: bool = False,
@@ -77,6 +80,8 @@ def explain(
         seq: tokens of each.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: as for `compile`.
+        optimizer: that updates the adapters, a name of `pcg.ir.optimizers.OPTIMIZERS`.
+        optimizer_options: of it, as finetuning takes them; some keep more.
         gpus: names of GPUs to fit the step to.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
@@ -96,6 +101,7 @@ def explain(
     options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
     options["sequence_parallel"] = sequence_parallel
     options["gradient_accumulation_steps"] = gradient_accumulation_steps
+    options |= {"optimizer": optimizer, "optimizer_options": optimizer_options}
     found = compare(model, {"": peft}, **options)
     return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
 
@@ -132,6 +138,8 @@ def compare(
     seq: int = 1024,
     dtype: str | None = None,
     memory_budget: float | str | None = None,
+    optimizer: str = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
     gpus: Sequence[str] = (),
     find_region: bool = False,
 ) -> dict[str, Report]:
@@ -149,6 +157,8 @@ def compare(
         seq: tokens of each.
         dtype: torch's name of the dtype.
         memory_budget: as for `compile`.
+        optimizer: that updates the adapters.
+        optimizer_options: of it.
         gpus: names of GPUs to fit the step to.
         find_region: as for `explain`.
     """
@@ -160,6 +170,8 @@ def compare(
     devices = [device_of(name) for name in gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     budget = MemoryBudget.parse(memory_budget, batch, seq)
+    updates = Optimizer.of(optimizer, optimizer_options)
+    updates.check_parted(tp)
     source = resolve(model)
     state = Compilation(
         source.name,
@@ -175,13 +187,15 @@ def compare(
     )
     folded = run_passes(state, last="fold")
     return {
-        name: _explained(folded, found, devices, find_region) for name, found in recipes.items()
+        name: _explained(folded, found, updates, devices, find_region)
+        for name, found in recipes.items()
     }
 
 
 def _explained(
     folded: Compilation,
     recipes: Mapping[str, Recipe],
+    optimizer: Optimizer,
     devices: Sequence[Device],
     find_region: bool,
 ) -> Report:
@@ -192,7 +206,7 @@ def _explained(
     from pcg.passes.step_memory import Asked
 
     what = _account_of(folded, recipes, windows=True)
-    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
     report = account(what, asked)
     if find_region and what.frontiers is not None:
         report = _with_regions(report, folded, what, asked)

@@ -170,7 +170,7 @@ class Report:
     - weights: the base model's parameters;
     - adapters: the trainable parameters, in fp32 over half precision as peft has them;
     - gradients: one for each trainable parameter, in its dtype;
-    - optimizer: AdamW's two moments in fp32;
+    - optimizer: what `optimizer` keeps of them, as AdamW two moments and the count of steps;
     - kv_cache: keys and values of batch · seq tokens, for the requests served beside it;
     - activations: what pcg's training program keeps for backward (stage `compressed`; `eager`
       where pcg cannot train the model);
@@ -199,6 +199,7 @@ class Report:
     formula_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
     memory_budget: str = "1"
+    optimizer: str = "adamw"
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     peers: tuple[PeerPoint, ...] = ()

@@ -10,7 +10,7 @@ WORDS = {
     "weights": "the base model, frozen",
     "adapters": "trainable parameters",
     "gradients": "one for each of them",
-    "optimizer": "AdamW's two moments, fp32",
+    "optimizer": "what {optimizer} keeps of each",
     "kv_cache": "keys and values of as many served tokens",
     "activations": "kept for backward",
     "workspace": "what the fullest moment needs beside",
@@ -50,7 +50,7 @@ def memory(report: Report) -> Markup:
             parts.append(part)
         left += share
         swatch = element("span", class_=f"swatch k-{kind}", aria_hidden="true")
-        words = element("span", WORDS[kind], class_="aside")
+        words = element("span", WORDS[kind].format(optimizer=report.optimizer), class_="aside")
         rows.append(row(joined((swatch, name, words)), gib(size), f"{share:.1%}"))
     rows.append(row("total", gib(total), "100%", class_="sum"))
     bar = element(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pcg.errors import AdapterError
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import TargetRecipe
 
 # The decoders among TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING in peft 0.21.2.
@@ -49,9 +50,9 @@ class AdaLoraSite:
     rank: int
     scale: float
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained at a module [out, in]."""
-        return self.rank * (out + in_ + 1)
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained at a module [out, in]."""
+        return (self.rank, in_), (out, self.rank), (self.rank, 1)
 
     def __str__(self) -> str:
         return f"AdaLoRA of rank {self.rank} with scale {self.scale:g}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import TargetRecipe
 
 ATTENTION_OUTPUTS = (
@@ -45,9 +46,9 @@ class BottleneckSite:
     scaling: float
     is_parallel: bool
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained at a module [out, in]; the adapter goes from `out` to `out`."""
-        return 2 * self.size * out + self.size + out
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained at a module [out, in]; the adapter goes from `out` to `out`."""
+        return (self.size, out), (self.size,), (out, self.size), (out,)
 
     def __str__(self) -> str:
         place = "beside" if self.is_parallel else "behind"

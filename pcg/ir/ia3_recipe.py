@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, name_list
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import TargetRecipe
 
 # The decoders among TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING and
@@ -51,9 +52,9 @@ class Ia3Site:
 
     is_feedforward: bool
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained at a module [out, in]."""
-        return in_ if self.is_feedforward else out
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained at a module [out, in]."""
+        return ((in_ if self.is_feedforward else out,),)
 
     def __str__(self) -> str:
         return f"(IA)³ on the {'input' if self.is_feedforward else 'output'}"

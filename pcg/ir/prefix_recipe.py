@@ -17,6 +17,7 @@ from typing import ClassVar, Self
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import layer_path
 from pcg.ir.prompt_encoder import PREFIX, PromptEncoder
+from pcg.ir.shapes import Shapes
 from pcg.ir.untargeted_recipe import VirtualTokensRecipe
 
 
@@ -26,9 +27,9 @@ class PrefixSite:
 
     tokens: int
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained in a layer with so many features of values and of keys."""
-        return self.tokens * (out + in_)
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained in a layer with so many features of values and of keys."""
+        return (self.tokens, in_), (self.tokens, out)
 
     def __str__(self) -> str:
         return f"a prefix of {self.tokens} virtual tokens"

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 from pcg.errors import AdapterError
 
@@ -95,10 +94,6 @@ class PromptEncoder:
             found[f"{name}.{2 * index}.weight"] = (size, in_)  # a function stands between two
             found[f"{name}.{2 * index}.bias"] = (size,)
         return found
-
-    def elements(self, shapes: Sequence[tuple[int, int]]) -> int:
-        """Numbers that are trained; as `widths`."""
-        return sum(prod(shape) for shape in self.shapes(shapes).values())
 
     def __str__(self) -> str:
         hidden = "" if self.hidden is None else f" with {self.hidden} features within"

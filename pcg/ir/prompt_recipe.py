@@ -16,6 +16,7 @@ from typing import ClassVar
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.prompt_encoder import LSTM, MLP, PromptEncoder
+from pcg.ir.shapes import Shapes
 from pcg.ir.untargeted_recipe import VirtualTokensRecipe
 
 _INITS = ("RANDOM", "SAMPLE_VOCAB", "TEXT")
@@ -28,9 +29,9 @@ class PromptSite:
 
     tokens: int
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained over a token embedding [out, in]."""
-        return self.tokens * in_
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained over a token embedding [out, in]."""
+        return ((self.tokens, in_),)
 
     def __str__(self) -> str:
         return f"a prompt of {self.tokens} virtual tokens"

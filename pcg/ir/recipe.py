@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import first_match
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import ALL_LINEAR, TargetRecipe
 
 # model_type -> the modules adapted where a recipe names none; the decoders among
@@ -58,9 +59,10 @@ class Site:
     use_dora: bool = False
     has_bias: bool = False
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained at a module [out, in]."""
-        return self.rank * (out + in_) + out * (self.use_dora + self.has_bias)
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained at a module [out, in]."""
+        vectors = ((out,),) * (self.use_dora + self.has_bias)
+        return (self.rank, in_), (out, self.rank), *vectors
 
     def __str__(self) -> str:
         extra = " and DoRA" * self.use_dora + " and lora_bias" * self.has_bias

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, ends_in, matches_end, name_list
 from pcg.ir.prompt_encoder import PromptEncoder
+from pcg.ir.shapes import Shapes
 
 ALL_LINEAR = "all-linear"
 
@@ -87,17 +88,18 @@ class TargetRecipe(ABC, Generic[SiteT]):
     def site_of_target(self, path: str) -> SiteT:
         """What the method does at `path`, taking for granted that it is a target."""
 
-    def trained_elements(
+    def trained_shapes(
         self, sites: Mapping[str, SiteT], shapes: Mapping[str, tuple[int, int]]
-    ) -> int:
-        """Numbers that are trained of the method's own.
+    ) -> Shapes:
+        """Shapes of what is trained of the method's own.
 
         Args:
             sites: as of `sites`.
             shapes: as `ModelGraph.module_shapes`.
         """
         found: Mapping[str, Any] = sites
-        return sum(site.trained_elements(*shapes[path]) for path, site in found.items())
+        trained = (site.trained_shapes(*shapes[path]) for path, site in found.items())
+        return tuple(shape for of_site in trained for shape in of_site)
 
     @property
     def is_all_linear(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pcg.errors import AdapterError
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import SiteT, TargetRecipe
 
 
@@ -71,9 +72,9 @@ class VirtualTokensRecipe(UntargetedRecipe[SiteT]):
     def prompt_tokens(self) -> int:
         return self.tokens or 0
 
-    def trained_elements(
+    def trained_shapes(
         self, sites: Mapping[str, SiteT], shapes: Mapping[str, tuple[int, int]]
-    ) -> int:
+    ) -> Shapes:
         if self.encoder is None:
-            return super().trained_elements(sites, shapes)
-        return self.encoder.elements([shapes[path] for path in sites])
+            return super().trained_shapes(sites, shapes)
+        return tuple(self.encoder.shapes([shapes[path] for path in sites]).values())

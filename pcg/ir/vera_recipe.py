@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from pcg.errors import AdapterError
 from pcg.ir.recipe import FAMILY_TARGETS as LORA_TARGETS
+from pcg.ir.shapes import Shapes
 from pcg.ir.target_recipe import TargetRecipe
 
 # The decoders among TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING in peft 0.21.2.
@@ -26,9 +27,9 @@ class VeraSite:
 
     rank: int
 
-    def trained_elements(self, out: int, in_: int) -> int:
-        """Numbers that are trained at a module [out, in]; A and B are not."""
-        return out + self.rank
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        """Of what is trained at a module [out, in]; A and B are not."""
+        return (out,), (self.rank,)
 
     def __str__(self) -> str:
         return f"VeRA of rank {self.rank}"

@@ -111,6 +111,7 @@ def account(what: Account, asked: Asked) -> Report:
         else (),
         notes=tuple(notes),
         memory_budget=str(asked.budget),
+        optimizer=asked.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(what) if kept else (),
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from pcg.ir.adalora_recipe import AdaLoraRecipe
 from pcg.ir.bottleneck_recipe import BottleneckRecipe
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
+from pcg.ir.shapes import Shape, Shapes, elements
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
 
@@ -27,14 +27,19 @@ class AdapterUse:
         bypasses: the bypass networks to attach.
         sites: what is at each module path, of each kind of site the largest; paths are those of
             `pcg.ir.program.ModelGraph.module_shapes`.
-        trainable: number of trained parameters, of all adapters.
+        trained: shapes of the trained tensors, of all adapters.
         not_followed: the methods whose eager code is not followed.
     """
 
     bypasses: Bypasses
     sites: Mapping[str, tuple[Any, ...]]
-    trainable: int
+    trained: Shapes
     not_followed: tuple[str, ...]
+
+    @property
+    def trainable(self) -> int:
+        """Number of trained parameters."""
+        return elements(self.trained)
 
 
 def adapter_use(
@@ -54,31 +59,31 @@ def adapter_use(
     shapes, modules = model.module_shapes(), tuple(model.linear_modules())
     sites: dict[str, dict[type, Any]] = {}
     beside: dict[str, None] = {}
-    trainable = 0
+    trained: list[Shape] = []
     for recipe in recipes.values():
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
-        trainable += _bias_elements(model, biases)
+        trained += _bias_shapes(model, biases)
         found = recipe.sites(modules, model.output_module, model_type)
-        trainable += recipe.trained_elements(found, shapes)
+        trained += recipe.trained_shapes(found, shapes)
         for path, site in found.items():
             of_path = sites.setdefault(path, {})
             largest = of_path.get(type(site))
-            elements = site.trained_elements(*shapes[path])
-            if largest is None or elements > largest.trained_elements(*shapes[path]):
+            size = elements(site.trained_shapes(*shapes[path]))
+            if largest is None or size > elements(largest.trained_shapes(*shapes[path])):
                 of_path[type(site)] = site
         if isinstance(recipe, AdaLoraRecipe | BottleneckRecipe):
             beside[recipe.method] = None
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     of_paths = {path: tuple(of_path.values()) for path, of_path in sites.items()}
-    return AdapterUse(bypasses, of_paths, trainable, tuple(beside))
+    return AdapterUse(bypasses, of_paths, tuple(trained), tuple(beside))
 
 
-def _bias_elements(model: ModelGraph, sources: frozenset[str]) -> int:
+def _bias_shapes(model: ModelGraph, sources: frozenset[str]) -> list[Shape]:
     if not sources:
-        return 0
-    sizes = {
-        parameter.source.format(layer=layer): prod(parameter.type.features)
+        return []
+    shapes = {
+        parameter.source.format(layer=layer): parameter.type.features
         for parameter, layer in model.parameters()
         if parameter.source in sources
     }
-    return sum(sizes.values())
+    return [*shapes.values()]

@@ -9,7 +9,7 @@ the workspace is what the fullest moment of the step needs beside them (`pcg.pas
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -19,8 +19,10 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import layout_of
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators.model import CONTEXT
+from pcg.ir.optimizers import Optimizer
 from pcg.ir.program import ModelGraph
 from pcg.ir.recipes import Recipe
+from pcg.ir.shapes import Shapes, elements
 from pcg.ir.trained import trained
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.adapter_use import AdapterUse
@@ -31,10 +33,6 @@ from pcg.passes.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.passes.timeline import MomentSizes, timeline
 from pcg.passes.train import LayerKind
 from pcg.report import KINDS, Moment
-
-MOMENT_BYTES = 2 * DTYPE_BYTES["f32"]
-"""AdamW's two moments of one parameter."""
-
 
 LOSS_CHUNK_BYTES = 16 * 2**20
 """Logits in fp32 of one chunk of the loss; `pcg.runtime.training_runner.CHUNK_BYTES`."""
@@ -50,6 +48,7 @@ class Asked:
         recipes: of the adapters, by name.
         budget: what is kept for backward, and the batch of a step.
         tp: tensor-parallel degree.
+        optimizer: that updates the adapters.
     """
 
     model: str
@@ -57,6 +56,7 @@ class Asked:
     recipes: Mapping[str, Recipe]
     budget: MemoryBudget
     tp: int = 1
+    optimizer: Optimizer = field(default_factory=Optimizer.default)
 
     @property
     def batch(self) -> int:
@@ -165,13 +165,13 @@ def step_memory(
         fullest = sizes[totals.index(max(totals))]
         workspace = fullest.kept + fullest.workspace - activations
     _, weights = base_weights(what.base)
-    trainable = _trained_elements(what, asked)
-    adapters = sympy.Integer(DTYPE_BYTES[what.adapter_dtype] * trainable)
+    trained, size = _trained_shapes(what, asked), DTYPE_BYTES[what.adapter_dtype]
+    adapters = sympy.Integer(size * elements(trained))
     kinds = (
         sympy.Integer(weights),
         adapters,
         adapters,
-        sympy.Integer(MOMENT_BYTES * trainable),
+        sympy.Integer(asked.optimizer.state_bytes(trained, size)),
         _kv_cache(what.base) * TOKENS_OF_BATCH,
         activations,
         workspace,
@@ -180,17 +180,17 @@ def step_memory(
     return formulas | {"total": sympy.Add(*kinds)}, moments
 
 
-def _trained_elements(what: Account, asked: Asked) -> int:
-    """Trained numbers that one rank has."""
+def _trained_shapes(what: Account, asked: Asked) -> Shapes:
+    """Of the trained tensors that one rank has."""
     if asked.tp == 1 or what.training is None:
-        return what.use.trainable
+        return what.use.trained
     names = {name for graph in what.training.graphs for name in trained(graph)}
     found = {
-        (parameter.source, parameter.rows, layer): prod(parameter.type.features)
+        (parameter.source, parameter.rows, layer): parameter.type.features
         for parameter, layer in what.training.parameters()
         if parameter.name in names
     }
-    return sum(found.values())
+    return tuple(found.values())
 
 
 def base_weights(model: ModelGraph) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """An adapter in memory: a recipe of any method, and the weights that belong to it."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -272,10 +272,14 @@ def check_fits(
             )
     if adapter.recipe.target_modules is None:
         return
-    linear = filter(is_module, module_shapes)
-    expected = [p for p in linear if adapter.recipe.site(p, output_layer=output_layer)]
-    missing = [path for path in expected if path not in adapter.weights]
+
+    def targets(paths: Iterable[str]) -> list[str]:
+        return [p for p in paths if adapter.recipe.site(p, output_layer=output_layer)]
+
+    linear = [*filter(is_module, module_shapes)]
+    missing = targets(path for path in linear if path not in adapter.weights)
     if missing and not (adapter.recipe.is_all_linear and output_layer is None):
+        expected = targets(linear)
         raise AdapterError(
             f"{who} has no weights for {len(missing)} of the {len(expected)} modules that it "
             f"targets in {base}, such as {missing[0]}; it is an adapter for another base, or not "

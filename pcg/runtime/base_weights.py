@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -78,6 +79,7 @@ class WeightStore:
         self._device = device
         self._ranks = ranks
         self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._binding = Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -90,6 +92,10 @@ class WeightStore:
         Raises:
             WeightsError: a tensor is missing, damaged or of another shape.
         """
+        with self._binding:  # a job may be made ready beside an adapter that is added
+            return self._bind(model)
+
+    def _bind(self, model: ModelGraph) -> BaseWeights:
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
         base = self._program.base

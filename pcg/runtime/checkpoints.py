@@ -6,7 +6,7 @@
         adapter_model.safetensors
         encoder.safetensors                 what makes the adapter's weights, where something does
         allocation.safetensors              how AdaLoRA's ranks are scored, where they are
-        optimizer.safetensors               AdamW's state, "<parameter>/<key>"
+        optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
         trainer_state.json                  where the job is, and what it must have to go on
         best/                               the adapter of the best evaluation, where it is kept,
                                             and its encoder

@@ -52,6 +52,25 @@ from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
 
 
+@dataclasses.dataclass(frozen=True)
+class ServingProgram:
+    """A program that serves adapters at some sites, ready to run.
+
+    Attributes:
+        serving: as it was compiled.
+        sources: of the adapters' parameters that it reads.
+        weights: of the base.
+        runner: of both.
+        stacks: of the adapters that run.
+    """
+
+    serving: Serving
+    sources: frozenset[str]
+    weights: BaseWeights
+    runner: ModelRunner
+    stacks: AdapterStacks
+
+
 class Executor:
     """Serves and finetunes many adapters over one frozen base model.
 
@@ -82,13 +101,17 @@ class Executor:
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
         self._trainings = TrainingPrograms(program, specialiser, ranks)
-        self._use(program.serving)
+        self._use(self._bound(program.serving))
 
-    def _use(self, serving: Serving) -> None:
-        self._serving = serving
-        self._weights = self.weight_store.bind(serving.model)
-        self._runner = ModelRunner(serving, self._weights, self.ranks)
-        self._stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
+    def _bound(self, serving: Serving) -> ServingProgram:
+        weights = self.weight_store.bind(serving.model)
+        runner = ModelRunner(serving, weights, self.ranks)
+        stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
+        return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
+
+    def _use(self, program: ServingProgram) -> None:
+        self._serving = program
+        self._weights, self._runner, self._stacks = program.weights, program.runner, program.stacks
         for engine in self._engines:
             engine.device.use(self._runner, self._stacks)
 
@@ -334,9 +357,13 @@ class Executor:
             AdapterError: the name is taken, the files are damaged, or it fits another base.
             UnsupportedError: it has a feature that pcg does not do; it is named.
         """
+        self.check_free(name)
+        return self.put_adapter(self.make_adapter(name, path_or_config, seed=seed))
+
+    def check_free(self, name: str) -> None:
+        """AdapterError: there is an adapter of that name."""
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already; remove it first")
-        return self.put_adapter(self.make_adapter(name, path_or_config, seed=seed))
 
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """The same without using it: see `add_adapter`."""
@@ -364,21 +391,40 @@ class Executor:
             check_biases(adapter, adapter.biases)
         return self.prepared(adapter)
 
-    def put_adapter(self, adapter: Adapter) -> Adapter:
-        """Use an adapter that is in memory, in place of one of that name."""
+    def put_adapter(self, adapter: Adapter, ready: ServingProgram | None = None) -> Adapter:
+        """Use an adapter that is in memory, in place of one of that name.
+
+        Args:
+            adapter: to use.
+            ready: what `program_for` found for it before; None compiles it now, if need be.
+        """
         adapter = self.prepared(adapter)
         before = dict(self._adapters)
         self._adapters[adapter.name] = adapter
         try:
-            if not served_sources(adapter) <= model_sources(self._serving.model):
-                recipes = [other.recipe for other in self._adapters.values()]
-                serving = self._specialiser.serving(self.program, recipes)
-                check_same(self.ranks, {"the serving program": serving_text(serving)})
-                self._use(serving)
+            if not served_sources(adapter) <= self._serving.sources:
+                served = [served_sources(other) for other in self._adapters.values()]
+                if ready is None or not frozenset().union(*served) <= ready.sources:
+                    ready = self.program_for(adapter)
+                self._use(ready)
         except BaseException:
             self._adapters = before
             raise
+        self._served.changed(adapter)
         return adapter
+
+    def program_for(self, adapter: Adapter) -> ServingProgram:
+        """A program that serves an adapter beside those that are there; on any thread.
+
+        It is the one that there is where that does.
+        """
+        if served_sources(adapter) <= self._serving.sources:
+            return self._serving
+        others = {**self._adapters, adapter.name: adapter}
+        recipes = [other.recipe for other in others.values()]
+        serving = self._specialiser.serving(self.program, recipes)
+        check_same(self.ranks, {"the serving program": serving_text(serving)})
+        return self._bound(serving)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
@@ -403,6 +449,9 @@ class Executor:
         """The adapter in the program's adapter dtype, on this device; over ranks on the CPU."""
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
         device = self.device if self.ranks.size == 1 else torch.device("cpu")
+        tensors = (*adapter.tensors, *adapter.shared.values())
+        if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
+            return dataclasses.replace(adapter)
         return adapter.map(lambda tensor: tensor.to(device, dtype))
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
@@ -449,7 +498,7 @@ class Executor:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> FinetuneResult:
-        """Train an adapter over the frozen base, with AdamW; the executor serves it as it changes.
+        """Train an adapter over the frozen base; the executor serves it as it changes.
 
         Args:
             data: a .jsonl or .txt file, rows, or `Example`s that are tokens already.

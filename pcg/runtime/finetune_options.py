@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from pcg.errors import FinetuneError
+from pcg.ir.optimizers import FIELDS, Optimizer
 from pcg.runtime.data import Example
 from pcg.runtime.data_rows import Source
+from pcg.runtime.optimizer import check_optimizer
 from pcg.runtime.schedules import Schedule, make_schedule
 
 Data = Source | Iterable[Example]
@@ -40,10 +42,14 @@ class FinetuneOptions:
         batch_size: examples a batch; 8 where `max_tokens` is not given either.
         max_tokens: tokens a batch; both bounds may be given.
         gradient_accumulation_steps: batches a step.
-        learning_rate: at the schedule's peak. 2e-4 is usual for LoRA (QLoRA, table 9).
-        weight_decay: of AdamW, for the bypass weights; trained biases of the base do not decay.
-        betas: of AdamW.
-        eps: of AdamW.
+        learning_rate: at the schedule's peak. 2e-4 is usual for LoRA with AdamW (QLoRA, table 9);
+            other optimizers have other rates.
+        optimizer: a name of `pcg.ir.optimizers.OPTIMIZERS`.
+        optimizer_options: what the optimizer takes beside the fields here, by torch's names, as
+            {"momentum": 0.9}; torch's defaults for the others.
+        weight_decay: for the bypass weights; trained biases of the base do not decay.
+        betas: of those of Adam's family; None is torch's default.
+        eps: of the optimizer; None is torch's default.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         schedule: a name of `schedules.SCHEDULES`.
         warmup_steps: of linear warmup.
@@ -84,9 +90,11 @@ class FinetuneOptions:
     max_tokens: int | None = None
     gradient_accumulation_steps: int = 1
     learning_rate: float = 2e-4
+    optimizer: str = "adamw"
+    optimizer_options: Mapping[str, Any] | None = None
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     max_grad_norm: float | None = 1.0
     schedule: str = "linear"
     warmup_steps: int | None = None
@@ -138,6 +146,7 @@ class FinetuneOptions:
                 raise FinetuneError(f"{name}={getattr(self, name)!r}; use True or False")
         self._check_betas()
         self._check_pairs()
+        self._check_optimizer()
         self.make_schedule(self.max_steps or 2**62)
 
     def make_schedule(self, total_steps: int) -> Schedule:
@@ -151,6 +160,23 @@ class FinetuneOptions:
             cycles=self.cycles,
             power=self.power,
         )
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer with all of its options."""
+        optimizer, given = Optimizer.of(self.optimizer), dict(self.optimizer_options or {})
+        for name in FIELDS:
+            value = getattr(self, name)
+            takes = name in optimizer.fields
+            if takes and name in given:
+                raise FinetuneError(f"optimizer_options has {name!r}; give it as {name}= instead")
+            if value and not takes:
+                raise FinetuneError(
+                    f"{name}={value!r}, which optimizer {optimizer.name!r} does not take; leave it "
+                    f"out. Its optimizer_options are {', '.join(optimizer.options)}"
+                )
+            if takes and value is not None:
+                given[name] = value
+        return Optimizer.of(self.optimizer, given)
 
     @property
     def batch_bounds(self) -> BatchBounds:
@@ -171,12 +197,17 @@ class FinetuneOptions:
         """
         names = [*_TRAJECTORY, *(_EVALUATION if self.restores_best or self.patience else ())]
         values = {name: getattr(self, name) for name in names}
-        values["betas"] = list(self.betas)
+        optimizer = self.make_optimizer()
+        values["optimizer"] = optimizer.name
+        for name, value in optimizer.options.items():
+            values[name] = list(value) if isinstance(value, tuple) else value
         counts = not self.schedule.startswith("constant") or self.warmup_ratio is not None
         return {**values, "total_steps": total_steps if counts else None}
 
     def _check_betas(self) -> None:
         betas = self.betas
+        if betas is None:
+            return
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise FinetuneError(f"betas={betas!r}; use two numbers, such as (0.9, 0.999)")
         for beta in betas:
@@ -207,6 +238,20 @@ class FinetuneOptions:
                 f"min_delta={self.min_delta} has no effect without patience or restore_best"
             )
 
+    def _check_optimizer(self) -> None:
+        options = self.optimizer_options
+        if options is not None and not isinstance(options, Mapping):
+            raise FinetuneError(
+                f"optimizer_options={options!r}; use a dict, such as {{'momentum': 0.9}}"
+            )
+        optimizer = self.make_optimizer()
+        if not optimizer.follows_schedule and self.schedule != "constant":
+            raise FinetuneError(
+                f"schedule={self.schedule!r} has no effect on {optimizer.name!r}, which takes the "
+                "learning rate for its first step alone; use schedule='constant'"
+            )
+        check_optimizer(optimizer, self.learning_rate)
+
     def _check_without(self, missing: str, names: Iterable[str]) -> None:
         for name in names:
             if getattr(self, name):
@@ -231,8 +276,8 @@ _NUMBERS: Mapping[str, tuple[float, bool]] = {
     "min_delta": (0.0, False),
 }
 _TRAJECTORY = (
-    "gradient_accumulation_steps", "learning_rate", "weight_decay", "eps", "max_grad_norm",
-    "schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "cycles", "power",
+    "gradient_accumulation_steps", "learning_rate", "max_grad_norm", "schedule", "warmup_steps",
+    "warmup_ratio", "min_lr_ratio", "cycles", "power",
 )  # fmt: skip
 _EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_best")
 
@@ -245,7 +290,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
-    if value is None and name == "max_grad_norm":
+    if value is None and name in ("eps", "max_grad_norm"):
         return
     bound = f"above {low:g}" if is_open else f"of at least {low:g}"
     if not _is_number(value) or value < low or (is_open and value == low):  # type: ignore[operator]

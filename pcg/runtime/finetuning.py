@@ -1,6 +1,6 @@
 """The finetuning job: steps over one adapter, evaluations, checkpoints, exact resume.
 
-Between two steps the whole state of a job is the adapter, AdamW's moments and a `TrainerState`;
+Between two steps the whole state of a job is the adapter, the optimizer's and a `TrainerState`;
 nothing is random but the order of the data, a function of seed and epoch, and what is dropped, one
 of seed, step and batch. So a run that is resumed ends with the same bits as one that was not
 interrupted.
@@ -374,7 +374,8 @@ class FinetuneJob:
             )
         self._batches.load_state_dict(state.position)
         self._best = checkpoint.best
-        self._steps.load_state(checkpoint.optimizer)
+        if state.step:
+            self._steps.load_state(checkpoint.optimizer)
         if self._steps.allocator is not None:
             self._steps.allocator.load(checkpoint.allocation)
         self._resumed_from = state.step

@@ -159,8 +159,7 @@ class ModuleWeights(ABC):
         return dataclasses.replace(self, **{name: change(value) for name, value in self._tensors()})
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return [(name, value) for name, value in values if isinstance(value, Tensor)]
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
 
 class BiasesAlone(ModuleWeights):

@@ -1,30 +1,56 @@
-"""AdamW over an adapter, and its state as tensors by name."""
+"""An optimizer of torch.optim over an adapter, and its state as tensors by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
+from pcg.ir.optimizers import Optimizer
 from pcg.runtime.adapter_pieces import AdapterPieces
-from pcg.runtime.finetune_options import FinetuneOptions
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
+_ON_HOST = ("step", "mu_product")
+"""Scalars that torch keeps on the CPU."""
 
 Parameters = Mapping[str, Tensor]
 
 
-def make_optimizer(parameters: Parameters, options: FinetuneOptions) -> torch.optim.Optimizer:
-    """AdamW, decaying the bypass weights alone: a bias would shrink from the base's own."""
+def make_optimizer(
+    parameters: Parameters, optimizer: Optimizer, learning_rate: float
+) -> torch.optim.Optimizer:
+    """The optimizer, decaying the bypass weights alone: a bias would shrink from the base's own.
+
+    Raises:
+        FinetuneError: an option is out of its range, or a parameter is none that it takes.
+    """
+    if optimizer.takes_matrices_alone:
+        for path, tensor in parameters.items():
+            if tensor.ndim != 2:
+                raise FinetuneError(
+                    f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
+                    f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
+                )
+    groups: list[dict[str, Any]] = [
+        {"params": [tensor for path, tensor in parameters.items() if not _is_bias(path)]}
+    ]
     biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
-    weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
-    groups = [{"params": weights, "weight_decay": options.weight_decay}]
     if biases:
-        groups.append({"params": biases, "weight_decay": 0.0})
-    betas = (float(options.betas[0]), float(options.betas[1]))
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, eps=options.eps)
+        groups.append({"params": biases})
+        if "weight_decay" in optimizer.options:
+            groups[-1]["weight_decay"] = 0.0
+    made = getattr(torch.optim, optimizer.torch_name)
+    try:
+        return made(groups, lr=learning_rate, **optimizer.options)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
+
+
+def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
+    """FinetuneError: an option is out of its range, by torch's own words."""
+    make_optimizer({"weight": torch.zeros(1, 1)}, optimizer, learning_rate)
 
 
 def _is_bias(path: str) -> bool:
@@ -41,12 +67,13 @@ def optimizer_tensors(
         parameters: by name.
         pieces: that they are, of an adapter whose whole parameters' state is wanted.
     """
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     found: dict[str, Tensor] = {}
-    states = {name: optimizer.state[tensor] for name, tensor in parameters.items()}
-    for key in _STATE if any(states.values()) else ():
-        values = {name: state[key] for name, state in states.items()}
+    for key in dict.fromkeys(key for state in states.values() for key in state):
+        values = {name: state[key] for name, state in states.items() if key in state}
         if pieces is not None:
-            values = _of_paths(values, pieces) if key == "step" else pieces.joined(values)
+            is_scalar = not next(iter(values.values())).ndim
+            values = _of_paths(values, pieces) if is_scalar else pieces.joined(values)
         found |= {f"{path}/{key}": value for path, value in values.items()}
     return found
 
@@ -58,6 +85,7 @@ def _of_paths(values: Mapping[str, Tensor], pieces: AdapterPieces) -> dict[str, 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
+    kind: Optimizer,
     parameters: Parameters,
     saved: Mapping[str, Tensor],
     pieces: AdapterPieces | None = None,
@@ -66,24 +94,25 @@ def load_optimizer(
 
     Args:
         optimizer: over the parameters.
+        kind: what it is.
         parameters: by name.
-        saved: as `optimizer_tensors` gives it.
+        saved: as `optimizer_tensors` gives it after a step.
         pieces: that the parameters are, of an adapter that the state is of.
 
     Raises:
         FinetuneError: it is not the state of these parameters.
     """
-    left = dict(saved) if pieces is None else _cut(saved, pieces, parameters)
-    for path, tensor in parameters.items() if saved else ():
-        for key in _STATE:
+    left = dict(saved) if pieces is None else _cut(saved, pieces, parameters, kind)
+    for path, tensor in parameters.items():
+        for key, shape in kind.state(tuple(tensor.shape)).items():
             value = left.pop(f"{path}/{key}", None)
-            if value is None or (key != "step" and value.shape != tensor.shape):
+            if value is None or value.shape != shape:
                 raise FinetuneError(
                     f"the checkpoint is damaged: its optimizer has no {key} for {path}; use an "
                     "older one, or start anew with resume=False"
                 )
-            # torch keeps the count of steps on the CPU.
-            optimizer.state[tensor][key] = value if key == "step" else value.to(tensor.device)
+            device = value.device if key in _ON_HOST else tensor.device
+            optimizer.state[tensor][key] = value.to(device)
     if left:
         raise FinetuneError(
             f"the checkpoint is damaged: its optimizer has {next(iter(left))}, which the adapter "
@@ -92,16 +121,16 @@ def load_optimizer(
 
 
 def _cut(
-    saved: Mapping[str, Tensor], pieces: AdapterPieces, names: Iterable[str]
+    saved: Mapping[str, Tensor], pieces: AdapterPieces, names: Iterable[str], kind: Optimizer
 ) -> dict[str, Tensor]:
     """A whole adapter's state as that of a rank's pieces; what fits none is as it was."""
     found = dict(saved)
-    for key in _STATE:
+    for key, shape in kind.state((1, 1)).items():
         ending = f"/{key}"
         wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
         for path in wholes.keys() & {pieces.path_of(name) for name in names}:
             del found[f"{path}{ending}"]
-        if key == "step":
+        if not shape:
             own = {n: wholes[p].clone() for n in names if (p := pieces.path_of(n)) in wholes}
         else:
             own = pieces.cut(wholes)

@@ -1,7 +1,7 @@
 """AdaLoRA's training beside the data's gradients: orthogonality, and which triplets are kept.
 
-The loss has `pcg.runtime.orthogonality`'s beside the data's, once a step. After step t of AdamW,
-with each parameter w and its gradient g as it was clipped,
+The loss has `pcg.runtime.orthogonality`'s beside the data's, once a step. After step t of the
+optimizer, with each parameter w and its gradient g as it was clipped,
 
     I = |w g|;   Ī = β₁ Ī + (1 - β₁) I;   U = β₂ U + (1 - β₂) |I - Ī|          (§3.2, eq. 8-10)
     score of a triplet = Ī U of its E + the means of Ī U of its row of A and column of B
@@ -41,7 +41,7 @@ _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 
 class RankAllocator:
-    """What a job on an AdaLoRA adapter does beside AdamW."""
+    """What a job on an AdaLoRA adapter does beside the optimizer."""
 
     def __init__(self, recipe: AdaLoraRecipe, pieces: AdapterPieces, total_steps: int) -> None:
         """Take an adapter of the recipe's ranks.
@@ -95,7 +95,7 @@ class RankAllocator:
         """Update the scores and zero what is beyond the budget.
 
         Args:
-            step: that AdamW has just done, from 1; its gradients are still there.
+            step: that the optimizer has just done, from 1; its gradients are still there.
         """
         recipe = self._recipe
         assert recipe.steps is not None

@@ -43,22 +43,19 @@ class ServedWeights:
             bias = adapter.biases.get(module)
             return None if bias is None else bias.unsqueeze(0)
         weights = adapter.weights.get(module)
-        if weights is None or kind not in weights.served:
+        make = None if weights is None else weights.served.get(kind)
+        if weights is None or make is None:
             return None
+        base = partial(self._base.__getitem__, module)
+        around = Around(base, adapter.shared, self._shapes[module])
         if kind not in _KEPT:
-            return self._make(adapter, module, kind)
+            return make(around)
         kept = self._kept.setdefault(weights, {})
         if kind not in kept:
-            kept[kind] = self._make(adapter, module, kind)
+            kept[kind] = make(around)
         return kept[kind]
 
     def changed(self, adapter: Adapter) -> None:
         """Make the adapter's parts anew, after its tensors were changed in place."""
         for weights in adapter.weights.values():
             self._kept.pop(weights, None)
-
-    def _make(self, adapter: Adapter, module: str, kind: str) -> Tensor:
-        around = Around(
-            partial(self._base.__getitem__, module), adapter.shared, self._shapes[module]
-        )
-        return adapter.weights[module].served[kind](around)

@@ -1,4 +1,4 @@
-"""One step of finetuning: gradients of some batches, clipping, and AdamW's update.
+"""One step of finetuning: gradients of some batches, clipping, and the optimizer's update.
 
 With the batches b of a step, target tokens t of b and N = Σ_b |t(b)| of all of them,
 
@@ -70,12 +70,15 @@ class TrainingStep:
         total_steps: int,
     ) -> None:
         self.parameters = dict(runner.parameters)
-        self.optimizer = make_optimizer(self.parameters, options)
         self.allocator = RankAllocator.of(runner.adapter, runner.pieces, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
         self._options = options
+        self._kind = options.make_optimizer()
+        if self._pieces is not None:
+            self._kind.check_parted(runner.ranks.size)
+        self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
 
     def gradients(self, step: int, rate: float) -> Work[StepGradients]:
         """Take the next batches and compute their gradients, clipped.
@@ -143,7 +146,7 @@ class TrainingStep:
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with the optimizer's state of a checkpoint."""
-        load_optimizer(self.optimizer, self.parameters, saved, self._pieces)
+        load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._pieces)
 
     @property
     def _pieces(self) -> AdapterPieces | None:

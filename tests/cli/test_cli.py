@@ -303,6 +303,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert calls.pop()[0] == (str(model), "lora")
     options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
     options += ["--memory-budget", "8GiB", "--dtype", "float16", "--gpu", "L4"]
+    options += ["--optimizer", "rprop", "--optimizer-option", "etas=[0.5, 1.1]"]
     text = output_of("explain", model, *options, "--json")
     assert json.loads(text) == {"model": "tiny"}
     ((_, recipe), sizes) = calls.pop()
@@ -310,6 +311,8 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
         "gpus": ["L4"], "find_region": False, "peers": False, "costs": None, "tp_plan": None,
+        "optimizer": "rprop", "optimizer_options": {"etas": [0.5, 1.1]},
+        "gradient_accumulation_steps": 1,
         "sequence_parallel": False,
     }  # fmt: skip
     output_of("explain", model, "--peers")
@@ -624,6 +627,13 @@ def test_bad_finetuning_options(tmp_path: Path) -> None:
     options = ("--data", "x.jsonl", "--adapter", "a", "-o", tmp_path / "a")
     result = run("finetune", "nothing", *options, "--lr", "-1")
     assert_one_error(result, "learning_rate=-1.0")
+    sgd = (*options, "--optimizer", "SGD", "--optimizer-option")
+    assert_one_error(run("finetune", "nothing", *sgd, "nesterov=true"), "'sgd': Nesterov momentum")
+    assert_one_error(run("finetune", "nothing", *sgd, "momentun=0.9"), "did you mean 'momentum'?")
+    for value, message in (("momentum", "use NAME=VALUE"), ("momentum=", "use NAME=VALUE")):
+        result = run("finetune", "nothing", *sgd, value)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_bad_programs(program: Path, tmp_path: Path) -> None:

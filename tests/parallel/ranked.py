@@ -13,6 +13,7 @@ from torch import Tensor
 import pcg.compiler as compiler
 import pcg.explaining as explaining
 from pcg.ir.adalora_recipe import AdaLoraRecipe
+from pcg.ir.optimizers import Optimizer
 from pcg.ir.program import Program
 from pcg.ir.recipe import LoraRecipe
 from pcg.ir.recipes import recipe_of_fields
@@ -20,6 +21,7 @@ from pcg.parallel.ranks import Ranks
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.optimizer import make_optimizer
 from pcg.runtime.weights import StateDictCheckpoint
 from tests.families import oracle
 from tests.families.families import BY_NAME, Family
@@ -147,10 +149,16 @@ def check_same(found: Adapter, expected: Adapter) -> None:
 def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
     """Bytes that a rank holds, by kind, as measured."""
     constants = sum(tensor.nbytes for tensor in executor.program.constants.values())
-    trained = executor.training_runner(adapter).parameters.values()
+    parameters = executor.training_runner(adapter).parameters
+    trained = parameters.values()
+    for tensor in trained:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer = make_optimizer(parameters, Optimizer.default(), 1e-3)
+    optimizer.step()
     return {
         "weights": executor.weights_bytes - constants,
         "adapters": sum(tensor.nbytes for tensor in trained),
+        "optimizer": sum(kept.nbytes for of in optimizer.state.values() for kept in of.values()),
         "activations": measured(executor),
     }
 
@@ -165,6 +173,7 @@ def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int
     return {
         "weights": report.memory_bytes["weights"],
         "adapters": report.memory_bytes["adapters"],
+        "optimizer": report.memory_bytes["optimizer"],
         "activations": stage.bytes,
     }
 

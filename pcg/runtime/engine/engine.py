@@ -192,11 +192,15 @@ class Engine:
         Raises:
             PcgError: there is one of that name.
         """
-        if any(other.name == job.name for other in self.jobs):
-            raise PcgError(f"there is a job {job.name!r} already; cancel it, or wait for its end")
+        self.check_no_job(job.name)
         self.jobs.append(job)
         self._note(Kind.QUEUED, job.name)
         return job
+
+    def check_no_job(self, name: str) -> None:
+        """PcgError: there is a job of that name."""
+        if any(job.name == name for job in self.jobs):
+            raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
 
     def pause_job(self, name: str) -> None:
         """Leave a job as it is after its latest unit; its pages stay."""

@@ -7,20 +7,26 @@
         result = await job.result()
 
 The thread alone touches the engine. It takes what was asked between two steps, sleeps while there
-is nothing to do, and ends every stream and job, whatever ends it.
+is nothing to do, and ends every stream and job, whatever ends it. What a job needs before its first
+step, its data read and its program compiled, another thread makes ready, so that no step waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from pcg.errors import EngineError
+import torch
+
+from pcg.errors import EngineError, FinetuneError, PcgError
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.stream import Stream
@@ -28,6 +34,7 @@ from pcg.runtime.finetune_options import Data
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.program_engine import ProgramEngine
+    from pcg.runtime.executor import ServingProgram
 
 Result = TypeVar("Result")
 
@@ -51,6 +58,8 @@ class Front:
         self._closing = False
         self._streams: dict[int, tuple[str, Stream]] = {}
         self._jobs: list[RunningJob] = []
+        self._awaited: dict[str, RunningJob] = {}
+        self._preparing = ThreadPoolExecutor(1, "pcg jobs")
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         self._thread.start()
 
@@ -95,9 +104,57 @@ class Front:
         """
         self._check_open()
         running = RunningJob(adapter, self.engine, self.call)
-        asked = self.call(lambda: self._begin_job(running, data, adapter, options))
-        asked.add_done_callback(functools.partial(_refuse, running))
+        asked = self.call(functools.partial(self._reserve, running))
+
+        def prepare(asked: Future[None]) -> None:
+            if _refuse(running, asked):
+                return
+            with contextlib.suppress(RuntimeError):  # closed meanwhile, and the job is cancelled
+                self._preparing.submit(self._prepare, running, data, options)
+
+        asked.add_done_callback(prepare)
         return running
+
+    def add_adapter(
+        self, name: str, path_or_config: object = "lora", *, seed: int = 0
+    ) -> Future[Adapter]:
+        """Load an adapter; it is read, and what serves it compiled, while steps go on.
+
+        Args:
+            name: to use it by.
+            path_or_config: as `Executor.add_adapter` takes it.
+            seed: of a fresh adapter's weights.
+        Returns:
+            The adapter, once requests may name it; or as an error why not: that of
+            `Executor.add_adapter`, EngineError where the thread has ended.
+        """
+        self._check_open()
+        executor = self.engine.executor
+        end: Future[Adapter] = Future()
+        end.set_running_or_notify_cancel()
+
+        def put(adapter: Adapter, ready: ServingProgram) -> Adapter:
+            executor.check_free(name)
+            return executor.put_adapter(adapter, ready)
+
+        def prepare() -> None:
+            try:
+                self._check_open()
+                executor.check_free(name)
+                made = executor.make_adapter(name, path_or_config, seed=seed)
+                adapter = made.map(torch.clone)  # not to be read from the disk by a step
+                ready = executor.program_for(adapter)
+                asked = self.call(functools.partial(put, adapter, ready))
+            except BaseException as error:  # theirs who asked
+                end.set_exception(error)
+            else:
+                asked.add_done_callback(functools.partial(_hand_on, end))
+
+        try:
+            self._preparing.submit(prepare)
+        except RuntimeError:  # closed meanwhile
+            end.set_exception(EngineError("the engine was closed; start it again"))
+        return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
         """Have the thread do something between two steps, such as adding an adapter.
@@ -122,6 +179,7 @@ class Front:
         self.call(stop)
         if current_thread() is not self._thread:
             self._thread.join()
+        self._preparing.shutdown(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +204,18 @@ class Front:
                     self.engine.cancel(request)
 
         self.call(act)
+
+    def _prepare(self, running: RunningJob, data: Data, options: dict[str, Any]) -> None:
+        """On the other thread: make a job ready, and hand it to the engine's."""
+        try:
+            self._check_open()
+            job = self.engine.prepare_job(data, running.name, **options)
+        except Exception as error:  # theirs who asked
+            self.call(functools.partial(self._awaited.pop, running.name, None))
+            running.fail(error)
+            return
+        asked = self.call(functools.partial(self._begin_job, running, job))
+        asked.add_done_callback(functools.partial(_refuse, running))
 
     # ------------------------------------------------------------------------------- the thread
 
@@ -180,10 +250,17 @@ class Front:
         number = self.engine.submitted
         self._streams[number] = (self.engine.submit(request, came_s), stream)
 
-    def _begin_job(
-        self, running: RunningJob, data: Data, adapter: str, options: dict[str, Any]
-    ) -> None:
-        running.begin(self.engine.finetune(data, adapter, **options))
+    def _reserve(self, running: RunningJob) -> None:
+        """Keep a name for a job, so that it starts from what the one before it made."""
+        name = running.name
+        self.engine.check_no_job(name)
+        if name in self._awaited:
+            raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
+        self._awaited[name] = running
+
+    def _begin_job(self, running: RunningJob, job: Job) -> None:
+        del self._awaited[running.name]
+        running.begin(self.engine.add_job(job))
         self._jobs.append(running)
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
@@ -203,6 +280,8 @@ class Front:
         for running in self._jobs:
             self.engine.cancel_job(running.name)
         self._settle_jobs()
+        for name, running in self._awaited.items():
+            running.fail(FinetuneError(f"job {name!r} was cancelled"))
         if self._streams:
             self._deliver(self.engine.step())
 
@@ -212,7 +291,7 @@ class Front:
             self._ended = error
         for _, stream in self._streams.values():
             stream.fail(error)
-        for running in self._jobs:
+        for running in (*self._jobs, *self._awaited.values()):
             running.fail(error)
         while not self._asked.empty():
             self._asked.get().future.set_exception(error)
@@ -233,8 +312,18 @@ class _Asked:
             self.future.set_exception(error)
 
 
-def _refuse(handle: Stream | RunningJob, asked: Future[None]) -> None:
-    """End what could not begin."""
+def _hand_on(end: Future[Result], asked: Future[Result]) -> None:
+    """End as what was asked did."""
+    error = asked.exception()
+    if error is None:
+        end.set_result(asked.result())
+    else:
+        end.set_exception(error)
+
+
+def _refuse(handle: Stream | RunningJob, asked: Future[None]) -> bool:
+    """End what could not begin; whether it could not."""
     error = asked.exception()
     if error is not None:
         handle.fail(error)
+    return error is not None

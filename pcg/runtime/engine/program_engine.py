@@ -114,6 +114,33 @@ class ProgramEngine(Engine):
             options: the fields of `FinetuneOptions`.
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
+            PcgError: there is a job of that name.
+        """
+        self.check_no_job(adapter)
+        options |= {"peft": peft, "publish_every": publish_every, "on_step": on_step}
+        return self.add_job(self.prepare_job(data, adapter, **options))
+
+    def prepare_job(
+        self,
+        data: Data,
+        adapter: str = "default",
+        *,
+        peft: object = None,
+        publish_every: int = 0,
+        on_step: OnStep | None = None,
+        **options: Any,
+    ) -> Job:
+        """Read the data of a job, compile its program and make its adapter, on any thread.
+
+        Args:
+            data: as for `finetune`, with all that follows.
+            adapter: its name, and the job's.
+            peft: the recipe of a new one.
+            publish_every: steps from one version that is served to the next.
+            on_step: told of each step.
+            options: the fields of `FinetuneOptions`.
+        Raises:
+            DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
         """
 
         def stepped(record: StepRecord) -> None:
@@ -126,7 +153,7 @@ class ProgramEngine(Engine):
         publish = functools.partial(self._note, Kind.PUBLISHED, adapter)
         served = Published(self.executor, publish_every, publish)
         work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
-        return self.add_job(Job(adapter, work))
+        return Job(adapter, work)
 
     def start(self) -> Front:
         """Have a thread run the steps from now on; what it is asked goes through the front.

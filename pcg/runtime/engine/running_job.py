@@ -36,6 +36,7 @@ class RunningJob:
         self._engine = engine
         self._ask = ask
         self._job: Job | None = None
+        self._early: list[Callable[[str], None]] = []
         self._end: Future[FinetuneResult] = Future()
         self._end.set_running_or_notify_cancel()  # who stops waiting does not end it
 
@@ -72,7 +73,9 @@ class RunningJob:
 
     def _change(self, change: Callable[[str], None]) -> None:
         def act() -> None:
-            if self._job is not None and not self._job.is_over:
+            if self._job is None:
+                self._early.append(change)
+            elif not self._job.is_over:
                 change(self.name)
 
         self._ask(act)
@@ -80,8 +83,11 @@ class RunningJob:
     # ------------------------------------------------------------------- the engine's thread
 
     def begin(self, job: Job) -> None:
-        """The engine has taken it in."""
+        """The engine has taken it in; what was asked of it before is done now."""
         self._job = job
+        for change in self._early:
+            if not job.is_over:
+                change(self.name)
 
     def settle(self) -> bool:
         """Whether it is over; hands on what it came to."""
@@ -98,5 +104,6 @@ class RunningJob:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End by an error."""
-        self._end.set_exception(error)
+        """End by an error, unless it is over."""
+        if not self._end.done():
+            self._end.set_exception(error)

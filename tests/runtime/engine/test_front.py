@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,16 @@ from pcg.errors import (
     FinetuneError,
     GenerationError,
     OutOfMemoryError,
+    PcgError,
 )
+from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import JobState
 from pcg.runtime.engine.request import Completion
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.stream import Stream
-from pcg.runtime.executor import Executor
+from pcg.runtime.executor import Executor, ServingProgram
 from tests.families.test_numbers import prompts
 from tests.runtime.engine.test_engine import (
     DATA,
@@ -171,6 +174,91 @@ def test_jobs_pause_resume_and_are_cancelled() -> None:
         assert job.state is JobState.SUCCEEDED
 
 
+class SlowData:
+    """Examples that are there when somebody lets them; says who reads them."""
+
+    def __init__(self) -> None:
+        self.go, self.readers = threading.Event(), list[str]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.readers.append(threading.current_thread().name)
+        assert self.go.wait(60)
+        yield from DATA
+
+
+def test_a_job_is_made_ready_beside_the_steps() -> None:
+    executor, slow = make_executor(), SlowData()
+    with started(executor) as front:
+        job = front.finetune(slow, "one", peft=LORA, **OPTIONS)
+        until(lambda: bool(slow.readers))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        with pytest.raises(PcgError, match="there is a job 'one' already"):
+            front.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
+        job.pause()
+        assert job.state is JobState.QUEUED
+        slow.go.set()
+        until(lambda: job.state is JobState.PAUSED)
+        job.resume()
+        assert job.wait(60).steps == 3
+        again = front.finetune(DATA, "one", **OPTIONS)
+        again.cancel()
+        with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
+            again.wait(60)
+    assert slow.readers == ["pcg jobs_0"]
+
+
+def test_adapters_are_added_beside_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read, and what serves them compiled, while steps go on; requests may name them then."""
+    executor, other = make_executor(), make_executor()
+    recipes = {"again": LORA, "ia3": {"peft_type": "IA3", "target_modules": ["k_proj"],
+               "feedforward_modules": []}}  # fmt: skip
+    for name, recipe in recipes.items():
+        for tensor in other.add_adapter(name, recipe, seed=3).tensors:
+            tensor.copy_(0.1 + 0.3 * torch.randn(tensor.shape))
+        other.refresh_adapter(name)
+        other.save_adapter(name, tmp_path / name)
+    go, threads = threading.Event(), list[str]()
+    program_for = executor.program_for
+
+    def slow(adapter: Adapter) -> ServingProgram:
+        threads.append(threading.current_thread().name)
+        assert go.wait(60)
+        return program_for(adapter)
+
+    monkeypatch.setattr(executor, "program_for", slow)
+    with started(executor) as front:
+        asked = [front.add_adapter(name, tmp_path / name) for name in recipes]
+        until(lambda: bool(threads))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        go.set()
+        for one, name in zip(asked, recipes, strict=True):
+            assert one.result(60).name == name
+            found = front.submit([1, 2, 3], name, **GREEDY).wait(60)
+            expected = other.generate([[1, 2, 3]], name, **GREEDY)[0]
+            assert found.token_ids == expected.token_ids
+        with pytest.raises(AdapterError, match="there is an adapter 'ia3' already"):
+            front.add_adapter("ia3", tmp_path / "ia3").result(60)
+        with pytest.raises(AdapterError, match="is not there; give the directory of a saved"):
+            front.add_adapter("b", tmp_path / "none").result(60)
+    assert threads == ["pcg jobs_0"] * 2
+    with pytest.raises(EngineError, match="the engine was closed"):
+        front.add_adapter("b", LORA)
+
+
+def test_close_cancels_a_job_that_is_made_ready() -> None:
+    slow = SlowData()
+    front = make_engine(make_executor(), 64).start()
+    job, next_one = (front.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two"))
+    until(lambda: bool(slow.readers))
+    front.close()
+    for left in (job, next_one):
+        with pytest.raises(FinetuneError, match=f"job '{left.name}' was cancelled"):
+            left.wait(0)
+    slow.go.set()
+
+
 def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_executor(), 64)
     steps = 0
@@ -197,6 +285,7 @@ def test_close_cancels_what_is_left() -> None:
     stream = front.submit([1, 2, 3], **LONG)
     job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
     next(stream)
+    until(lambda: job.state is JobState.RUNNING)
     front.close()
     front.close()
     assert stream.wait(0).finish_reason == "cancelled"

@@ -1,0 +1,12 @@
+"""Shapes of tensors whose sizes are all known."""
+
+from math import prod
+from typing import TypeAlias
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = tuple[Shape, ...]
+
+
+def elements(shapes: Shapes) -> int:
+    """Numbers of tensors of these shapes."""
+    return sum(prod(shape) for shape in shapes)
