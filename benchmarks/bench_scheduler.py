@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from measure import interleave, medians, ratio, write
@@ -60,6 +60,7 @@ ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
 PAGES_OF_REQUEST = 16
 RUNNING = (64, 256, 1024, 4096)
+Make: TypeAlias = Callable[[int], tuple[Device, PagePool]]
 MODEL, DEVICE, RANK = "meta-llama/Llama-3.1-8B", "A100-80", 16
 
 
@@ -104,28 +105,27 @@ class StubProgram:
         return torch.zeros(len(ids if rows is None else rows), 2)
 
 
-class StubbedDevices:
-    """Devices of a program with one tiny layer, whose functions are not called."""
+def engine_alone(pages: int) -> tuple[Device, PagePool]:
+    """A device that does nothing, and so many pages."""
+    return StubDevice(), PagePool(pages)
 
-    def __init__(self) -> None:
-        config = LlamaConfig(
-            hidden_size=4,
-            intermediate_size=4,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            vocab_size=8,
-        )
-        executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
-        self._runner, self._stacks = executor.serving
 
-    def of(self, pages: int) -> tuple[Device, PagePool]:
-        """A device with a cache of so many pages, and its pool."""
-        device = torch.device("cpu")
-        cache = KvCache(kv_types(self._runner.model), pages, device)
-        program: Any = StubProgram()
-        found = ProgramDevice(program, self._stacks, cache, None, frozenset(), None, device)
-        return found, cache.pool
+def with_batches(pages: int) -> tuple[Device, PagePool]:
+    """A device whose program is a stub, and the pool of its cache of so many pages."""
+    config = LlamaConfig(
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
+    )
+    executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
+    runner, stacks = executor.serving
+    cache = KvCache(kv_types(runner.model), pages, executor.device)
+    program: Any = StubProgram()
+    device = ProgramDevice(program, stacks, cache, None, frozenset(), None, executor.device)
+    return device, cache.pool
 
 
 class Load:
@@ -134,14 +134,14 @@ class Load:
     Args:
         running: requests.
         adapters: that they choose from.
-        devices: that make batches; None for one that returns tokens at once.
+        make: a device with so many pages, and their pool.
     """
 
-    def __init__(self, running: int, adapters: int, devices: StubbedDevices | None = None) -> None:
+    def __init__(self, running: int, adapters: int, make: Make) -> None:
         self._random = random.Random(running)
         self.running = running
         pages = running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4
-        device, pool = (StubDevice(), PagePool(pages)) if devices is None else devices.of(pages)
+        device, pool = make(pages)
         limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
         scheduler = Scheduler(pool, AdapterPages(pool, 1), limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
@@ -190,11 +190,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=50_000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    program, devices = simulated_program(MODEL, DEVICE), StubbedDevices()
+    program = simulated_program(MODEL, DEVICE)
     cases = [(running, ADAPTERS) for running in RUNNING] + [(256, 100), (256, 10_000)]
     result: dict[str, Any] = {}
-    for name, given in (("engine", None), ("step", devices)):
-        loads = {_name(*case): Load(*case, given) for case in cases}
+    for name, make in {"engine": engine_alone, "step": with_batches}.items():
+        loads = {_name(*case): Load(*case, make) for case in cases}
         gc.collect()
         gc.freeze()
         measured: dict[str, Callable[[], float]] = {
@@ -213,7 +213,9 @@ def main() -> None:
                 for (case, us), load in zip(medians(found).items(), loads.values(), strict=True)
             },
         }
-    write("scheduler", {"step_of": f"{MODEL} on {DEVICE}, {RANK=}", **result})
+    write(
+        "scheduler", {"share_of_a_step_of": f"{MODEL} on {DEVICE}, LoRA of rank {RANK}", **result}
+    )
 
 
 def _name(running: int, adapters: int) -> str:
