@@ -1,45 +1,70 @@
-"""What the engine's own work costs a step: scheduler, pool, adapters and bookkeeping.
+"""What the engine's own work costs a step: scheduler, pool, adapters, batches and bookkeeping.
 
-    python benchmarks/bench_scheduler.py [--rounds 3] [--steps 300]
+    python benchmarks/bench_scheduler.py [--rounds 5] [--tokens 50000]
 
-The program is a stub that returns tokens at once, so that all of a step's time is the engine's. As
-many requests as may run do; each that ends is followed by another. Adapters are 2,000, of which the
-pool has room for about a quarter beside the requests; requests choose them by Zipf's law.
+The program is a stub that computes nothing, so that all of a step's time is the engine's. As many
+requests as may run do; each that ends is followed by another. Requests choose adapters by Zipf's
+law, and the pool has room for about a quarter of 2,000 of them beside the requests.
 
-Contenders: 64, 128, 256 and 512 running requests; microseconds a step, and how they grow from each
-to the next, which is twice as many.
+    engine     scheduler, pool, adapters' pages, policy, latencies, events and requests' tokens
+    step       that, and what the device's side does beside the program: the batch of tokens,
+               positions and rows, groups of sequences for attention, adapters' slots and segments,
+               and sampling's parameters; adapters have no weights that would be copied to slots
+
+Contenders: 64, 256, 1,024 and 4,096 running requests over 2,000 adapters, and 256 requests over
+100 and 10,000. Reported: microseconds a request in a step; how a step grows from each number of
+requests to the next, which is four times as many; and the share of a step of Llama-3.1-8B on an
+A100 as its cost model foretells it, with LoRA of rank 16 on every linear layer and the contexts
+that the requests have.
+
+The process's own time is taken, so that what runs beside it on the machine does not count, and
+rounds have medians; objects from before are kept from the garbage collector.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from measure import interleave, medians, ratio, write
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+import pcg
+from pcg.parallel.ranks import ALONE
+from pcg.parallel.step_costs import Piece, StepShape
+from pcg.runtime.batch import Batch
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.engine import Device, Engine, Latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.engine.sequence import Sequence as Running
+from pcg.runtime.kv_cache import KvCache, kv_types
 from pcg.runtime.page_pool import PagePool
 from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.split_execution import Asking
+from pcg.simulating import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
 PAGES_OF_REQUEST = 16
-RUNNING = (64, 128, 256, 512)
+RUNNING = (64, 256, 1024, 4096)
+Make: TypeAlias = Callable[[int], tuple[Device, PagePool]]
+MODEL, DEVICE, RANK = "meta-llama/Llama-3.1-8B", "A100-80", 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StubAdapter:
     """An adapter without tensors."""
 
@@ -53,8 +78,8 @@ class StubDevice:
 
     cache = None
 
-    def open(self, request: Request, number: int) -> Sequence:
-        return Sequence(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
+    def open(self, request: Request, number: int) -> Running:
+        return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
     def run(self, chunks: Any, windows: Any) -> list[int]:
         return [1] * len(chunks)
@@ -63,20 +88,68 @@ class StubDevice:
         """There are no jobs."""
 
 
-class Load:
-    """An engine with so many running requests, whatever ends."""
+class StubProgram:
+    """Asks for no product, and reads of a batch what emitted attention reads once a step."""
 
-    def __init__(self, running: int) -> None:
+    ranks = ALONE
+
+    def asking_hidden(self, batch: Batch, adapters: Any) -> Asking[list[torch.Tensor]]:
+        batch.decode_groups(0)
+        return [batch.input_ids]
+        yield
+
+    def logits_of(
+        self, inputs: Sequence[torch.Tensor], batch: Batch, adapters: Any, rows: Any, last: Any
+    ) -> torch.Tensor:
+        (ids,) = inputs
+        return torch.zeros(len(ids if rows is None else rows), 2)
+
+
+def engine_alone(pages: int) -> tuple[Device, PagePool]:
+    """A device that does nothing, and so many pages."""
+    return StubDevice(), PagePool(pages)
+
+
+def with_batches(pages: int) -> tuple[Device, PagePool]:
+    """A device whose program is a stub, and the pool of its cache of so many pages."""
+    config = LlamaConfig(
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
+    )
+    executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
+    runner, stacks = executor.serving
+    cache = KvCache(kv_types(runner.model), pages, executor.device)
+    program: Any = StubProgram()
+    device = ProgramDevice(program, stacks, cache, None, frozenset(), None, executor.device)
+    return device, cache.pool
+
+
+class Load:
+    """An engine with so many running requests, whatever ends.
+
+    Args:
+        running: requests.
+        adapters: that they choose from.
+        make: a device with so many pages, and their pool.
+    """
+
+    def __init__(self, running: int, adapters: int, make: Make) -> None:
         self._random = random.Random(running)
-        pool = PagePool(running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4)
-        limits = Limits(running=running, tokens=1 << 16, tpot_slo_s=60.0)
+        self.running = running
+        pages = running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4
+        device, pool = make(pages)
+        limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
         scheduler = Scheduler(pool, AdapterPages(pool, 1), limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
         self.engine = Engine(
-            StubDevice(), scheduler, MachineClock(), log=EventLog(0), latencies=latencies
+            device, scheduler, MachineClock(), log=EventLog(10_000), latencies=latencies
         )
-        self._adapters = [StubAdapter(f"adapter {i}") for i in range(ADAPTERS)]
-        self._shares = [1 / (i + 1) for i in range(ADAPTERS)]
+        self._adapters = [StubAdapter(f"adapter {i}") for i in range(adapters)]
+        self._shares = [1 / (i + 1) for i in range(adapters)]
         for _ in range(running + 8):
             self._submit()
         for _ in range(200):
@@ -88,43 +161,65 @@ class Load:
         self.engine.submit(Request((1,) * prompt, SamplingParams(max_new_tokens=new), adapter))
 
     def _step(self) -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         chunks = self.engine.step()
-        took = time.perf_counter() - started
+        took = time.process_time() - started
         for chunk in chunks:
             if chunk.completion is not None:
                 self._submit()
         return took
 
-    def step_us(self, steps: int) -> float:
-        """Microseconds a step."""
-        return sum(self._step() for _ in range(steps)) / steps * 1e6
+    def request_us(self, tokens: int) -> float:
+        """Microseconds a request in a step, over steps of so many tokens together."""
+        steps = max(1, tokens // self.running)
+        return sum(self._step() for _ in range(steps)) / steps / self.running * 1e6
 
-
-def contender(load: Load, steps: int) -> Callable[[], float]:
-    """What measures one load."""
-    return lambda: load.step_us(steps)
+    def foretold_us(self, program: SimulatedProgram) -> float:
+        """Microseconds that a program takes for a token of each running request."""
+        running = self.engine.scheduler.running
+        pieces = [
+            Piece(1, one.cached, True, adapter=one.request.adapter, rank=RANK) for one in running
+        ]
+        return program.costs.step_seconds(StepShape.of(pieces)) * 1e6
 
 
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=50_000)
     arguments = parser.parse_args()
-    loads = {running: Load(running) for running in RUNNING}
-    values = interleave(
-        {str(running): contender(load, arguments.steps) for running, load in loads.items()},
-        arguments.rounds,
-    )
-    growth = {
-        f"{after} / {before}": ratio(values, str(after), str(before))
-        for before, after in pairwise(RUNNING)
-    }
+    torch.set_num_threads(1)
+    program = simulated_program(MODEL, DEVICE)
+    cases = [(running, ADAPTERS) for running in RUNNING] + [(256, 100), (256, 10_000)]
+    result: dict[str, Any] = {}
+    for name, make in {"engine": engine_alone, "step": with_batches}.items():
+        loads = {_name(*case): Load(*case, make) for case in cases}
+        gc.collect()
+        gc.freeze()
+        measured: dict[str, Callable[[], float]] = {
+            case: partial(load.request_us, arguments.tokens) for case, load in loads.items()
+        }
+        found = interleave(measured, arguments.rounds)
+        sizes = [(_name(n, ADAPTERS), n) for n in RUNNING]
+        result[name] = {
+            "us_a_request": medians(found),
+            "growth": {
+                f"{after} / {before}": round(ratio(found, b, a) * after / before, 2)
+                for (a, before), (b, after) in pairwise(sizes)
+            },
+            "share_of_a_step": {
+                case: round(us * load.running / load.foretold_us(program), 4)
+                for (case, us), load in zip(medians(found).items(), loads.values(), strict=True)
+            },
+        }
     write(
-        "scheduler",
-        {"adapters": ADAPTERS, "us_a_step": medians(values), "growth": growth},
+        "scheduler", {"share_of_a_step_of": f"{MODEL} on {DEVICE}, LoRA of rank {RANK}", **result}
     )
+
+
+def _name(running: int, adapters: int) -> str:
+    return f"{running} requests, {adapters} adapters"
 
 
 if __name__ == "__main__":

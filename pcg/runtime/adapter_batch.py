@@ -126,14 +126,13 @@ class AdapterStacks:
 
         Outside inference mode, whatever the caller's: slots are written over later.
         """
-        there = {self._places[id(one)] for one in wanted if id(one) in self._places}
         most = len(wanted) + len(wanted) // 4
-        far = {place for place in there if place >= most}
-        homeless = [one for one in wanted if self._places.get(id(one), most) >= most]
+        places = [self._places.get(id(one), most) for one in wanted]
+        homeless = [one for one, place in zip(wanted, places, strict=True) if place >= most]
         if not homeless:
             return
         self._bound.clear()
-        taken = there - far
+        taken = {place for place in places if place < most}
         free = (place for place in range(most) if place not in taken)
         moves = list(zip(homeless, free, strict=False))
         known = len(self._slots)

@@ -80,11 +80,10 @@ def segments_of(start: int, sizes: Sequence[int], device: torch.device) -> Segme
         return Segments(start, tuple(sizes), largest, None, None)
     if largest * len(sizes) > 2 * total:
         return Segments(start, tuple(sizes), 0, None, None)
+    each, tokens = torch.tensor(sizes), torch.arange(total)
+    # How far a token's place is behind its index: where its segment begins in the padded batch.
+    skipped = largest * torch.arange(len(sizes)) - (each.cumsum(0) - each)
+    places = tokens + skipped.repeat_interleave(each)
     gather = torch.zeros(len(sizes), largest, dtype=torch.long)
-    places = torch.empty(total, dtype=torch.long)
-    first = 0
-    for i, size in enumerate(sizes):
-        gather[i, :size] = torch.arange(first, first + size)
-        places[first : first + size] = torch.arange(i * largest, i * largest + size)
-        first += size
+    gather.view(-1)[places] = tokens
     return Segments(start, tuple(sizes), 0, gather.to(device), places.to(device))

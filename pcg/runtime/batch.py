@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcg.parallel.ranks import ALONE, Ranks
+from pcg.runtime.decode_groups import DecodeGroup, decode_groups, single
 from pcg.runtime.kv_cache import KvCache, KvGradients
 from pcg.runtime.page_pool import PageTable
 
@@ -19,8 +22,7 @@ ANY_TOKEN = 0
 """What stands for the id of a virtual token; every vocabulary has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One sequence's tokens in a batch.
 
     Attributes:
@@ -41,52 +43,6 @@ class Span:
     virtual: int = 0
     origin: int = 0
     number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of one new token each that attention takes in one call.
-
-    Attributes:
-        tokens: their indices in the batch, [count].
-        row: first row that the first one attends to.
-        stride: rows from one sequence's first to the next one's.
-        longest: rows that the longest attends to.
-        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
-        rows: [count, longest], which rows they attend to, where these lie at no equal distances.
-    """
-
-    tokens: Tensor
-    row: int
-    stride: int
-    longest: int
-    mask: Tensor | None
-    rows: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Single:
-    """A span of one token, and what it attends to.
-
-    Attributes:
-        span: of the token.
-        first: token of the sequence that it attends to first.
-        count: how many it attends to.
-        row: of the first in the cache, where the pages are a run; -1 else.
-    """
-
-    span: Span
-    first: int
-    count: int
-    row: int
-
-    @classmethod
-    def of(cls, span: Span, window: int) -> _Single:
-        length = span.context + 1
-        count = min(length, window) if window else length
-        table = _table(span)
-        row = table.first_row + length - count if table.is_run else -1
-        return cls(span, length - count, count, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +105,10 @@ class Batch:
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        positions: list[int] = []
-        for span in self.spans:
-            positions += range(span.context, span.context + span.length)
-        self.positions = torch.tensor(positions, device=input_ids.device)
+        ends = [(span, span.context + span.length) for span in self.spans]
+        self.positions = self._flat([range(span.context, end) for span, end in ends])
         if cache is not None:
-            rows: list[int] = []
-            for span in self.spans:
-                rows += _rows(span, span.context, span.context + span.length)
-            self._rows = torch.tensor(rows, device=input_ids.device)
+            self._rows = self._flat([_rows(span, span.context, end) for span, end in ends])
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(span.virtual for span in self.spans):
@@ -173,6 +124,10 @@ class Batch:
     def tokens(self) -> int:
         """T of what runs: all tokens, or those that the epilogue gets."""
         return len(self.input_ids if self.chosen is None else self.chosen)
+
+    def _flat(self, parts: Iterable[Iterable[int]]) -> Tensor:
+        """What the spans have, one behind the other, [T]."""
+        return torch.tensor(list(chain.from_iterable(parts)), device=self.input_ids.device)
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
         """What a random operator of the layer draws from, the same each time it asks.
@@ -206,69 +161,22 @@ class Batch:
     def decode_groups(self, window: int) -> list[DecodeGroup]:
         """The spans of one token, in groups that attention can take in one call each.
 
-        A group's longest sequence may be at most twice as long as its mean: what is read in vain
-        costs less than another call.
-
         Args:
             window: rows that a token attends to at most; 0 for all.
         """
         if window not in self._groups:
-            singles = [_Single.of(span, window) for span in self.spans if span.length == 1]
-            singles.sort(key=lambda single: single.row)
-            groups = [self._group(singles[start:end]) for start, end in self._cuts(singles)]
-            self._groups[window] = groups
+            assert self._cache is not None
+            self._groups[window] = decode_groups(
+                [
+                    single(span.start, span.context + 1, _table(span), window)
+                    for span in self.spans
+                    if span.length == 1
+                ],
+                self._cache.rows,
+                self._cache.keys[0].dtype,
+                self.input_ids.device,
+            )
         return self._groups[window]
-
-    def _cuts(self, singles: Sequence[_Single]) -> Iterator[tuple[int, int]]:
-        """Start and end of each group."""
-        start, total, longest = 0, 0, 0
-        for i, single in enumerate(singles):
-            longest, total = max(longest, single.count), total + single.count
-            joins = i == start or (
-                longest * (i - start + 1) <= 2 * total
-                and self._is_reached(singles[start : i + 1], longest)
-            )
-            if not joins:
-                yield start, i
-                start, total, longest = i, single.count, single.count
-        if singles:
-            yield start, len(singles)
-
-    def _is_reached(self, singles: Sequence[_Single], longest: int) -> bool:
-        """Whether one call reaches the rows of the last, too: at equal distances, or gathered."""
-        assert self._cache is not None
-        first, second, before, last = (singles[k].row for k in (0, 1, -2, -1))
-        if first < 0 or last < 0:
-            return first == last
-        stride = second - first
-        return last - before == stride >= longest and last + longest <= self._cache.rows
-
-    def _group(self, singles: Sequence[_Single]) -> DecodeGroup:
-        counts = [single.count for single in singles]
-        longest = max(counts)
-        device = self.input_ids.device
-        mask = None
-        if min(counts) < longest:
-            hidden = (
-                torch.arange(longest, device=device) >= torch.tensor(counts, device=device)[:, None]
-            )
-            mask = torch.zeros(hidden.shape, dtype=self._cache_dtype, device=device)
-            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-        tokens = torch.tensor([single.span.start for single in singles], device=device)
-        row = singles[0].row
-        if row >= 0:
-            stride = singles[1].row - row if len(singles) > 1 else 0
-            return DecodeGroup(tokens, row, stride, longest, mask)
-        rows = torch.zeros((len(singles), longest), dtype=torch.long)
-        for i, single in enumerate(singles):
-            seen = _rows(single.span, single.first, single.first + single.count)
-            rows[i, : single.count] = torch.tensor(seen)
-        return DecodeGroup(tokens, 0, 0, longest, mask, rows.to(device))
-
-    @property
-    def _cache_dtype(self) -> torch.dtype:
-        assert self._cache is not None
-        return self._cache.keys[0].dtype
 
     def seen(self, span: Span) -> slice | Tensor:
         """The rows of the cache that hold a sequence up to the end of its span."""

@@ -11,16 +11,17 @@ Source: S-LoRA §5.1 (one pool for both), vLLM (tables of blocks). Runs are our 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pcg.errors import OutOfMemoryError
+from pcg.runtime.free_runs import FreeRuns
 
 PAGE_TOKENS = 16
 """Tokens of a page: vLLM's block size."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PageTable:
     """The pages of one owner.
 
@@ -52,6 +53,11 @@ class PageTable:
         """Tokens that the pages hold."""
         return len(self.pages) * PAGE_TOKENS
 
+    @property
+    def reach(self) -> int:
+        """Pages that it has, and those that are kept for it."""
+        return len(self.pages) + self.spare
+
     def row(self, token: int) -> int:
         """Where a token lies in the cache."""
         return self.pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
@@ -59,7 +65,8 @@ class PageTable:
     def rows(self, start: int, stop: int) -> range | list[int]:
         """Where tokens lie in the cache; a range where the pages are a run."""
         if self.is_run:
-            return range(self.first_row + start, self.first_row + stop)
+            first = self.first_row
+            return range(first + start, first + stop)
         return [self.row(token) for token in range(start, stop)]
 
     def take(self, page: int) -> None:
@@ -78,15 +85,17 @@ class PagePool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free: list[tuple[int, int]] = [(0, size)] if size else []
+        self._free = FreeRuns()
+        if size:
+            self._free.add(0, size)
         self._tables: dict[int, PageTable] = {}
-        self._loose = size
+        self._keeping: dict[int, PageTable] = {}
         self._spare = 0
 
     @property
     def free(self) -> int:
         """Pages that nobody holds, spare ones included."""
-        return self._loose + self._spare
+        return self._free.pages + self._spare
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
         """A table without pages.
@@ -98,14 +107,12 @@ class PagePool:
         """
         table = PageTable(owner)
         self._tables[id(table)] = table
-        if expected:
-            # The least run that is long enough, so that long ones last; of equals the first.
-            fitting = [run for run in self._free if run[1] >= expected]
-            if fitting:
-                start, length = min(fitting, key=lambda run: (run[1], run[0]))
-                self._replace((start, length), (start + expected, length - expected))
-                table.spare_start, table.spare = start, expected
-                self._spare += expected
+        if 0 < expected <= self._free.longest:
+            start = self._free.fitting(expected)
+            self._free.take(start, expected)
+            table.spare_start, table.spare = start, expected
+            self._spare += expected
+            self._keeping[id(table)] = table
         return table
 
     def extend(self, table: PageTable, count: int) -> None:
@@ -120,7 +127,8 @@ class PagePool:
                 f"{table.owner} wants {count} pages of {PAGE_TOKENS} tokens, and {self.free} of "
                 f"{self.size} are free"
             )
-        self._take_spare(table, own)
+        if own:
+            self._take_spare(table, own)
         while count > own:
             own += self._take_free(table, count - own)
 
@@ -129,7 +137,7 @@ class PagePool:
         del self._tables[id(table)]
         self._give_spare_back(table)
         for start, length in _runs(table.pages):
-            self._release(start, length)
+            self._free.add(start, length)
         table.pages.clear()
         table._breaks = 0
 
@@ -140,8 +148,11 @@ class PagePool:
             AssertionError: a page is lost, or somewhere twice.
         """
         seen = [page for start, length in self._free for page in range(start, start + length)]
-        assert len(seen) == self._loose, f"{self._loose} pages should be loose, not {len(seen)}"
-        spare = sum(table.spare for table in self._tables.values())
+        loose = self._free.pages
+        assert len(seen) == loose, f"{loose} pages should be loose, not {len(seen)}"
+        keeping = {key: table for key, table in self._tables.items() if table.spare}
+        assert keeping == self._keeping, "a table with spare pages is not among those that keep"
+        spare = sum(table.spare for table in keeping.values())
         assert spare == self._spare, f"{self._spare} pages should be spare, not {spare}"
         for table in self._tables.values():
             seen += table.pages
@@ -149,7 +160,7 @@ class PagePool:
             breaks = sum(b != a + 1 for a, b in zip(table.pages, table.pages[1:], strict=False))
             assert breaks == table._breaks, f"{table.owner} has {breaks} breaks"
         assert sorted(seen) == list(range(self.size)), "a page is lost, or in two places"
-        for (start, length), (after, _) in zip(self._free, self._free[1:], strict=False):
+        for (start, length), (after, _) in pairwise(self._free):
             assert start + length < after, "free runs that touch are one"
 
     # --------------------------------------------------------------------------------------- runs
@@ -160,49 +171,30 @@ class PagePool:
             table.spare_start += 1
         table.spare -= count
         self._spare -= count
+        if not table.spare:
+            del self._keeping[id(table)]
 
     def _take_free(self, table: PageTable, count: int) -> int:
         """Take up to so many pages that follow one another; returns how many."""
-        if not self._free:
-            self._give_spare_back(max(self._tables.values(), key=lambda other: other.spare))
-        following = table.pages[-1] + 1 if table.pages else -1
-        place = bisect_left(self._free, (following, 0))
-        if place < len(self._free) and self._free[place][0] == following:
-            start, length = self._free[place]
+        if not self._free.pages:
+            # The latest has used the fewest of what is kept for it.
+            self._give_spare_back(next(reversed(self._keeping.values())))
+        following = table.pages[-1] + 1 if table.pages else None
+        if following is not None and self._free.begins(following):
+            start = following
         else:
-            longest = max(length for _, length in self._free)
-            enough = min(count, longest)
-            start, length = min(
-                (run for run in self._free if run[1] >= enough), key=lambda run: (run[1], run[0])
-            )
-        taken = min(count, length)
-        self._replace((start, length), (start + taken, length - taken))
+            start = self._free.fitting(min(count, self._free.longest))
+        taken = self._free.take(start, count)
         for page in range(start, start + taken):
             table.take(page)
         return taken
 
     def _give_spare_back(self, table: PageTable) -> None:
         if table.spare:
-            self._release(table.spare_start, table.spare)
+            self._free.add(table.spare_start, table.spare)
             self._spare -= table.spare
             table.spare = 0
-
-    def _replace(self, run: tuple[int, int], rest: tuple[int, int]) -> None:
-        """Put what is left of a free run in its place."""
-        place = bisect_left(self._free, run)
-        self._free[place : place + 1] = [rest] if rest[1] else []
-        self._loose -= run[1] - rest[1]
-
-    def _release(self, start: int, length: int) -> None:
-        """Make pages free; runs that touch become one."""
-        insort(self._free, (start, length))
-        self._loose += length
-        place = bisect_left(self._free, (start, length))
-        for left in (place, place - 1):
-            if 0 <= left < len(self._free) - 1:
-                (a, n), (b, m) = self._free[left : left + 2]
-                if a + n == b:
-                    self._free[left : left + 2] = [(a, n + m)]
+            del self._keeping[id(table)]
 
 
 def pages_for(tokens: int) -> int:

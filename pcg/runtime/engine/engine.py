@@ -6,6 +6,7 @@ backward units of jobs, as much as `sharing` says. What happens stands in the ev
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class Engine:
         self._count = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
+        self._timeouts: list[tuple[float, str]] = []
 
         scheduler.on_preempted = lambda sequence: self._note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: self._note(Kind.PAGED_IN, adapter.name)
@@ -158,14 +160,16 @@ class Engine:
         number, self._count = self._count, self._count + 1
         sequence = self.device.open(request, number)
         sequence.submitted_s = self.clock.now_s() if came_s is None else came_s
-        adapter = request.adapter
+        limits, adapter = self.scheduler.limits, request.adapter
+        sequence.ttft_slo_s = request.ttft_slo_s or limits.ttft_slo_s
+        sequence.tpot_slo_s = request.tpot_slo_s or limits.tpot_slo_s
         details = {
             "prompt_tokens": len(request.prompt_ids),
             "max_new_tokens": sequence.limit,
             "adapter": None if adapter is None else adapter.name,
             "tenant": request.tenant or None,
-            "ttft_slo_s": request.ttft_slo_s or self.scheduler.limits.ttft_slo_s,
-            "tpot_slo_s": request.tpot_slo_s or self.scheduler.limits.tpot_slo_s,
+            "ttft_slo_s": sequence.ttft_slo_s,
+            "tpot_slo_s": sequence.tpot_slo_s,
         }
         self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
         reserved = self._job_pages if self.jobs else 0
@@ -175,6 +179,8 @@ class Engine:
             self._note(Kind.REFUSED, sequence.id, reason=reason)
             raise OutOfMemoryError(reason)
         self._sequences[sequence.id] = sequence
+        if request.timeout_s is not None:
+            heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
         self.scheduler.add(sequence)
         return sequence.id
 
@@ -264,10 +270,10 @@ class Engine:
         return chunks
 
     def _give_up_late(self, now: float) -> None:
-        for sequence in list(self._sequences.values()):
-            timeout = sequence.request.timeout_s
-            if timeout is not None and now - sequence.submitted_s > timeout:
-                self._give_up(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
+        while self._timeouts and self._timeouts[0][0] < now:
+            _, name = heapq.heappop(self._timeouts)
+            if name in self._sequences:
+                self._give_up(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
         queue = self.scheduler.queue(now)
         for sequence in list(self.scheduler.policy.hopeless(queue)):
             self._give_up(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
@@ -280,20 +286,25 @@ class Engine:
 
     def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
         now = self.clock.now_s()
+        self.scheduler.policy.served(plan.chunks)
+        events: list[Event] = []
+        ended: list[tuple[Sequence, str]] = []
         for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
             sequence.cached += count
-            self.scheduler.policy.served(sequence, count)
             if sequence.pending:
                 continue
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            self.log.add(Event(now, Kind.TOKEN, sequence.id, _ONE))
+            events.append(Event(now, Kind.TOKEN, sequence.id, _ONE))
             if chunk.completion is not None:
-                self.scheduler.drop(sequence)
-                del self._sequences[sequence.id]
-                self._note(Kind.FINISHED, sequence.id, reason=chunk.completion.finish_reason)
+                ended.append((sequence, chunk.completion.finish_reason))
+        self.log.add(*events)
+        for sequence, reason in ended:
+            self.scheduler.drop(sequence)
+            del self._sequences[sequence.id]
+            self._note(Kind.FINISHED, sequence.id, reason=reason)
 
     # ------------------------------------------------------------------------------- finetuning
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -53,8 +53,7 @@ class Kind(StrEnum):
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A transition.
 
     Attributes:
@@ -68,7 +67,7 @@ class Event:
     time_s: float
     kind: Kind
     subject: str
-    details: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
+    details: Mapping[str, object] = _NOTHING
 
 
 class EventLog:
@@ -82,11 +81,12 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=kept)
         self._listeners: list[Callable[[Event], None]] = []
 
-    def add(self, event: Event) -> None:
-        """Append an event."""
-        self._events.append(event)
+    def add(self, *events: Event) -> None:
+        """Append events."""
+        self._events.extend(events)
         for listener in self._listeners:
-            listener(event)
+            for event in events:
+                listener(event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Have a function called with each event from now on; returns what ends that."""

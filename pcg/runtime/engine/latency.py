@@ -33,7 +33,12 @@ class Load:
     @classmethod
     def of(cls, tokens: int, context: int) -> Load:
         """Of new tokens behind a context."""
-        return cls(tokens, tokens * context + tokens * (tokens + 1) // 2)
+        return cls(tokens, keys_of(tokens, context))
+
+
+def keys_of(tokens: int, context: int) -> int:
+    """Keys that attention reads for new tokens behind a context, summed over tokens."""
+    return tokens * context + tokens * (tokens + 1) // 2
 
 
 class Latency:

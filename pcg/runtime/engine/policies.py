@@ -5,12 +5,14 @@ Each policy is one small class; the scheduler asks it before every admission.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Reversible
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pcg.runtime.engine.sequence import Sequence
+
+Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
+"""Sequences, and how many of their tokens went through."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,11 @@ class Queue:
         now_s: on the engine's clock.
         waiting: in the order in which they came.
         running: admitted.
-        ttft_slo_s: of requests that name none; None for no promise.
     """
 
     now_s: float
-    waiting: List[Sequence]
-    running: List[Sequence]
-    ttft_slo_s: float | None
+    waiting: Reversible[Sequence]
+    running: Iterable[Sequence]
 
 
 class Policy(Protocol):
@@ -42,8 +42,8 @@ class Policy(Protocol):
     def admitted(self, sequence: Sequence, now_s: float) -> None:
         """Hear of an admission."""
 
-    def served(self, sequence: Sequence, tokens: int) -> None:
-        """Hear of tokens that went through for a request."""
+    def served(self, chunks: Chunks) -> None:
+        """Hear of tokens that went through, before anything follows from them."""
 
 
 class Fcfs:
@@ -58,7 +58,7 @@ class Fcfs:
     def admitted(self, sequence: Sequence, now_s: float) -> None:
         """Nothing follows from it."""
 
-    def served(self, sequence: Sequence, tokens: int) -> None:
+    def served(self, chunks: Chunks) -> None:
         """Nothing follows from it."""
 
 
@@ -108,9 +108,11 @@ class EarlyAbort(Fcfs):
     def hopeless(self, queue: Queue) -> Iterable[Sequence]:
         found = []
         for sequence in queue.waiting:
-            due = sequence.deadline_s(queue.ttft_slo_s, None)
-            if not sequence.generated and due is not None and queue.now_s + self.prefill_s > due:
-                found.append(sequence)
+            slo = sequence.ttft_slo_s
+            if slo is not None and sequence.first_token_s is None:
+                due = sequence.submitted_s + slo
+                if queue.now_s + self.prefill_s > due:
+                    found.append(sequence)
         return found
 
     def admitted(self, sequence: Sequence, now_s: float) -> None:
@@ -126,10 +128,11 @@ class EarlyAbort(Fcfs):
         self._arrivals = [time_s for time_s in self._arrivals if time_s >= since]
         self._admissions = [time_s for time_s in self._admissions if time_s >= since]
 
-    def served(self, sequence: Sequence, tokens: int) -> None:
-        if sequence.first_token_s is not None and sequence.number in self._admitted:
-            took = sequence.first_token_s - self._admitted.pop(sequence.number)
-            self.prefill_s = max(took, 0.9 * self.prefill_s)
+    def served(self, chunks: Chunks) -> None:
+        for sequence, _ in chunks:
+            if sequence.first_token_s is not None and sequence.number in self._admitted:
+                took = sequence.first_token_s - self._admitted.pop(sequence.number)
+                self.prefill_s = max(took, 0.9 * self.prefill_s)
 
 
 @dataclass
@@ -153,9 +156,10 @@ class FairShare(Fcfs):
         self._active = active
         return sorted(queue.waiting, key=lambda s: (self._served[s.request.tenant], s.number))
 
-    def served(self, sequence: Sequence, tokens: int) -> None:
-        tenant = sequence.request.tenant
-        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+    def served(self, chunks: Chunks) -> None:
+        for sequence, tokens in chunks:
+            tenant = sequence.request.tenant
+            self._served[tenant] = self._served.get(tenant, 0.0) + tokens
 
 
 def _adapter(sequence: Sequence) -> str | None:

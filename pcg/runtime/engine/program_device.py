@@ -99,8 +99,15 @@ class ProgramDevice:
         """
         functions: list[Asking[Any]] = []
         tokens = [0] * len(chunks)
-        order = self._stacks.order([_adapter(sequence) for sequence, _ in chunks])
-        served = _Served([chunks[i] for i in order], self._stacks, self.cache, self._device)
+        adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
+        order = self._stacks.order(adapters)
+        served = _Served(
+            [chunks[i] for i in order],
+            [adapters[i] for i in order],
+            self._stacks,
+            self.cache,
+            self._device,
+        )
         if chunks:
             functions.append(self._runner.asking_hidden(served.batch, served.bound))
         for unit, count in windows:
@@ -148,6 +155,7 @@ class _Served:
     def __init__(
         self,
         chunks: List[tuple[Sequence, int]],
+        adapters: List[Adapter | None],
         stacks: AdapterStacks,
         cache: KvCache,
         device: torch.device,
@@ -157,11 +165,12 @@ class _Served:
         spans = []
         for sequence, count in chunks:
             start, end = sequence.cached, sequence.cached + count
-            virtual = max(min(end, sequence.request.virtual_tokens) - start, 0)
+            virtual = sequence.request.virtual_tokens
+            virtual = min(end, virtual) - start if virtual > start else 0
             spans.append(Span(len(ids), count, start, sequence.table, virtual))
             ids += sequence.ids(start, end)
         self.batch = Batch(torch.tensor(ids, device=device), spans, cache)
-        self._adapters = [_adapter(sequence) for sequence, _ in chunks]
+        self._adapters = adapters
         self.bound = stacks.bind(self._adapters, [span.length for span in spans])
         self.ready = [i for i, (sequence, count) in enumerate(chunks) if sequence.pending == count]
 
@@ -171,7 +180,3 @@ class _Served:
             return None, None
         adapters = [self._adapters[i] for i in self.ready]
         return self.batch.last_tokens[self.ready], stacks.bind(adapters, [1] * len(adapters))
-
-
-def _adapter(sequence: Sequence) -> Adapter | None:
-    return cast("Adapter | None", sequence.request.adapter)

@@ -56,7 +56,7 @@ class Request:
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
 
-    @property
+    @cached_property
     def virtual_tokens(self) -> int:
         """Of the adapter's prompt, before the prompt's own."""
         return 0 if self.adapter is None else self.adapter.prompt_tokens
@@ -89,7 +89,7 @@ class Completion:
         return self.text
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """A piece of one prompt's continuation, as it is made.
 

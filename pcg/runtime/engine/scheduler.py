@@ -12,15 +12,17 @@ the latest admitted sequence gives its own up and is computed again later.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pcg.errors import GenerationError
 from pcg.runtime.engine.adapter_pages import AdapterPages
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latency, Load, keys_of
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.sequence import Sequence, State
-from pcg.runtime.page_pool import PagePool, pages_for
+from pcg.runtime.page_pool import PagePool, PageTable, pages_for
 
 
 @dataclass(frozen=True)
@@ -62,26 +64,35 @@ class StepPlan:
     """What one step serves.
 
     Attributes:
-        chunks: sequences, and how many of their pending tokens run.
-        load: of all of them.
         seconds: that the step may take before a promise is broken; None where nothing is promised.
+        chunks: sequences, and how many of their pending tokens run.
+        tokens: of all of them.
+        keys: that attention reads for these.
     """
 
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    load: Load = field(default_factory=Load)
     seconds: float | None = None
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    tokens: int = 0
+    keys: int = 0
+
+    @property
+    def load(self) -> Load:
+        """Of all chunks."""
+        return Load(self.tokens, self.keys)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Have a sequence's next tokens run."""
         self.chunks.append((sequence, tokens))
-        self.load += Load.of(tokens, sequence.cached)
+        self.tokens += tokens
+        self.keys += keys_of(tokens, sequence.cached)
 
 
 class Scheduler:
     """Decides what runs; has no tokens of its own, so that a simulator uses it as the engine does.
 
     Attributes:
-        waiting: in the order in which they came; preempted ones first.
+        waiting: in the order in which they came; preempted ones first. The keys of a dict, as
+            `running`, so that any of many leaves at once.
         running: in the order of their admission.
         forward: latency of a step's forward; None where no promise depends on it.
         on_preempted: is told of each sequence that gives its pages up.
@@ -108,8 +119,8 @@ class Scheduler:
         self.policy: Policy = Fcfs() if policy is None else policy
         self.forward: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.running: dict[Sequence, None] = {}
 
     # ------------------------------------------------------------------------------- a request
 
@@ -137,75 +148,75 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Have a sequence wait."""
-        self.waiting.append(sequence)
+        self.waiting[sequence] = None
 
     def drop(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free what it has."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
         if sequence in self.running:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._free(sequence)
+        else:
+            del self.waiting[sequence]
 
     def queue(self, now_s: float) -> Queue:
         """What a policy sees."""
-        return Queue(now_s, self.waiting, self.running, self.limits.ttft_slo_s)
+        return Queue(now_s, self.waiting, self.running)
 
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
         """What to serve now: admits, preempts, and gives pages out."""
-        plan = StepPlan(seconds=self._seconds_left(now_s))
+        plan = StepPlan(self._seconds_left(now_s))
         prompts = []
-        for sequence in list(self.running):
+        # The latest, who may give their pages up, leave at the ends of what is gone through.
+        left = list(self.running)
+        for sequence in left:
             if sequence.pending > 1:
                 prompts.append(sequence)
-            elif sequence.state is State.RUNNING:
-                self._continue(plan, sequence, 1)
+            elif self._has_pages(sequence, 1, left):
+                plan.add(sequence, 1)
         for sequence in prompts:
-            if sequence.state is State.RUNNING:
-                self._continue(plan, sequence, self._chunk(plan, sequence))
+            tokens = self._chunk(plan, sequence)
+            if tokens and self._has_pages(sequence, tokens, prompts):
+                plan.add(sequence, tokens)
         self._admit(plan, now_s)
         self._prefetch()
         return plan
 
     def _seconds_left(self, now_s: float) -> float | None:
         """Until the first promise is broken; at most the least promised time a token."""
-        limits = self.limits
-        left: float | None = None
-        for sequence in self.running:
-            due = sequence.deadline_s(limits.ttft_slo_s, limits.tpot_slo_s)
-            if due is not None and sequence.first_token_s is not None:
-                promised = sequence.request.tpot_slo_s or limits.tpot_slo_s
-                assert promised is not None
-                own = min(due - now_s, promised)
-                left = own if left is None else min(left, own)
-        return left
+        left = [sequence.seconds_left(now_s) for sequence in self.running]
+        return min([seconds for seconds in left if seconds is not None], default=None)
 
-    def _continue(self, plan: StepPlan, sequence: Sequence, tokens: int) -> None:
-        """Run a sequence's next tokens, if there are pages for them or can be."""
-        if tokens < 1:
-            return
-        table = sequence.table
-        assert table is not None
+    def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
+        """Give a sequence pages for its next tokens, where it lacks some.
+
+        Args:
+            sequence: that runs.
+            tokens: that it goes on with.
+            left: it and those behind it; the last give their pages up while others are too few.
+        Returns:
+            Whether it has them; it may have had to give its own up.
+        """
+        table = _table(sequence)
         need = pages_for(sequence.cached + tokens) - len(table.pages)
+        if need <= 0:
+            return True
         while need > self.pool.free and not self.adapters.make_room(need):
-            # The latest that is not in this step; it may be this one.
-            planned = {id(other) for other, _ in plan.chunks}
-            victim = next(s for s in reversed(self.running) if id(s) not in planned)
-            self._preempt(victim)
-            if victim is sequence:
-                return
-        if need > 0:
-            self.pool.extend(table, need)
-        plan.add(sequence, tokens)
+            latest = left.pop()
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        self.pool.extend(table, need)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        del self.running[sequence]
         self._free(sequence)
         sequence.state = State.WAITING
         sequence.cached = 0
-        self.waiting.insert(0, sequence)
+        self.waiting[sequence] = None
+        self.waiting.move_to_end(sequence, last=False)
         self.on_preempted(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -216,7 +227,7 @@ class Scheduler:
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Tokens of a prompt that fit into the step; 0 for none."""
-        room = self.limits.tokens - plan.load.tokens
+        room = self.limits.tokens - plan.tokens
         if self.forward is not None and plan.seconds is not None:
             fitting = self.forward.tokens_within(plan.seconds, sequence.cached, plan.load)
             room = min(room, max(fitting, self.limits.least_chunk))
@@ -228,14 +239,19 @@ class Scheduler:
         """Admit what waits, in the policy's order, while there is room."""
         if not self.waiting:
             return
-        for sequence in list(self.policy.order(self.queue(now_s))):
-            if len(self.running) >= self.limits.running:
-                return
+        order = self.policy.order(self.queue(now_s))
+        places = self.limits.running - len(self.running)
+        if places < 1:
+            return
+        tables = [other.table for other in self.running]
+        reach = max([table.reach for table in tables if table is not None], default=0)
+        for sequence in list(islice(order, places)):
             tokens = self._first_chunk(plan, sequence)
-            if tokens < 1 or not self._give_pages(sequence):
+            if tokens < 1 or not self._give_pages(sequence, reach):
                 return
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
+            reach = max(reach, _table(sequence).reach)
+            del self.waiting[sequence]
+            self.running[sequence] = None
             sequence.state = State.RUNNING
             self.policy.admitted(sequence, now_s)
             plan.add(sequence, tokens)
@@ -246,14 +262,18 @@ class Scheduler:
             return sequence.pending
         return self._chunk(plan, sequence)
 
-    def _give_pages(self, sequence: Sequence) -> bool:
-        """Give a sequence the pages of its tokens so far, and its adapter; False: no room."""
+    def _give_pages(self, sequence: Sequence, reach: int) -> bool:
+        """Give a sequence the pages of its tokens so far, and its adapter; False: no room.
+
+        Args:
+            sequence: that waits.
+            reach: pages that the others have and keep, each at most.
+        """
         adapter = sequence.request.adapter
         need = pages_for(sequence.pending)
         of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
         # One page for each that runs keeps the newcomer from being the next to be preempted.
-        spare = len(self.running) if self.running else 0
-        if need + of_adapter + spare > self.pool.free + self.adapters.idle_pages:
+        if need + of_adapter + len(self.running) > self.pool.free + self.adapters.idle_pages:
             return False
         if adapter is not None and not self.adapters.bring(adapter):
             return False
@@ -261,26 +281,23 @@ class Scheduler:
         if not self.adapters.make_room(need):
             self.adapters.release(adapter)
             return False
-        sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence))
+        sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence, reach))
         self.pool.extend(sequence.table, need)
         return True
 
-    def _expected_pages(self, sequence: Sequence) -> int:
+    def _expected_pages(self, sequence: Sequence, reach: int) -> int:
         """Pages to keep for a sequence: as many for all, so that they lie at equal distances.
 
         Attention takes sequences at equal distances in one call. What is kept is anyone's when no
         other page is free.
         """
-        need = sequence.most_pages
-        for other in self.running:
-            if other.table is not None:
-                need = max(need, len(other.table.pages) + other.table.spare)
+        need = max(sequence.most_pages, reach)
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
     def _prefetch(self) -> None:
         """Page adapters of the next requests in, where no other has to go for it."""
-        for sequence in self.waiting[: self.limits.prefetched]:
+        for sequence in islice(self.waiting, self.limits.prefetched):
             adapter = sequence.request.adapter
             if adapter is not None and not self.adapters.has(adapter):
                 if 2 * self.adapters.pages_of(adapter) > self.pool.free:
@@ -296,7 +313,13 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None
+            assert sequence.length == sequence.request.length + len(sequence.generated)
         for sequence in self.running:
             assert sequence.state is State.RUNNING
-            assert sequence.table is not None
-            assert sequence.table.capacity >= sequence.cached
+            assert _table(sequence).capacity >= sequence.cached
+            assert sequence.length == sequence.request.length + len(sequence.generated)
+
+
+def _table(sequence: Sequence) -> PageTable:
+    assert sequence.table is not None
+    return sequence.table

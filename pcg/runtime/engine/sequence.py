@@ -24,7 +24,7 @@ class State(StrEnum):
     TIMED_OUT = "timed_out"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A request on its way.
 
@@ -37,9 +37,12 @@ class Sequence:
         stop_ids: tokens that end it.
         decoder: makes text of its tokens; None without a tokenizer.
         sampler: random numbers of its own; None where it takes the likeliest token.
+        ttft_slo_s: promise for its first token, seconds; None for none.
+        tpot_slo_s: promise for the time a token, seconds; None for none.
         state: where it is.
         table: its pages in the KV cache while it runs.
         cached: tokens whose keys and values these hold, virtual ones too.
+        length: tokens so far, virtual ones too.
         generated: tokens so far; they stay when its pages are taken from it.
         first_token_s: when the first token came; None before.
     """
@@ -52,24 +55,24 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     decoder: StreamDecoder | None = None
     sampler: Any = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
     state: State = State.WAITING
     table: PageTable | None = None
     cached: int = 0
+    length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     first_token_s: float | None = None
     _text: list[str] = field(default_factory=list)
+    _stop: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
+        self.length = self.request.length
         self._stop = StopChecker(self.request.params.stop)
 
     @property
     def is_over(self) -> bool:
         return self.state not in (State.WAITING, State.RUNNING)
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, virtual ones too."""
-        return self.request.length + len(self.generated)
 
     @property
     def pending(self) -> int:
@@ -89,22 +92,20 @@ class Sequence:
         whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
         return whole[start:stop]
 
-    def deadline_s(self, ttft_slo_s: float | None, tpot_slo_s: float | None) -> float | None:
-        """When the next token is due; None where nothing was promised.
+    def seconds_left(self, now_s: float) -> float | None:
+        """Until its next token breaks the promise for the time a token, at most that time.
 
-        Args:
-            ttft_slo_s: for a request that names none.
-            tpot_slo_s: likewise.
+        None where nothing was promised, or the first token is still to come.
         """
-        if self.first_token_s is None:
-            slo = self.request.ttft_slo_s or ttft_slo_s
-            return None if slo is None else self.submitted_s + slo
-        slo = self.request.tpot_slo_s or tpot_slo_s
-        return None if slo is None else self.first_token_s + slo * len(self.generated)
+        slo = self.tpot_slo_s
+        if slo is None or self.first_token_s is None:
+            return None
+        return min(self.first_token_s + slo * len(self.generated) - now_s, slo)
 
     def accept(self, token: int) -> Chunk:
         """Take a sampled token; the chunk carries the completion if it was the last."""
         self.generated.append(token)
+        self.length += 1
         ended = token in self.stop_ids
         text = ""
         if self.decoder is not None:
@@ -114,7 +115,8 @@ class Sequence:
         if finished and self.decoder is not None and self._stop.matched is None:
             text += self._stop.push(self.decoder.finish())
             text += self._stop.finish()
-        self._text.append(text)
+        if text:
+            self._text.append(text)
         if not finished:
             return Chunk(self.number, text, token)
         self.state = State.FINISHED

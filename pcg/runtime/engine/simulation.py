@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
@@ -207,7 +207,7 @@ class Simulation:
 
     def _events(self) -> tuple[Event, ...]:
         events = [
-            replace(event, subject=f"{place}: {event.subject}")
+            event._replace(subject=f"{place}: {event.subject}")
             for place, engine in enumerate(self.engines)
             for event in engine.log
         ]

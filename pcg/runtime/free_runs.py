@@ -1,0 +1,72 @@
+"""Free pages as runs, found by where they begin, where they end and how long they are."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+
+class FreeRuns:
+    """Runs of free pages; those that touch are one.
+
+    Attributes:
+        pages: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self._lengths: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Start and length of each, in order."""
+        return iter(sorted(self._lengths.items()))
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest; 0 where there is none."""
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def begins(self, page: int) -> bool:
+        """Whether a run begins with a page."""
+        return page in self._lengths
+
+    def fitting(self, count: int) -> int:
+        """Start of the least run of at least so many pages, so that long ones last.
+
+        Of equals it is the first. The longest has to be long enough.
+        """
+        return self._by_length[bisect_left(self._by_length, (count, 0))][1]
+
+    def take(self, start: int, count: int) -> int:
+        """Take up to so many pages from the beginning of a run; returns how many."""
+        length = self._remove(start)
+        taken = min(count, length)
+        if taken < length:
+            self._insert(start + taken, length - taken)
+        return taken
+
+    def add(self, start: int, length: int) -> None:
+        """Make pages free."""
+        end = start + length
+        if end in self._lengths:
+            length += self._remove(end)
+        if start in self._starts:
+            start = self._starts[start]
+            length += self._remove(start)
+        self._insert(start, length)
+
+    def _insert(self, start: int, length: int) -> None:
+        self.pages += length
+        self._lengths[start] = length
+        self._starts[start + length] = start
+        insort(self._by_length, (length, start))
+
+    def _remove(self, start: int) -> int:
+        """Forget a run; its length."""
+        length = self._lengths.pop(start)
+        self.pages -= length
+        del self._starts[start + length]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length
