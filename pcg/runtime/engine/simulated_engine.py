@@ -11,6 +11,7 @@ from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.simulated_device import SimulatedDevice
@@ -36,6 +37,7 @@ class SimulatedEngine(Engine):
         log: EventLog | None = None,
         job_share: float = 0.5,
         most_positions: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         """Start at 0 s with nothing to do.
 
@@ -49,10 +51,14 @@ class SimulatedEngine(Engine):
             log: to write to.
             job_share: of the pool, that finetuning may hold at most.
             most_positions: of the model; None for any number.
+            prefix_caching: whether requests share the blocks of common prefixes; off by default,
+                as the requests of workloads have lengths and no tokens.
         """
         pool, clock = PagePool(pages), SimulatedClock()
         adapters = AdapterPages(pool, page_bytes)
-        scheduler = Scheduler(pool, adapters, Limits() if limits is None else limits, policy)
+        prefixes = Prefixes(pool) if prefix_caching else None
+        limits = Limits() if limits is None else limits
+        scheduler = Scheduler(pool, adapters, limits, policy, prefixes)
         device = SimulatedDevice(costs, clock, most_positions)
         super().__init__(
             device, scheduler, clock, log=log, latencies=latencies, job_share=job_share
