@@ -88,6 +88,15 @@ def serve_command(
             metavar="N|A-B|sharegpt",
         ),
     ] = "8-64",
+    random_prefix_len: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that all prompts begin with, before those of --input-len.",
+            rich_help_panel=WORKLOAD,
+            metavar="N",
+            min=0,
+        ),
+    ] = 0,
     output_len: Annotated[
         str,
         typer.Option(
@@ -229,6 +238,14 @@ def serve_command(
             metavar="GIB",
         ),
     ] = 4.0,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Share the KV blocks of prompts that begin alike.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True,
     load_format: Annotated[
         str,
         typer.Option(
@@ -291,13 +308,15 @@ def serve_command(
             "tpot_slo_s": None if tpot_slo_ms is None else tpot_slo_ms / 1e3,
         },
         kv_cache_gib,
+        prefix_caching,
     )
     if finetune is not None:
         if ttft_slo_ms is None and tpot_slo_ms is None:
             engine.calibrate()  # without promises jobs go by the time of an idle step
         with busy("compiling the finetuning job"):
             _finetune(engine, finetune, finetune_len, finetune_batch_size, finetune_rank, seed)
-    report = _run(engine, None if sharing == "finetuning-only" else workload, workload, seed)
+    served = None if sharing == "finetuning-only" else workload
+    report = _run(engine, served, workload, random_prefix_len, seed)
     if plot is not None:
         from pcg.html.serving import serving_svg
 
@@ -388,6 +407,7 @@ def _engine(
     sharing: Sharing,
     limits: dict[str, Any],
     kv_cache_gib: float,
+    prefix_caching: bool,
 ) -> ProgramEngine:
     from pcg.runtime.engine.scheduler import Limits
 
@@ -397,6 +417,7 @@ def _engine(
             kv_cache_bytes=int(kv_cache_gib * 2**30),
             policy=policy,
             sharing=sharing,
+            prefix_caching=prefix_caching,
         )
 
 
@@ -422,7 +443,11 @@ def _finetune(
 
 
 def _run(
-    engine: ProgramEngine, served: Workload | None, workload: Workload, seed: int
+    engine: ProgramEngine,
+    served: Workload | None,
+    workload: Workload,
+    prefix_tokens: int,
+    seed: int,
 ) -> ServingReport:
     """Serve, beside the job if there is one; without requests train for as long as they take."""
     from pcg.runtime.engine.replay import replay, train
@@ -440,6 +465,7 @@ def _run(
                 executor.adapters,
                 vocabulary_size(executor.program),
                 seed=seed,
+                prefix_tokens=prefix_tokens,
                 most_positions=executor.max_positions,
             )
     finally:

@@ -49,6 +49,9 @@ def outcome_table(report: ServingReport) -> Table:
         made.add_row("goodput", f"{report.request_goodput:,.2f} requests/s")
     made.add_row("output", f"{report.output_throughput:,.1f} tokens/s")
     made.add_row("prompts and output", f"{report.total_token_throughput:,.1f} tokens/s")
+    if report.cached_tokens:
+        rate = f"{report.prefix_cache_hit_rate:.1%} of prompts"
+        made.add_row("prefix cache", f"{report.cached_tokens:,} tokens, {rate}")
     for title, share in (
         ("SLO attainment", report.slo_attainment),
         ("  first token", report.ttft_attainment),

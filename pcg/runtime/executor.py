@@ -258,7 +258,7 @@ class Executor:
         )
 
     def register(self, engine: ProgramEngine) -> None:
-        """Have an engine hear when the program is compiled anew for other sites."""
+        """Have an engine hear when the program is compiled anew, and when adapters change."""
         self._engines.add(engine)
 
     @property
@@ -411,6 +411,8 @@ class Executor:
             self._adapters = before
             raise
         self._served.changed(adapter)
+        if adapter.name in before:
+            self._tell_engines(before[adapter.name])
         return adapter
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
@@ -428,7 +430,9 @@ class Executor:
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
-        self._stacks.forget(self._adapter(name))
+        adapter = self._adapter(name)
+        self._stacks.forget(adapter)
+        self._tell_engines(adapter)
         self._stale.pop(name, None)
         del self._adapters[name]
 
@@ -480,6 +484,12 @@ class Executor:
             self._stale[name] = settle
         self._served.changed(self._adapters[name])
         self._stacks.forget(self._adapters[name])
+        self._tell_engines(self._adapters[name])
+
+    def _tell_engines(self, adapter: Adapter) -> None:
+        """Have engines drop what they keep of an adapter as it was."""
+        for engine in self._engines:
+            engine.forget(adapter)
 
     def settle_adapter(self, name: str) -> None:
         """Write an adapter's tensors, if they are yet to be."""

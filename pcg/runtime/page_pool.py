@@ -6,6 +6,10 @@ says which pages an owner has, in order. Where there is a choice an owner gets p
 another: the pages that it is expected to grow into are its spare ones, which others take only when
 no other page is free. Attention reads such a run at one stride, and gathers only where it cannot.
 
+The first pages of a table may be shared: other tables read them, too, and none writes them. When
+the last of them is closed they are kept for tables to come, until somebody needs pages or half of
+all are so kept: with free pages scattered among them no table would be a run.
+
 Source: S-LoRA §5.1 (one pool for both), vLLM (tables of blocks). Runs are our own.
 """
 
@@ -16,9 +20,12 @@ from itertools import pairwise
 
 from pcg.errors import OutOfMemoryError
 from pcg.runtime.free_runs import FreeRuns
+from pcg.runtime.shared_pages import SharedPages
 
 PAGE_TOKENS = 16
 """Tokens of a page: vLLM's block size."""
+UNREAD_SHARE = 0.5
+"""Of all pages, that are kept unread at most: runs are made of the others."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,12 +35,14 @@ class PageTable:
     Attributes:
         owner: whose they are, for messages.
         pages: in order.
+        shared: how many of them, the first, others may read, too.
         spare_start: first page behind the last, or where the first will be.
         spare: pages from there that are kept for it while others are free.
     """
 
     owner: str
     pages: list[int] = field(default_factory=list)
+    shared: int = 0
     spare_start: int = 0
     spare: int = 0
     _breaks: int = 0
@@ -67,7 +76,11 @@ class PageTable:
         if self.is_run:
             first = self.first_row
             return range(first + start, first + stop)
-        return [self.row(token) for token in range(start, stop)]
+        rows: list[int] = []
+        for page in self.pages[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)]:
+            rows += range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+        skipped = start % PAGE_TOKENS
+        return rows[skipped : skipped + stop - start]
 
     def take(self, page: int) -> None:
         """Append a page."""
@@ -75,16 +88,26 @@ class PageTable:
             self._breaks += 1
         self.pages.append(page)
 
+    def replace(self, place: int, page: int) -> int:
+        """Put a page in the place of another; returns that."""
+        near = slice(max(place - 1, 0), place + 2)
+        self._breaks -= _breaks(self.pages[near])
+        replaced, self.pages[place] = self.pages[place], page
+        self._breaks += _breaks(self.pages[near])
+        return replaced
+
 
 class PagePool:
     """Gives out pages.
 
     Attributes:
         size: pages in all.
+        shared: those that several tables may read.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.shared = SharedPages()
         self._free = FreeRuns()
         if size:
             self._free.add(0, size)
@@ -94,8 +117,8 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, spare ones included."""
-        return self._free.pages + self._spare
+        """Pages that nobody holds, spare and unread ones included."""
+        return self._free.pages + self._spare + self.shared.unread
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
         """A table without pages.
@@ -136,10 +159,44 @@ class PagePool:
         """Give all pages of a table back."""
         del self._tables[id(table)]
         self._give_spare_back(table)
-        for start, length in _runs(table.pages):
+        for start, length in _runs(table.pages[table.shared :]):
             self._free.add(start, length)
+        # The last goes first when pages are needed: without those before it it is of no use.
+        for page in reversed(table.pages[: table.shared]):
+            if self.shared.leave(page):
+                self._free.add(page, 1)
+        while self.shared.unread > self.size * UNREAD_SHARE:
+            self._free.add(self.shared.reclaim(), 1)
         table.pages.clear()
-        table._breaks = 0
+        table.shared = table._breaks = 0
+
+    # ------------------------------------------------------------------------------------- sharing
+
+    def share(self, table: PageTable) -> int:
+        """Let others read the first page of a table that they may not yet; returns it.
+
+        Whoever has a table writes behind its shared pages alone.
+        """
+        page = table.pages[table.shared]
+        self.shared.add(page)
+        table.shared += 1
+        return page
+
+    def adopt(self, table: PageTable, page: int) -> None:
+        """Have a table read a shared page behind those that it shares, in place of its own one."""
+        self.shared.read(page)
+        if table.shared < len(table.pages):
+            self._free.add(table.replace(table.shared, page), 1)
+        else:
+            table.take(page)
+        table.shared += 1
+
+    def forget(self, page: int) -> None:
+        """Share a page no more; it is free once the last table that reads it is closed."""
+        if self.shared.forget(page):
+            self._free.add(page, 1)
+
+    # ----------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Check that every page is in exactly one place.
@@ -155,10 +212,13 @@ class PagePool:
         spare = sum(table.spare for table in keeping.values())
         assert spare == self._spare, f"{self._spare} pages should be spare, not {spare}"
         for table in self._tables.values():
-            seen += table.pages
+            seen += table.pages[table.shared :]
             seen += range(table.spare_start, table.spare_start + table.spare)
-            breaks = sum(b != a + 1 for a, b in zip(table.pages, table.pages[1:], strict=False))
+            breaks = _breaks(table.pages)
             assert breaks == table._breaks, f"{table.owner} has {breaks} breaks"
+        tables = self._tables.values()
+        self.shared.check_integrity(page for t in tables for page in t.pages[: t.shared])
+        seen += self.shared
         assert sorted(seen) == list(range(self.size)), "a page is lost, or in two places"
         for (start, length), (after, _) in pairwise(self._free):
             assert start + length < after, "free runs that touch are one"
@@ -176,7 +236,10 @@ class PagePool:
 
     def _take_free(self, table: PageTable, count: int) -> int:
         """Take up to so many pages that follow one another; returns how many."""
-        if not self._free.pages:
+        if not self._free.pages and self.shared.unread:
+            for _ in range(min(count, self.shared.unread)):
+                self._free.add(self.shared.reclaim(), 1)
+        elif not self._free.pages:
             # The latest has used the fewest of what is kept for it.
             self._give_spare_back(next(reversed(self._keeping.values())))
         following = table.pages[-1] + 1 if table.pages else None
@@ -200,6 +263,11 @@ class PagePool:
 def pages_for(tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-tokens // PAGE_TOKENS)
+
+
+def _breaks(pages: list[int]) -> int:
+    """How many pages do not follow the one before."""
+    return sum(after != before + 1 for before, after in pairwise(pages))
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:

@@ -65,6 +65,16 @@ def test_numbers_have_the_names_of_vllm(model: Path) -> None:
     assert again["total_input_tokens"] == found["total_input_tokens"]
 
 
+def test_prompts_that_begin_alike_are_found_in_the_cache(model: Path) -> None:
+    shared = ("--random-prefix-len", "32", "--adapters", "0")
+    found = report_of(model, *SMALL, *shared)
+    assert found["total_cached_tokens"] == 5 * 32
+    assert found["prefix_cache_hit_rate"] == 5 * 32 / found["total_input_tokens"]
+    without = report_of(model, *SMALL, *shared, "--no-enable-prefix-caching")
+    assert without["total_input_tokens"] == found["total_input_tokens"]
+    assert without["total_cached_tokens"] == 0
+
+
 def test_a_configuration_is_enough(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
     refused = run(tmp_path, *SMALL)

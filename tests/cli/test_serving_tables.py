@@ -27,7 +27,7 @@ def report() -> ServingReport:
         Event(0.0, Kind.SUBMITTED, "a", {"prompt_tokens": 1500, "tenant": "x"}),
         Event(0.0, Kind.SUBMITTED, "b", {"prompt_tokens": 7, "tenant": "y"}),
         Event(0.25, Kind.ADMITTED, "a"),
-        Event(0.5, Kind.TOKEN, "a", {"count": 1}),
+        Event(0.5, Kind.TOKEN, "a", {"count": 1, "cached_tokens": 1008}),
         Event(0.5, Kind.PREEMPTED, "a"),
         Event(0.75, Kind.TIMED_OUT, "b"),
         Event(1.0, Kind.STEPPED, "job", {"tokens": 3000}),
@@ -55,6 +55,7 @@ def test_outcomes(report: ServingReport) -> None:
     assert found["goodput"] == "0.00 requests/s"
     assert found["output"] == "1.0 tokens/s"
     assert found["prompts and output"] == "751.0 tokens/s"
+    assert found["prefix cache"] == "1,008 tokens, 67.2% of prompts"
     assert found["SLO attainment"] == "0.0%"
     assert found["first token"] == "50.0%"
     assert found["user satisfaction"] == "37.5%"  # (1 − 0.5² + 0) / 2

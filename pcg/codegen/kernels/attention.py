@@ -265,7 +265,11 @@ def _pair(sums: Gradients) -> tuple[Tensor, Tensor]:
 def _seen(batch: AttentionBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence up to the end of its span, [m, K, D]."""
     rows = batch.seen(span)
-    keys, values = (all_rows[:, rows].transpose(0, 1) for all_rows in cache)
+    if isinstance(rows, slice):
+        found = [all_rows[:, rows] for all_rows in cache]
+    else:
+        found = [all_rows.index_select(1, rows) for all_rows in cache]
+    keys, values = (some.transpose(0, 1) for some in found)
     return keys, values
 
 
@@ -314,7 +318,11 @@ def _decode(
     for group in batch.decode_groups(window):
         shape = (len(group.tokens), kv_heads, group.longest, size)
         if group.rows is not None:
-            k, v = (rows[:, group.rows].transpose(0, 1) for rows in (keys, values))
+            chosen = group.rows.flatten()
+            k, v = (
+                rows.index_select(1, chosen).unflatten(1, shape[::2]).transpose(0, 1)
+                for rows in (keys, values)
+            )
         else:
             k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
             stride = (group.stride * v_row, v_head, v_row, one)

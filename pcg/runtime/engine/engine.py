@@ -18,7 +18,7 @@ from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.events import Event, EventLog, Kind
 from pcg.runtime.engine.job import Job, JobState
 from pcg.runtime.engine.latency import Latency, Load
-from pcg.runtime.engine.request import Chunk, Request
+from pcg.runtime.engine.request import Chunk, Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
@@ -190,6 +190,13 @@ class Engine:
         if sequence is not None:
             self._give_up(sequence, State.CANCELLED, Kind.CANCELLED)
 
+    def forget(self, adapter: ServedAdapter) -> None:
+        """Drop what is kept of an adapter that is removed, replaced or changed.
+
+        Requests that run with it go on; what they compute is shared with none to come.
+        """
+        self.scheduler.forget(adapter)
+
     # ------------------------------------------------------------------------------- jobs
 
     def add_job(self, job: Job) -> Job:
@@ -248,16 +255,19 @@ class Engine:
         now = self.clock.now_s()
         self._give_up_late(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self._has_work()) else StepPlan()
-        for sequence, _ in plan.chunks:
-            if not sequence.cached:
-                self._note(Kind.ADMITTED, sequence.id)
+        for sequence in plan.admitted:
+            self._note(Kind.ADMITTED, sequence.id)
         limits, is_served = self.scheduler.limits, bool(plan.chunks)
         step = Step(limits, self._latencies, plan.seconds, plan.load, is_served)
         self.sharing.begin(step)
         windows = self._windows(step)
         if step.load.tokens:
             started = self.clock.now_s()
-            tokens_sampled = self.device.run(plan.chunks, windows)
+            try:
+                tokens_sampled = self.device.run(plan.chunks, windows)
+            except BaseException:
+                self.scheduler.abandon()
+                raise
             took = self.clock.now_s() - started
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
@@ -293,11 +303,13 @@ class Engine:
             sequence.cached += count
             if sequence.pending:
                 continue
+            details = _ONE
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
+                details = {"count": 1, "cached_tokens": sequence.found}
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            events.append(Event(now, Kind.TOKEN, sequence.id, _ONE))
+            events.append(Event(now, Kind.TOKEN, sequence.id, details))
             if chunk.completion is not None:
                 ended.append((sequence, chunk.completion.finish_reason))
         self.log.add(*events)

@@ -61,7 +61,8 @@ class Event(NamedTuple):
         kind: what happened.
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
-            `tokens` of a job's step, `reason` of a refusal.
+            `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
+            refusal.
     """
 
     time_s: float

@@ -102,6 +102,17 @@ class ServingReport:
         return sum(one.prompt_tokens for one in self.requests if one.outcome is Outcome.FINISHED)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, that were in the KV cache already, by an earlier request."""
+        return sum(one.cached_tokens or 0 for one in self.requests)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Share of prompts' tokens that were in the cache; None where no prompt was read."""
+        read = sum(one.prompt_tokens for one in self.requests if one.cached_tokens is not None)
+        return self.cached_tokens / read if read else None
+
+    @property
     def request_throughput(self) -> float:
         """Finished requests a second."""
         return self.count(Outcome.FINISHED) / self.duration_s
@@ -177,6 +188,8 @@ class ServingReport:
             "preemptions": sum(one.preemptions for one in self.requests),
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens,
+            "total_cached_tokens": self.cached_tokens,
+            "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
             "request_throughput": self.request_throughput,
             "request_goodput": self.request_goodput,
             "output_throughput": self.output_throughput,

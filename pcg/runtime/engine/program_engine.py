@@ -15,6 +15,7 @@ from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
@@ -49,6 +50,7 @@ class ProgramEngine(Engine):
         log: EventLog | None = None,
         latencies: Latencies | None = None,
         sharing: Sharing | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         """Take memory for KV blocks and adapters.
 
@@ -61,6 +63,8 @@ class ProgramEngine(Engine):
             log: to write to.
             latencies: of this machine; measured now by default.
             sharing: how finetuning goes beside what is served; see `Engine`.
+            prefix_caching: whether requests with the same version of an adapter share the KV blocks
+                of common prefixes.
         """
         runner, stacks = executor.serving
         types = kv_types(runner.model)
@@ -79,7 +83,8 @@ class ProgramEngine(Engine):
         self.executor = executor
         limits = Limits() if limits is None else limits
         adapters = AdapterPages(cache.pool, page_bytes)
-        scheduler = Scheduler(cache.pool, adapters, limits, policy)
+        prefixes = Prefixes(cache.pool) if prefix_caching else None
+        scheduler = Scheduler(cache.pool, adapters, limits, policy, prefixes)
         super().__init__(
             device,
             scheduler,

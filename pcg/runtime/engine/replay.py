@@ -33,6 +33,7 @@ def replay(
     vocabulary: int,
     *,
     seed: int = 0,
+    prefix_tokens: int = 0,
     most_positions: int | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> ServingReport:
@@ -44,6 +45,7 @@ def replay(
         adapters: by the names that the workload uses.
         vocabulary: tokens of the model.
         seed: of the prompts.
+        prefix_tokens: that all prompts begin with, before those that the workload asks for.
         most_positions: that the model has; None for any number.
         wait: lets so many seconds pass on the engine's clock while there is nothing to do.
     Returns:
@@ -53,7 +55,7 @@ def replay(
         BenchmarkError: a request names no adapter that is there, is longer than the model's
             positions, or none can run any more.
     """
-    requests = _requests(workload, adapters, vocabulary, seed, most_positions)
+    requests = _requests(workload, adapters, vocabulary, seed, prefix_tokens, most_positions)
     scheduler, clock = engine.scheduler, engine.clock
     start_s, next_, stuck = clock.now_s(), 0, 0
     while next_ < len(requests) or scheduler.waiting or scheduler.running:
@@ -99,6 +101,7 @@ def _requests(
     adapters: Mapping[str, ServedAdapter],
     vocabulary: int,
     seed: int,
+    prefix_tokens: int,
     most_positions: int | None,
 ) -> list[Request]:
     """The requests with their prompts, made before the clock runs."""
@@ -109,8 +112,9 @@ def _requests(
             f"not among the {len(adapters)} there are; add them, or spread the requests anew"
         )
     random = Random(f"{seed} tokens")
+    prefix = tuple(Random(f"{seed} prefix").choices(range(vocabulary), k=prefix_tokens))
     return [
-        _request(index, timed, adapters, vocabulary, random, most_positions)
+        _request(index, timed, adapters, prefix, vocabulary, random, most_positions)
         for index, timed in enumerate(workload)
     ]
 
@@ -119,12 +123,13 @@ def _request(
     index: int,
     timed: TimedRequest,
     adapters: Mapping[str, ServedAdapter],
+    prefix: tuple[int, ...],
     vocabulary: int,
     random: Random,
     most_positions: int | None,
 ) -> Request:
     request = Request(
-        tuple(random.choices(range(vocabulary), k=timed.prompt_tokens)),
+        prefix + tuple(random.choices(range(vocabulary), k=timed.prompt_tokens)),
         SamplingParams(max_new_tokens=timed.output_tokens, ignore_eos=True),
         None if timed.adapter is None else adapters[timed.adapter],
         tenant=timed.tenant or "",

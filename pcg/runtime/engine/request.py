@@ -77,6 +77,7 @@ class Completion:
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` where it was given up.
         adapter: the adapter's name; None for the base.
         prompt_tokens: length of the prompt.
+        cached_tokens: of the prompt, that were in the KV cache already, by an earlier request.
     """
 
     text: str
@@ -84,6 +85,7 @@ class Completion:
     finish_reason: str
     adapter: str | None
     prompt_tokens: int
+    cached_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text

@@ -21,8 +21,10 @@ from pcg.errors import GenerationError
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.latency import Latency, Load, keys_of
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
+from pcg.runtime.engine.prefixes import Prefixes
+from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.sequence import Sequence, State
-from pcg.runtime.page_pool import PagePool, PageTable, pages_for
+from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable, pages_for
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ class StepPlan:
     Attributes:
         seconds: that the step may take before a promise is broken; None where nothing is promised.
         chunks: sequences, and how many of their pending tokens run.
+        admitted: those that begin, or begin again.
         tokens: of all of them.
         keys: that attention reads for these.
     """
 
     seconds: float | None = None
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
 
@@ -104,6 +108,7 @@ class Scheduler:
         adapters: AdapterPages,
         limits: Limits,
         policy: Policy | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -112,10 +117,12 @@ class Scheduler:
             adapters: that have some of them.
             limits: of a step.
             policy: first come, first served by default.
+            prefixes: blocks that requests share; None where they share none.
         """
         self.pool = pool
         self.adapters = adapters
         self.limits = limits
+        self.prefixes = prefixes
         self.policy: Policy = Fcfs() if policy is None else policy
         self.forward: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
@@ -158,6 +165,19 @@ class Scheduler:
         else:
             del self.waiting[sequence]
 
+    def forget(self, adapter: ServedAdapter) -> None:
+        """Drop what the pool holds of an adapter that is removed, replaced or changed."""
+        self.adapters.forget(adapter)
+        if self.prefixes is not None:
+            self.prefixes.forget(adapter)
+
+    def abandon(self) -> None:
+        """Have all that run wait: nobody knows what a step wrote that failed."""
+        for sequence in list(reversed(self.running)):
+            self._preempt(sequence)
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
     def queue(self, now_s: float) -> Queue:
         """What a policy sees."""
         return Queue(now_s, self.waiting, self.running)
@@ -174,11 +194,13 @@ class Scheduler:
             if sequence.pending > 1:
                 prompts.append(sequence)
             elif self._has_pages(sequence, 1, left):
-                plan.add(sequence, 1)
+                self._run(plan, sequence, 1)
         for sequence in prompts:
+            if self.prefixes is not None:
+                self.prefixes.find(sequence)
             tokens = self._chunk(plan, sequence)
             if tokens and self._has_pages(sequence, tokens, prompts):
-                plan.add(sequence, tokens)
+                self._run(plan, sequence, tokens)
         self._admit(plan, now_s)
         self._prefetch()
         return plan
@@ -210,20 +232,28 @@ class Scheduler:
         self.pool.extend(table, need)
         return True
 
+    def _run(self, plan: StepPlan, sequence: Sequence, tokens: int) -> None:
+        plan.add(sequence, tokens)
+        if self.prefixes is not None:
+            self.prefixes.keep(sequence, tokens)
+
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence]
         self._free(sequence)
         sequence.state = State.WAITING
-        sequence.cached = 0
         self.waiting[sequence] = None
         self.waiting.move_to_end(sequence, last=False)
         self.on_preempted(sequence)
 
     def _free(self, sequence: Sequence) -> None:
+        self._leave_pages(sequence)
+        self.adapters.release(sequence.request.adapter)
+
+    def _leave_pages(self, sequence: Sequence) -> None:
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
-            self.adapters.release(sequence.request.adapter)
+        sequence.cached = 0
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Tokens of a prompt that fit into the step; 0 for none."""
@@ -246,15 +276,19 @@ class Scheduler:
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in list(islice(order, places)):
+            if self.prefixes is not None:
+                self.prefixes.find(sequence)
             tokens = self._first_chunk(plan, sequence)
             if tokens < 1 or not self._give_pages(sequence, reach):
+                self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
             del self.waiting[sequence]
             self.running[sequence] = None
             sequence.state = State.RUNNING
             self.policy.admitted(sequence, now_s)
-            plan.add(sequence, tokens)
+            plan.admitted.append(sequence)
+            self._run(plan, sequence, tokens)
 
     def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         # A prompt alone in a step runs as a whole, however long.
@@ -270,7 +304,9 @@ class Scheduler:
             reach: pages that the others have and keep, each at most.
         """
         adapter = sequence.request.adapter
-        need = pages_for(sequence.pending)
+        need = pages_for(sequence.length)
+        if sequence.table is not None:
+            need -= len(sequence.table.pages)
         of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
         # One page for each that runs keeps the newcomer from being the next to be preempted.
         if need + of_adapter + len(self.running) > self.pool.free + self.adapters.idle_pages:
@@ -281,7 +317,8 @@ class Scheduler:
         if not self.adapters.make_room(need):
             self.adapters.release(adapter)
             return False
-        sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence, reach))
+        if sequence.table is None:
+            sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence, reach))
         self.pool.extend(sequence.table, need)
         return True
 
@@ -310,13 +347,18 @@ class Scheduler:
         """AssertionError: a page is lost or in two places, or a sequence is in a wrong list."""
         self.pool.check_integrity()
         self.adapters.check_integrity()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None
+            assert not sequence.cached
             assert sequence.length == sequence.request.length + len(sequence.generated)
         for sequence in self.running:
+            table = _table(sequence)
             assert sequence.state is State.RUNNING
-            assert _table(sequence).capacity >= sequence.cached
+            assert table.capacity >= sequence.cached
+            assert table.shared * PAGE_TOKENS <= sequence.cached
             assert sequence.length == sequence.request.length + len(sequence.generated)
 
 

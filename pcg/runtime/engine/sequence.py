@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pcg.runtime.batch import ANY_TOKEN
 from pcg.runtime.detokenizer import StreamDecoder
 from pcg.runtime.engine.request import Chunk, Completion, Request
 from pcg.runtime.page_pool import PageTable, pages_for
 from pcg.runtime.stopping import StopChecker
+
+if TYPE_CHECKING:
+    from pcg.runtime.engine.prefixes import Version
 
 
 class State(StrEnum):
@@ -45,6 +48,10 @@ class Sequence:
         length: tokens so far, virtual ones too.
         generated: tokens so far; they stay when its pages are taken from it.
         first_token_s: when the first token came; None before.
+        version: whose blocks it shares, where blocks are shared.
+        digests: of its blocks, as far as they are known.
+        known: tokens that were computed for it or found, up to its prompt's last.
+        found: tokens of its prompt that were found and not computed.
     """
 
     id: str
@@ -63,6 +70,10 @@ class Sequence:
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     first_token_s: float | None = None
+    version: Version | None = None
+    digests: list[bytes] = field(default_factory=list)
+    known: int = 0
+    found: int = 0
     _text: list[str] = field(default_factory=list)
     _stop: StopChecker = field(init=False)
 
@@ -136,4 +147,5 @@ class Sequence:
             reason,
             None if adapter is None else adapter.name,
             len(self.request.prompt_ids),
+            self.found,
         )

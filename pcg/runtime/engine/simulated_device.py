@@ -23,9 +23,9 @@ from pcg.runtime.engine.simulated_job import SimulatedBackward, SimulatedForward
 from pcg.runtime.engine.units import Backward, Forward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SimulatedAdapter:
-    """An adapter without tensors.
+    """An adapter without tensors; one of the same name is another version.
 
     Attributes:
         name: that requests use.

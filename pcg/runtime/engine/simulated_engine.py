@@ -11,6 +11,7 @@ from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sharing import Sharing
@@ -38,6 +39,7 @@ class SimulatedEngine(Engine):
         job_share: float = 0.5,
         most_positions: int | None = None,
         sharing: Sharing | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         """Start at 0 s with nothing to do.
 
@@ -52,10 +54,14 @@ class SimulatedEngine(Engine):
             job_share: of the pool, that finetuning may hold at most.
             most_positions: of the model; None for any number.
             sharing: as much finetuning as fits within the promises by default.
+            prefix_caching: whether requests share the blocks of common prefixes; off by default,
+                as the requests of workloads have lengths and no tokens.
         """
         pool, clock = PagePool(pages), SimulatedClock()
         adapters = AdapterPages(pool, page_bytes)
-        scheduler = Scheduler(pool, adapters, Limits() if limits is None else limits, policy)
+        prefixes = Prefixes(pool) if prefix_caching else None
+        limits = Limits() if limits is None else limits
+        scheduler = Scheduler(pool, adapters, limits, policy, prefixes)
         device = SimulatedDevice(costs, clock, most_positions)
         super().__init__(
             device,

@@ -50,6 +50,7 @@ class Timeline:
         slo: its own, or the one given for all.
         submitted_s: when it was handed in.
         admitted_s: when it first joined the running ones; None if it never did.
+        cached_tokens: of its prompt, that were not computed for it; None before its first token.
         tokens: (time, number of tokens) of each output; 1 unless several came at once.
         preemptions: how often it had to give up its place.
         outcome: how it ended.
@@ -63,6 +64,7 @@ class Timeline:
     slo: Slo
     submitted_s: float
     admitted_s: float | None = None
+    cached_tokens: int | None = None
     tokens: tuple[tuple[float, int], ...] = ()
     preemptions: int = 0
     outcome: Outcome = Outcome.UNFINISHED
@@ -220,6 +222,9 @@ def _follow(one: _Open, event: Event) -> None:
         if count < 1:
             raise BenchmarkError(f"token of {line.request!r} at {event.time_s} s has count={count}")
         one.tokens.append((event.time_s, count))
+        if line.cached_tokens is None:
+            cached = int(number(event, "cached_tokens")) if "cached_tokens" in event.details else 0
+            one.line = replace(line, cached_tokens=cached)
     elif event.kind is Kind.PREEMPTED:
         one.line = replace(line, preemptions=line.preemptions + 1)
     elif event.kind is Kind.ADMITTED:

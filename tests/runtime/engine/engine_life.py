@@ -18,6 +18,7 @@ from pcg.runtime.engine.simulated_device import SimulatedAdapter
 from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.sampling_params import SamplingParams
 from tests.runtime.engine.linear_costs import LinearCosts
+from tests.runtime.engine.row_contents import RowContents
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fcfs": Fcfs,
@@ -54,6 +55,7 @@ class EngineLife:
         wanted: tokens of each request that is not over.
         came: tokens that came of each request.
         finished: requests that did.
+        cached: tokens of prompts that were in the cache already.
         last: what happened to each request and job at last.
         resident: versions of each adapter that have pages.
     """
@@ -64,6 +66,7 @@ class EngineLife:
         pages: int = 24,
         promises: bool = True,
         seed: int = 0,
+        prefix_caching: bool = True,
     ) -> None:
         self.random = Random(seed)
         latencies = Latencies(Latency(0.02, 5e-5, 2e-8), Latency(0.01, 1e-4, 1e-8))
@@ -83,11 +86,14 @@ class EngineLife:
             policy=POLICIES[policy](),
             latencies=latencies if promises else None,
             log=EventLog(0),
+            prefix_caching=prefix_caching,
         )
+        self._contents = RowContents(self.engine)
         self.adapters: dict[str, SimulatedAdapter] = {}
         self.wanted: dict[str, int] = {}
         self.came: Counter[str] = Counter()
         self.finished = 0
+        self.cached = 0
         self.last: dict[str, Kind] = {}
         self.resident: Counter[str] = Counter()
         self.time_s = 0.0
@@ -97,10 +103,17 @@ class EngineLife:
     # --------------------------------------------------------------------------- operations
 
     def submit(
-        self, prompt: int, tokens: int, adapter: str | None, tenant: str, timeout_s: float | None
+        self,
+        prompt: int,
+        tokens: int,
+        adapter: str | None,
+        tenant: str,
+        timeout_s: float | None,
+        own: int = 0,
     ) -> None:
+        """Prompts are alike but for so many tokens at their end."""
         request = Request(
-            (1,) * prompt,
+            (1,) * (prompt - own) + tuple(self.random.choices((1, 2), k=min(own, prompt))),
             SamplingParams(max_new_tokens=tokens),
             None if adapter is None else self.adapters[adapter],
             tenant,
@@ -123,7 +136,7 @@ class EngineLife:
     def remove_adapter(self, name: str) -> None:
         adapter = self.adapters.pop(name, None)
         if adapter is not None:
-            self.engine.scheduler.adapters.forget(adapter)
+            self.engine.forget(adapter)
 
     def start_job(self, lengths: list[list[int]]) -> None:
         self.engine.finetune(f"job {self._jobs}", lengths)
@@ -133,6 +146,15 @@ class EngineLife:
         if self.engine.jobs:
             job = self.engine.jobs[place % len(self.engine.jobs)]
             getattr(self.engine, f"{how}_job")(job.name)
+
+    def fail(self) -> None:
+        """A step whose device breaks down once it has written something."""
+        self._contents.fails = True
+        try:
+            self.step()
+        except RowContents.Failure:
+            self.check()
+        self._contents.fails = False
 
     def step(self) -> None:
         before = self.engine.clock.now_s()
@@ -151,14 +173,15 @@ class EngineLife:
         """One of all that can be done to an engine."""
         random = self.random
         kind = random.choices(
-            ["submit", "cancel", "add", "remove", "start", "job", "step"],
-            [20, 3, 2, 1, 1, 2, 60],
+            ["submit", "cancel", "add", "remove", "start", "job", "step", "fail"],
+            [20, 3, 2, 1, 1, 2, 60, 0.5],
         )[0]
         if kind == "submit":
             adapter = random.choice([None, *self.adapters])
             timeout = random.choice([None, None, None, 0.01, 0.5])
             sizes = random.randint(1, 90), random.randint(1, 20)
-            self.submit(*sizes, adapter, random.choice("abc"), timeout)
+            own = random.choice([0, 5, 40, 90])
+            self.submit(*sizes, adapter, random.choice("abc"), timeout, own)
         elif kind == "cancel":
             self.cancel(random.randrange(1000))
         elif kind == "add":
@@ -171,6 +194,8 @@ class EngineLife:
                 self.start_job([[random.randint(1, 70)] * random.randint(1, 3) for _ in range(3)])
         elif kind == "job":
             self.change_job(random.randrange(10), random.choice(["pause", "resume", "cancel"]))
+        elif kind == "fail":
+            self.fail()
         else:
             self.step()
         self.check()
@@ -216,6 +241,9 @@ class EngineLife:
         if follows is JOBS:
             return
         if kind is Kind.TOKEN:
+            found = event.details.get("cached_tokens", 0)
+            assert isinstance(found, int)
+            self.cached += found
             self.came[subject] += 1
             assert self.came[subject] <= self.wanted[subject]
         if kind is Kind.FINISHED:

@@ -25,8 +25,8 @@ def submitted(time_s: float, request: str, prompt: int = 10, **details: object) 
     return event(time_s, "submitted", request, prompt_tokens=prompt, max_new_tokens=9, **details)
 
 
-def token(time_s: float, request: str, count: int = 1) -> Event:
-    return event(time_s, "token", request, count=count)
+def token(time_s: float, request: str, count: int = 1, **details: object) -> Event:
+    return event(time_s, "token", request, count=count, **details)
 
 
 def by_hand() -> EventLog:
@@ -37,11 +37,11 @@ def by_hand() -> EventLog:
         submitted(100.5, "b", 20, adapter=None, tenant="u"),
         event(100.5, "queued", "job"),
         event(101.0, "admitted", "a"),
-        token(101.0, "a"),
+        token(101.0, "a", cached_tokens=0),
         event(101.5, "admitted", "b"),
         event(102.0, "started", "job"),
         token(102.0, "a"),
-        token(102.5, "b"),
+        token(102.5, "b", cached_tokens=16),
         event(103.0, "stepped", "job", tokens=64, step=1, loss=2.0),
         event(103.0, "preempted", "b"),
         token(103.5, "a", count=2),
@@ -85,6 +85,10 @@ def test_by_hand() -> None:
     assert (a.slo, b.slo) == (Slo(2.0, 1.0), Slo(1.5, 3.0))
     assert (a.attains, b.attains_ttft, b.attains_tpot, b.attains) == (True, False, True, False)
     assert not any(one.attains for one in (c, d, e))
+
+    assert [one.cached_tokens for one in report.requests] == [0, 16, None, None, None]
+    assert report.cached_tokens == 16
+    assert report.prefix_cache_hit_rate == 16 / 30
 
     assert report.duration_s == 10.0
     assert report.request_throughput == 0.2

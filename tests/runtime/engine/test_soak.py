@@ -22,6 +22,7 @@ def test_random_operations(policy: str, pages: int) -> None:
             life.random_operation()
         life.finish(STEPS)
         assert life.finished > 50
+        assert life.cached > 0
 
 
 @pytest.mark.slow
@@ -40,10 +41,13 @@ class Machine(RuleBasedStateMachine):
     """Operations in any order, which hypothesis shrinks when one breaks something."""
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), pages=st.integers(4, 30), promises=st.booleans()
+        policy=st.sampled_from(sorted(POLICIES)),
+        pages=st.integers(4, 30),
+        promises=st.booleans(),
+        prefix_caching=st.booleans(),
     )
-    def start(self, policy: str, pages: int, promises: bool) -> None:
-        self.life = EngineLife(policy, pages, promises)
+    def start(self, policy: str, pages: int, promises: bool, prefix_caching: bool) -> None:
+        self.life = EngineLife(policy, pages, promises, prefix_caching=prefix_caching)
 
     @rule(
         prompt=st.integers(1, 90),
@@ -51,12 +55,19 @@ class Machine(RuleBasedStateMachine):
         adapter=st.none() | NAMES,
         tenant=st.sampled_from("abc"),
         timeout_s=st.none() | st.floats(0.001, 2.0),
+        own=st.integers(0, 90),
     )
     def submit(
-        self, prompt: int, tokens: int, adapter: str | None, tenant: str, timeout_s: float | None
+        self,
+        prompt: int,
+        tokens: int,
+        adapter: str | None,
+        tenant: str,
+        timeout_s: float | None,
+        own: int,
     ) -> None:
         known = adapter if adapter in self.life.adapters else None
-        self.life.submit(prompt, tokens, known, tenant, timeout_s)
+        self.life.submit(prompt, tokens, known, tenant, timeout_s, own)
 
     @rule(place=st.integers(0, 100))
     def cancel(self, place: int) -> None:
@@ -82,6 +93,10 @@ class Machine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.life.step()
+
+    @rule()
+    def fail(self) -> None:
+        self.life.fail()
 
     def teardown(self) -> None:
         if hasattr(self, "life"):
