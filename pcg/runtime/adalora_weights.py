@@ -77,6 +77,10 @@ class AdaLoraWeights(ModuleWeights):
         return cls(a, b, e, site.scale)
 
     @property
+    def rank(self) -> int:
+        return len(self.e)
+
+    @property
     def site(self) -> AdaLoraSite:
         return AdaLoraSite(len(self.e), self.scale)
 

@@ -1,13 +1,13 @@
 """The adapters of one batch, as the emitted program reads them.
 
-An adapter that runs has a slot: its weights at a site lie in one stack with those of the others,
-ranks padded to the largest among them. Sequences are ordered by slot, those without an adapter
-first, so each adapter's tokens are one segment, and the product runs segment by segment (SGMV:
-Punica §4). An adapter that comes is written into the lowest slot that the batch does not need, so
-that a change of the batch costs one adapter's copy, and what runs lies close together.
+An adapter that runs has a slot: its weights at a site lie in one stack with those of the others of
+its width (`pcg/runtime/adapter_shelf.py`), ranks padded to the largest among them, which is less
+than twice its own. Sequences are ordered by width and slot, those without an adapter first, so each
+adapter's tokens are one segment, and the product runs segment by segment (SGMV: Punica §4).
 
 Over ranks an adapter is whole in memory, and a rank's stacks are of its pieces. They are cut after
-padding, so that a part of the ranks of one adapter lies where that of another does.
+padding, so that a part of the ranks of one adapter lies where that of another does. All adapters
+are of one width there, as collectives lie between the products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from pcg.ir.program import ModelGraph
 from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapter_segments import segments_of
-from pcg.runtime.adapter_stack import Cutter, Sites, Stack
+from pcg.runtime.adapter_shelf import Shelf
+from pcg.runtime.adapter_stack import Cutter, Sites
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.served_weights import ServedWeights
 
@@ -63,25 +64,46 @@ class AdapterStacks:
     ) -> None:
         self._cutter = Cutter(weights, device, ranks)
         self._device = device
+        self._is_alone = ranks.size == 1
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [Sites.of(block) for block in model.blocks]
         self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
         self._sites += [(Sites.of(model.prologue), 0), (Sites.of(model.epilogue), 0)]
-        self._slots: list[Adapter | None] = []
-        self._places: dict[int, int] = {}
-        self._stacks: list[dict[str, Stack]] = []
+        self._shelves: dict[int, Shelf] = {}
         self._bound: dict[object, Bound] = {}
 
+    @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
         """The order in which the sequences of a batch run, by index; gives adapters slots.
+
+        Outside inference mode, whatever the caller's: slots are written over later.
 
         Args:
             adapters: of each sequence.
         """
-        wanted = {id(adapter): adapter for adapter in adapters if adapter is not None}
-        self._place(list(wanted.values()))
-        places = [-1 if one is None else self._places[id(one)] for one in adapters]
-        return sorted(range(len(adapters)), key=places.__getitem__)
+        by_width: dict[int, dict[int, Adapter]] = {}
+        for adapter in adapters:
+            if adapter is not None:
+                by_width.setdefault(self._width(adapter), {})[id(adapter)] = adapter
+        places: dict[int, tuple[int, int]] = {}
+        for width, wanted in by_width.items():
+            if width not in self._shelves:
+                self._shelves[width] = Shelf(self._sites, self._cutter)
+            shelf = self._shelves[width]
+            if shelf.admit(list(wanted.values())):
+                self._bound.clear()
+            places |= {key: (width, shelf.place(one) or 0) for key, one in wanted.items()}
+        first = (-1, 0)
+        found = [first if one is None else places[id(one)] for one in adapters]
+        return sorted(range(len(adapters)), key=found.__getitem__)
+
+    def _width(self, adapter: Adapter) -> int:
+        """Of the adapter's shelf: its largest rank, rounded up to a power of two."""
+        for width, shelf in self._shelves.items():
+            if shelf.place(adapter) is not None:
+                return width
+        rank = max((weights.rank for weights in adapter.weights.values()), default=0)
+        return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._is_alone else 0
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Bound:
         """Bind the adapters of a batch.
@@ -101,61 +123,38 @@ class AdapterStacks:
         return self._bound[key]
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
-        places = [self._places[id(adapter)] for adapter in chosen]
-        slots = slice(places[0], places[-1] + 1)
-        sizes = [0] * (slots.stop - slots.start)
-        for place, size in zip(places, merged, strict=True):
-            sizes[place - slots.start] = size
-        segments = segments_of(start, sizes, self._device)
-        *layers, prologue, epilogue = (
-            {name: stack.bound(slots, segments) for name, stack in stacks.items()}
-            for stacks in self._stacks
-        )
+        found: dict[int, dict[int, int]] = {}
+        for adapter, size in zip(chosen, merged, strict=True):
+            width = self._width(adapter)
+            found.setdefault(width, {})[self._shelves[width].place(adapter) or 0] = size
+        by_width = []
+        for width, by_place in found.items():
+            slots = slice(min(by_place), max(by_place) + 1)
+            sizes = [by_place.get(place, 0) for place in range(slots.start, slots.stop)]
+            segments = segments_of(start, sizes, self._device)
+            by_width.append(self._shelves[width].bound(slots, segments))
+            start = segments.stop
+        *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))
         return Bound(_Namespace(prologue | epilogue), [_Namespace(layer) for layer in layers])
 
     def forget(self, adapter: Adapter) -> None:
         """Read an adapter anew when it next runs: it has changed or gone."""
-        place = self._places.pop(id(adapter), None)
-        if place is not None:
-            self._slots[place] = None
-            self._bound.clear()
+        for shelf in self._shelves.values():
+            if shelf.forget(adapter):
+                self._bound.clear()
 
-    @torch.inference_mode(False)
-    def _place(self, wanted: Sequence[Adapter]) -> None:
-        """Give adapters slots, the lowest that none of them has.
 
-        Outside inference mode, whatever the caller's: slots are written over later.
-        """
-        most = len(wanted) + len(wanted) // 4
-        places = [self._places.get(id(one), most) for one in wanted]
-        homeless = [one for one, place in zip(wanted, places, strict=True) if place >= most]
-        if not homeless:
-            return
-        self._bound.clear()
-        taken = {place for place in places if place < most}
-        free = (place for place in range(most) if place not in taken)
-        moves = list(zip(homeless, free, strict=False))
-        known = len(self._slots)
-        if any(place >= known for _, place in moves):
-            self._slots += [None] * (max(most, known + known // 2) - known)
-        for adapter, place in moves:
-            before = self._places.pop(id(adapter), None)
-            if before is not None:
-                self._slots[before] = None
-            gone = self._slots[place]
-            if gone is not None:
-                del self._places[id(gone)]
-            self._slots[place], self._places[id(adapter)] = adapter, place
-        fit = len(self._slots) == known and all(
-            stack.put(place, adapter, layer, self._cutter)
-            for adapter, place in moves
-            for stacks, (_, layer) in zip(self._stacks, self._sites, strict=True)
-            for stack in stacks.values()
-        )
-        if not fit:
-            self._stacks = [
-                sites.stacks(self._slots, layer, self._cutter) for sites, layer in self._sites
-            ]
+_LEAST_WIDTH = 8
+"""Adapters of lower ranks run with those of this one, as calls cost more than what is padded."""
+
+
+def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """What the program reads of adapters of several widths, by attribute."""
+    if len(by_width) == 1:
+        return dict(by_width[0])
+    names = by_width[0]
+    every = {name: tuple(of_width[name] for of_width in by_width) for name in names}
+    return {name: found if any(found) else None for name, found in every.items()}
 
 
 _BOUND = 8

@@ -1,10 +1,14 @@
-"""Which tokens of a batch use which adapter, and the weights as emitted programs take them."""
+"""Which tokens of a batch use which adapter, and the weights as emitted programs take them.
+
+Where adapters of several widths run, a site's weights are a tuple of these, one for each width, and
+None for a width of which no adapter has a weight there.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,26 +18,34 @@ from torch import Tensor
 class Segments:
     """Which tokens use which adapter.
 
+    Segments of the size that most have are one batched product, whose weights are read where they
+    lie; what it computes for the slots of others is dropped. The others are products of their own.
+
     Attributes:
-        start: tokens before it use none.
-        sizes: tokens of each adapter, in the order of the stacks.
-        uniform: the size of each segment where all are equal, else 0.
-        gather: [adapters, largest size], token of each place of a padded batch; None where padding
-            would more than double the work.
-        places: where each token is in the padded batch, [tokens from start].
-        batched: (adapters, size, -1) where all tokens are in segments of one size, else None.
+        start: of the tokens that use any; those before use none of these.
+        stop: of these tokens.
+        sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
+        size: of the segments in the batched product; 0 where none is.
+        gather: [adapters · size], token, from start, of each row of the batched product; None where
+            all tokens are in it, in order.
+        tokens: those that are in the batched product, from start; None likewise.
+        places: the row of each of these; None likewise.
+        loose: index in the stacks, first token and end, from start, of each other segment.
     """
 
     start: int
+    stop: int
     sizes: tuple[int, ...]
-    uniform: int
-    gather: Tensor | None
-    places: Tensor | None
+    size: int
+    gather: Tensor | None = None
+    tokens: Tensor | None = None
+    places: Tensor | None = None
+    loose: tuple[tuple[int, int, int], ...] = ()
 
-    @cached_property
-    def batched(self) -> tuple[int, int, int] | None:
-        uniform = not self.start and self.uniform and len(self.sizes) > 1
-        return (len(self.sizes), self.uniform, -1) if uniform else None
+    @property
+    def is_batched(self) -> bool:
+        """Whether all its tokens are in the batched product, in order."""
+        return bool(self.size) and self.gather is None
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,8 @@ class SegmentedWeight:
     """One site's weights of the batch's adapters.
 
     Attributes:
-        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A's is a transposed view,
-            which the CPU's batched product reads faster.
+        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
+            view: what one output is made of lies together.
         segments: which tokens use which.
         present: of each adapter, whether it has a weight here; its part of the stack is zeros else,
             or ones where the program scales by it.
@@ -54,36 +66,59 @@ class SegmentedWeight:
 
 
 @dataclass(frozen=True)
+class LoraRun:
+    """B of neighbouring outputs of one size.
+
+    Attributes:
+        b: [adapters, outputs, out, rank], scaled.
+        column: of the joined product, where the first output begins.
+        row: of the joined A's products, where the first output's begin.
+        is_whole: whether these are all columns and all rows.
+    """
+
+    b: Tensor
+    column: int
+    row: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class JoinedLora:
     """The LoRA of the batch's adapters at linear operators of one input.
 
     Attributes:
-        a: [adapters, in, ranks], the ranks of all outputs one behind the other.
-        b: for each output, [adapters, rank, out], scaled; empty where joined.
-        joined_b: [adapters, ranks, outs], each output's in its own rows and columns; None where
-            that would read more zeros than the calls it saves are worth.
-        ranks: of each output.
+        a: [adapters, ranks, in], the ranks of all outputs one behind the other.
+        runs: B of the outputs that have one.
         segments: which tokens use which adapter.
     """
 
     a: Tensor
-    b: tuple[Tensor, ...]
-    joined_b: Tensor | None
-    ranks: list[int]
+    runs: tuple[LoraRun, ...]
     segments: Segments
 
 
 def segments_of(start: int, sizes: Sequence[int], device: torch.device) -> Segments:
     """Segments of these sizes; tokens before `start` have no adapter, and a size may be 0."""
-    largest, total = max(sizes), sum(sizes)
-    if all(size == largest for size in sizes):
-        return Segments(start, tuple(sizes), largest, None, None)
-    if largest * len(sizes) > 2 * total:
-        return Segments(start, tuple(sizes), 0, None, None)
-    each, tokens = torch.tensor(sizes), torch.arange(total)
-    # How far a token's place is behind its index: where its segment begins in the padded batch.
-    skipped = largest * torch.arange(len(sizes)) - (each.cumsum(0) - each)
-    places = tokens + skipped.repeat_interleave(each)
-    gather = torch.zeros(len(sizes), largest, dtype=torch.long)
-    gather.view(-1)[places] = tokens
-    return Segments(start, tuple(sizes), 0, gather.to(device), places.to(device))
+    stop = start + sum(sizes)
+    size, count = max(Counter(size for size in sizes if size).items(), key=lambda item: item[1])
+    if count == len(sizes):
+        return Segments(start, stop, tuple(sizes), size)
+    batches = count > 1 and 2 * count >= len(sizes)
+    gather = [0] * (len(sizes) * size)
+    tokens: list[int] = []
+    places: list[int] = []
+    loose = []
+    first = 0
+    for i, own in enumerate(sizes):
+        if batches and own == size:
+            rows, own_tokens = range(i * size, (i + 1) * size), range(first, first + size)
+            gather[rows.start : rows.stop] = own_tokens
+            places += rows
+            tokens += own_tokens
+        elif own:
+            loose.append((i, first, first + own))
+        first += own
+    if not batches:
+        return Segments(start, stop, tuple(sizes), 0, loose=tuple(loose))
+    gather_, tokens_, places_ = (torch.tensor(x, device=device) for x in (gather, tokens, places))
+    return Segments(start, stop, tuple(sizes), size, gather_, tokens_, places_, tuple(loose))

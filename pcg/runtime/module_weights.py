@@ -141,6 +141,11 @@ class ModuleWeights(ABC):
         """What serving programs read, likewise: matrices, scaled, a vector as [1, n]."""
 
     @property
+    def rank(self) -> int:
+        """Of what serving multiplies by; 0 where that is not LoRA's."""
+        return 0
+
+    @property
     def out_features(self) -> int | None:
         """Of the module, where the weights tell."""
         return None

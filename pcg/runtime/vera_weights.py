@@ -84,6 +84,10 @@ class VeraWeights(ModuleWeights):
         return cls(lambda_b, lambda_d)
 
     @property
+    def rank(self) -> int:
+        return len(self.lambda_d)
+
+    @property
     def site(self) -> VeraSite:
         return VeraSite(len(self.lambda_d))
 

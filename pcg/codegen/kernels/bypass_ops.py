@@ -49,18 +49,25 @@ def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     """
     if vector is None:
         return y
+    if isinstance(vector, tuple):
+        for one in vector:
+            y = scale(y, one, base)
+        return y
     weight: Tensor = vector if isinstance(vector, Tensor) else vector.weight
     segments = None if isinstance(vector, Tensor) else vector.segments
     if segments is None:
         return _scaled(y, weight, base)
-    if segments.batched is not None:
-        return _scaled(y.view(segments.batched), weight, base).view(y.shape)
-    if len(segments.sizes) == 1:
-        by_row = weight[0]
+    rows = y[segments.start : segments.stop]
+    if segments.is_batched:
+        scaled = _scaled(rows.view(weight.shape[0], segments.size, -1), weight, base).view(
+            rows.shape
+        )
     else:
         sizes = torch.tensor(segments.sizes, device=y.device)
-        by_row = weight[:, 0].repeat_interleave(sizes, 0)
-    return torch.cat((y[: segments.start], _scaled(y[segments.start :], by_row, base)))
+        scaled = _scaled(rows, weight[:, 0].repeat_interleave(sizes, 0), base)
+    if rows.shape[0] == y.shape[0]:
+        return scaled
+    return torch.cat((y[: segments.start], scaled, y[segments.stop :]))
 
 
 def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
@@ -108,10 +115,12 @@ def activate(s: Any, bias: Any, function: str) -> Any:
     """
     if s is None:
         return None
+    if isinstance(s, tuple):
+        return tuple(activate(own, one, function) for own, one in zip(s, bias, strict=True))
     segments = bias.segments
     if segments is None:
         return _FUNCTIONS[function](s + bias.weight * bias.scale)
-    if segments.batched is not None:
+    if segments.is_batched:
         return _FUNCTIONS[function](s + bias.weight)
     sizes = torch.tensor(segments.sizes, device=s.device)
     return _FUNCTIONS[function](s + bias.weight[:, 0].repeat_interleave(sizes, 0))

@@ -3,7 +3,8 @@
 They are the reference meaning of the table's model operators, on any device. Shapes: T tokens, h
 hidden, H heads, K KV heads, D head size, r rank, V vocabulary. An adapter's weight is anything with
 `weight`, `scale` and `segments`: with segments, the weight is a stack [adapters, in, out], scaled
-already, and each adapter's tokens are one segment of the batch.
+already, and each adapter's tokens are one segment of the batch. Of adapters of several widths it is
+a tuple, with one of these for each.
 """
 
 from __future__ import annotations
@@ -274,44 +275,84 @@ def add_lora(
 ) -> Sequence[Tensor]:
     """Add each token's own LoRA to the joined product of some linear operators.
 
-    A joined LoRA (`pcg/runtime/adapter_segments.py`) has one stack A [adapters, in, ranks] for all
-    outputs, and either one stack B [adapters, ranks, outs] or one of each output.
-
     Args:
         y: the product of x by the base's weights, [T, outs]; written over.
         x: [T, in].
         weight: the base's, joined.
-        a: of each output; the first holds that of all.
+        a: of each output; the first holds that of all (`pcg/runtime/adapter_segments.py`).
         b: likewise.
     Returns:
         Each operator's output.
     """
-    lora = a[0]
+    for lora in _by_width(a[0]):
+        _add_joined(y, x, lora)
     sizes = weight.group_sizes
-    if lora is None:
-        return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+
+
+def _by_width(weights: Any) -> Sequence[Any]:
+    """What there is of a site's weights, by the width of adapters."""
+    every = weights if isinstance(weights, tuple) else (weights,)
+    return [one for one in every if one is not None]
+
+
+def _add_joined(y: Tensor, x: Tensor, lora: Any) -> None:
+    """Add the LoRA of adapters of one width to y [T, outs]."""
     segments = lora.segments
+    x, y = x[segments.start : segments.stop], y[segments.start : segments.stop]
     if x.dtype != lora.a.dtype:
         x = x.to(lora.a.dtype)
-    if segments.batched is None:
-        s = _segmented_product(x[segments.start :], lora.a, segments)
-        rows = y[segments.start :]
-        if lora.joined_b is not None:
-            rows.add_(_segmented_product(s, lora.joined_b, segments))
+    if segments.is_batched:
+        s = _products(x.view(lora.a.shape[0], segments.size, -1), lora.a.transpose(1, 2))
+        for run in lora.runs:
+            _add_batched(y, s, run)
+    elif segments.size:
+        own = x[segments.gather].view(lora.a.shape[0], segments.size, -1)
+        s = _products(own, lora.a.transpose(1, 2))
+        z = y.new_zeros((segments.gather.shape[0], y.shape[1]))
+        for run in lora.runs:
+            _add_batched(z, s, run)
+        y.index_add_(0, segments.tokens, z[segments.places])
+    for i, first, end in segments.loose:
+        s = F.linear(x[first:end], lora.a[i])
+        for run in lora.runs:
+            _add_loose(y[first:end], s, run, i)
+
+
+def _add_batched(y: Tensor, s: Tensor, run: Any) -> None:
+    """Add s [adapters, size, ranks] times a run's B to y [adapters · size, outs]."""
+    adapters, count, out, rank = run.b.shape
+    size = s.shape[1]
+    if run.is_whole and (size == 1 or count == 1) and y.dtype == s.dtype:
+        # One product of all outputs, added where they lie.
+        b = run.b.flatten(0, 1).transpose(1, 2)
+        y.view(adapters * count, size, out).baddbmm_(s.view(adapters * count, size, rank), b)
+        return
+    own = s[..., run.row : run.row + count * rank].unflatten(-1, (count, rank)).transpose(1, 2)
+    z = _products(own.reshape(adapters * count, size, rank), run.b.flatten(0, 1).transpose(1, 2))
+    columns = y[:, run.column : run.column + count * out].view(adapters, size, count, out)
+    columns.add_(z.view(adapters, count, size, out).transpose(1, 2))
+
+
+def _add_loose(y: Tensor, s: Tensor, run: Any, adapter: int) -> None:
+    """Add s [n, ranks] times an adapter's B of a run to y [n, outs]."""
+    _, count, out, rank = run.b.shape
+    for i in range(count):
+        column, row = run.column + i * out, run.row + i * rank
+        own, rows = y[:, column : column + out], s[:, row : row + rank]
+        if y.dtype == s.dtype:
+            own.addmm_(rows, run.b[adapter, i].t())
         else:
-            parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
-            for part, out, own in parts:
-                out.add_(_segmented_product(part, own, segments))
-    else:
-        s = torch.bmm(x.view(segments.batched), lora.a)
-        rows = y.view(segments.batched)
-        if lora.joined_b is not None:
-            rows.baddbmm_(s, lora.joined_b) if y.dtype == s.dtype else rows.add_(s @ lora.joined_b)
-        else:
-            parts = zip(s.split(lora.ranks, -1), rows.split(sizes, -1), lora.b, strict=True)
-            for part, out, own in parts:
-                out.add_(torch.bmm(part, own))
-    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+            own.add_(F.linear(rows, run.b[adapter, i]))
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, size, in] by weight [n, in, out], a transposed view: [n, size, out]."""
+    n, size, in_ = x.shape
+    if size == 1 and in_ > weight.shape[2]:
+        # CPUs read a matrix of few rows twice as fast from the left.
+        return torch.bmm(weight.transpose(1, 2), x.transpose(1, 2)).view(n, 1, -1)
+    return torch.bmm(x, weight)
 
 
 # ------------------------------------------------------------------------------ bypass networks
@@ -320,24 +361,32 @@ def add_lora(
 def shrink(x: Tensor, a: Any) -> Any:
     """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter.
 
-    None where no token of the batch has an adapter at the site.
+    None where no token of the batch has an adapter at the site; of several widths, each one's.
     """
     if a is None:
         return None
+    if isinstance(a, tuple):
+        return tuple(shrink(x, one) for one in a)
     a = as_weight(a)
     segments, weight = a.segments, a.weight
     if x.dtype != weight.dtype:
         x = x.to(weight.dtype)
     if segments is None:
         return F.linear(x, weight)
-    if segments.batched is not None:
-        return torch.bmm(x.view(segments.batched), weight)  # stays [adapters, tokens, r]
-    return _segmented_product(x[segments.start :], weight, segments)
+    x = x[segments.start : segments.stop]
+    if segments.is_batched:
+        # It stays [adapters, tokens, r].
+        return _products(x.view(weight.shape[0], segments.size, -1), weight)
+    return _segmented_product(x, weight, segments)
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
+        return y
+    if isinstance(b, tuple):
+        for own, one in zip(s, b, strict=True):
+            y = expand_add(y, own, one)
         return y
     b = as_weight(b)
     segments, weight = b.segments, b.weight
@@ -345,16 +394,13 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
         if y.dtype == s.dtype:
             return torch.addmm(y, s, weight.t(), alpha=b.scale)
         return y.to(s.dtype).addmm_(s, weight.t(), alpha=b.scale).to(y.dtype)
-    if segments.batched is not None:
-        rows = y.view(segments.batched)
-        if y.dtype == s.dtype:
-            rows.baddbmm_(s, weight)
-        else:
-            rows.add_(torch.bmm(s, weight))
-    elif len(segments.sizes) == 1 and y.dtype == s.dtype:
-        y[segments.start :].addmm_(s, weight[0])
+    rows = y[segments.start : segments.stop]
+    if not segments.is_batched:
+        rows.add_(_segmented_product(s, weight, segments))
+    elif y.dtype == s.dtype:
+        rows.view(weight.shape[0], segments.size, -1).baddbmm_(s, weight)
     else:
-        y[segments.start :].add_(_segmented_product(s, weight, segments))
+        rows.view(weight.shape[0], segments.size, -1).add_(torch.bmm(s, weight))
     return y
 
 
@@ -370,15 +416,13 @@ def expand_add_part(y: Tensor, s: Any, b: Any, batch: Any) -> Tensor:
 
 def _segmented_product(x: Tensor, weight: Tensor, segments: Any) -> Tensor:
     """Each segment's rows times its own matrix: [T, k] by [n, k, m] to [T, m]."""
-    count = len(segments.sizes)
-    if count == 1:
-        return x @ weight[0]
-    if segments.uniform:
-        return torch.bmm(x.reshape(count, segments.uniform, -1), weight).flatten(0, 1)
-    if segments.gather is not None and x.shape[0] <= _FEW_TOKENS:
-        return torch.bmm(x[segments.gather], weight).flatten(0, 1)[segments.places]
-    parts = x.split(list(segments.sizes))
-    return torch.cat([part @ weight[i] for i, part in enumerate(parts)])
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    if segments.size:
+        own = x[segments.gather].view(weight.shape[0], segments.size, -1)
+        out.index_copy_(0, segments.tokens, _products(own, weight).flatten(0, 1)[segments.places])
+    for i, first, end in segments.loose:
+        torch.mm(x[first:end], weight[i], out=out[first:end])
+    return out
 
 
 def shrink_backward(ds: Tensor, a: Any) -> Tensor:
@@ -408,6 +452,10 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
     if bias is None:
         return y
+    if isinstance(bias, tuple):
+        for one in bias:
+            y = bias_add(y, one, base)
+        return y
     if bias.segments is None:
         delta: Tensor = bias.weight * bias.scale if base is None else bias.weight - base
         return (y + delta).to(y.dtype)
@@ -415,7 +463,7 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     if base is not None:
         delta = (delta - base) * torch.tensor(bias.present, device=y.device).unsqueeze(-1)
     sizes = torch.tensor(bias.segments.sizes, device=y.device)
-    rows = y[bias.segments.start :]
+    rows = y[bias.segments.start : bias.segments.stop]
     rows.copy_(rows + delta.repeat_interleave(sizes, 0))
     return y
 

@@ -25,15 +25,20 @@ def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
     rows, places = batch.virtual_rows, batch.virtual_places
     if prompt is None or rows is None:
         return x
+    if isinstance(prompt, tuple):
+        for one in prompt:
+            x = virtual_tokens(batch, x, one)
+        return x
     if prompt.segments is None:
         own = prompt.weight[places]
     else:
-        sizes = torch.tensor(prompt.segments.sizes, device=x.device)
-        ends = sizes.cumsum(0) + prompt.segments.start
-        adapters = torch.searchsorted(ends, rows, right=True)
-        if not all(prompt.present):
-            have = torch.tensor(prompt.present, device=x.device)[adapters]
-            rows, places, adapters = rows[have], places[have], adapters[have]
+        segments = prompt.segments
+        ends = torch.tensor(segments.sizes, device=x.device).cumsum(0) + segments.start
+        # Rows of others count for the first or the last adapter, until they are left out.
+        adapters = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+        have = torch.tensor(prompt.present, device=x.device)[adapters]
+        have &= (rows >= segments.start) & (rows < segments.stop)
+        rows, places, adapters = rows[have], places[have], adapters[have]
         own = prompt.weight[adapters, places]
     return x.index_copy(0, rows, own.to(x.dtype).view(-1, *x.shape[1:]))
 
