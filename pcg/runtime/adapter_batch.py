@@ -1,7 +1,7 @@
 """The adapters of one batch, as the emitted program reads them.
 
 An adapter that runs has a slot: its weights at a site lie in one stack with those of the others of
-its width (`pcg/runtime/adapter_shelf.py`), ranks padded to the largest among them, which is less
+its width (`pcg/runtime/adapter_shelf.py`), ranks padded to the largest among them: above 8, to less
 than twice its own. Sequences are ordered by width and slot, those without an adapter first, so each
 adapter's tokens are one segment, and the product runs segment by segment (SGMV: Punica §4).
 

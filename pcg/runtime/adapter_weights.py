@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -76,8 +76,9 @@ class Adapter:
         """Virtual tokens that stand before each sequence."""
         return self.recipe.prompt_tokens
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
+        """Of all tensors; they change in place alone."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:

@@ -16,9 +16,9 @@ from pcg.runtime.executor import Executor
 
 RECIPES = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
-    "attention": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "attention": {"r": 20, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj"]},
     "head": {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "lm_head"]},
-    "first": {"r": 3, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [0]},
+    "first": {"r": 11, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [0]},
 }
 
 
@@ -115,6 +115,20 @@ def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) ->
     assert not {"linear", "linear_group", "shrink", "expand_add"} & set(ops[0])
     assert ops[1].count("linear_group") == 2
     assert ops[1].count("shrink") == ops[1].count("expand_add") == 1
+
+
+@pytest.mark.parametrize("names", [["all", "head"] * 4 + ["first"] * 3, ["all"] * 9 + ["head"]])
+def test_logits_of_prompts_beside_decoding_tokens(
+    pair: tuple[Executor, PeftModel], names: list[str | None]
+) -> None:
+    """Most sequences have one token, and are one product; the others' segments are their own."""
+    executor, peft = pair
+    torch.manual_seed(2)
+    lengths = [12 if i % 5 == 2 else 1 for i in range(len(names))]
+    prompts = [torch.randint(1, 96, (n,)).tolist() for n in lengths]
+    for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
+        expected = logits(peft, prompt, name)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 
 @given(st.lists(st.lists(st.sampled_from([None, *RECIPES]), min_size=1, max_size=9), max_size=6))

@@ -314,9 +314,16 @@ def _decode(
     """
     kv_heads, _, size = keys.shape
     (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()
-    grouped = q.view(q.shape[0], kv_heads, -1, size)
-    for group in batch.decode_groups(window):
-        shape = (len(group.tokens), kv_heads, group.longest, size)
+    groups = batch.decode_groups(window)
+    if not groups:
+        return
+    tokens = groups[0].tokens if len(groups) == 1 else torch.cat([group.tokens for group in groups])
+    queries = q[tokens].view(-1, kv_heads, q.shape[1] // kv_heads, size)
+    found = []
+    start = 0
+    for group in groups:
+        count = group.tokens.shape[0]
+        shape = (count, kv_heads, group.longest, size)
         if group.rows is not None:
             chosen = group.rows.flatten()
             k, v = (
@@ -327,8 +334,11 @@ def _decode(
             k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
             stride = (group.stride * v_row, v_head, v_row, one)
             v = values.as_strided(shape, stride, group.row * v_row)
-        found = _attend(grouped[group.tokens], k, v, attn_mask=group.mask, scale=scale)
-        out[group.tokens] = found.view(-1, *out.shape[1:])
+        own = queries[start : start + count]
+        found.append(_attend(own, k, v, attn_mask=group.mask, scale=scale))
+        start += count
+    every = found[0] if len(found) == 1 else torch.cat(found)
+    out.index_copy_(0, tokens, every.view(-1, *out.shape[1:]))
 
 
 def _flash(

@@ -26,6 +26,10 @@ from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import PagePool, pages_for
 
 _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
+_MOST_RESERVE = 0.25
+"""Of the time that a step may take, kept at most: one long hold-up is not worth more."""
+_RESERVE_KEPT = 0.98
+"""What is left of the reserve after a step that needed none of it."""
 
 
 class Device(Protocol):
@@ -116,6 +120,7 @@ class Engine:
             self.learn(latencies)
         self._job_pages = int(job_share * scheduler.pool.size)
         self._held = 0
+        self._reserve_s = 0.0
         self._count = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
@@ -258,7 +263,8 @@ class Engine:
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         limits, is_served = self.scheduler.limits, bool(plan.chunks)
-        step = Step(limits, self._latencies, plan.seconds, plan.load, is_served)
+        seconds = None if plan.seconds is None else plan.seconds - self._reserve_s
+        step = Step(limits, self._latencies, seconds, plan.load, is_served)
         self.sharing.begin(step)
         windows = self._windows(step)
         if step.load.tokens:
@@ -275,9 +281,20 @@ class Engine:
             for job in self._active_jobs():
                 self._settle(job)
         self._backward(step, now)
+        if seconds is not None and (step.windows or step.units):
+            self._keep_reserve(seconds, self.clock.now_s() - now)
         self.worked = bool(step.load.tokens or step.units)
         chunks, self._chunks = self._chunks, []
         return chunks
+
+    def _keep_reserve(self, planned_s: float, took_s: float) -> None:
+        """Keep as much of the promised time as steps with finetuning overran what was planned.
+
+        A step is foretold as it is on average, and what follows from a unit, as an optimizer's
+        step, is not. A request whose last step overran can make up for it no more.
+        """
+        over_s = min(took_s - planned_s, _MOST_RESERVE * (planned_s + self._reserve_s))
+        self._reserve_s = max(over_s, _RESERVE_KEPT * self._reserve_s)
 
     def _give_up_late(self, now: float) -> None:
         while self._timeouts and self._timeouts[0][0] < now:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pcg.errors import BenchmarkError, GenerationError
@@ -119,6 +121,32 @@ def test_promises_are_kept_beside_finetuning() -> None:
     assert report.slo_attainment > 0.97
     # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.25 s.
     assert report.finetuning_throughput > 1200
+
+
+class _UnsteadyCosts(LinearCosts):
+    """Steps take up to three tenths less or more than on average."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=16)
+        self.__dict__["drawn"] = random.Random(0)
+
+    def step_seconds(self, shape: StepShape) -> float:
+        factor: float = self.__dict__["drawn"].uniform(0.7, 1.3)
+        return factor * super().step_seconds(shape)
+
+
+def test_promises_are_kept_where_steps_are_unsteady() -> None:
+    """Requests leave at any step, and a last one that is late can be made up for no more."""
+    latencies = Latencies(Latency(0.01, 1e-4, 1e-8), Latency(0.01, 1e-4, 1e-8))
+    limits = Limits(ttft_slo_s=5.0, tpot_slo_s=0.05)
+    engine = SimulatedEngine(_UnsteadyCosts(), 4096, 1000, limits=limits, latencies=latencies)
+    engine.finetune("tuned", [(700,)] * 1000)
+    workload = Workload(tuple(TimedRequest(i * 0.4, None, 50, 10) for i in range(200)))
+    events = Simulation([engine], TakingTurns()).run(workload, 80.0)
+    report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=76.0)
+    assert report.slo_attainment is not None
+    assert report.slo_attainment >= 0.99
+    assert report.finetuning_throughput > 1800
 
 
 def test_latencies_stay_sound_where_loads_are_alike() -> None:
