@@ -10,14 +10,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
+from pcg.codegen.kernels.torch_ops import expand_add, shrink
 from pcg.passes.bypasses import Bypasses
 from pcg.pipeline import Compilation, run_passes
+from pcg.runtime.adapter_segments import SegmentedWeight, segments_of
 from pcg.runtime.executor import Executor
 
 RECIPES = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "attention": {"r": 20, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj"]},
     "head": {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "lm_head"]},
+    "mlp": {"r": 5, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "thin": {"r": 1, "target_modules": "all-linear"},
     "first": {"r": 11, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [0]},
 }
 
@@ -117,18 +121,42 @@ def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) ->
     assert ops[1].count("shrink") == ops[1].count("expand_add") == 1
 
 
-@pytest.mark.parametrize("names", [["all", "head"] * 4 + ["first"] * 3, ["all"] * 9 + ["head"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["all", "head", "mlp", "thin"],
+        [None, "first", "thin", "all", "attention", "head", "mlp"],
+        ["mlp", "thin", "mlp", "head", "all"],
+    ],
+    ids=["one-width", "widths", "twice"],
+)
 def test_logits_of_prompts_beside_decoding_tokens(
     pair: tuple[Executor, PeftModel], names: list[str | None]
 ) -> None:
     """Most sequences have one token, and are one product; the others' segments are their own."""
     executor, peft = pair
     torch.manual_seed(2)
-    lengths = [12 if i % 5 == 2 else 1 for i in range(len(names))]
+    lengths = [12 if i == 2 else 1 for i in range(len(names))]
     prompts = [torch.randint(1, 96, (n,)).tolist() for n in lengths]
     for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
         expected = logits(peft, prompt, name)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+@given(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=7).filter(any))
+def test_each_segment_is_multiplied_by_its_own_weight(start: int, sizes: list[int]) -> None:
+    segments = segments_of(start, sizes, torch.device("cpu"))
+    a = torch.randn(len(sizes), 2, 5, dtype=torch.float64).transpose(1, 2)
+    b = torch.randn(len(sizes), 4, 2, dtype=torch.float64).transpose(1, 2)
+    x, y = (torch.randn(segments.stop + 2, n, dtype=torch.float64) for n in (5, 4))
+    present = (True,) * len(sizes)
+    expected = y.clone()
+    first = start
+    for own_a, own_b, size in zip(a, b, sizes, strict=True):
+        expected[first : first + size] += x[first : first + size] @ own_a @ own_b
+        first += size
+    s = shrink(x, SegmentedWeight(a, segments, present))
+    torch.testing.assert_close(expand_add(y, s, SegmentedWeight(b, segments, present)), expected)
 
 
 @given(st.lists(st.lists(st.sampled_from([None, *RECIPES]), min_size=1, max_size=9), max_size=6))
