@@ -18,10 +18,11 @@ class FreeRuns:
         self._lengths: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self._by_length: list[tuple[int, int]] = []
+        self._in_order: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Start and length of each, in order."""
-        return iter(sorted(self._lengths.items()))
+        return iter([(start, self._lengths[start]) for start in self._in_order])
 
     @property
     def longest(self) -> int:
@@ -47,6 +48,15 @@ class FreeRuns:
             self._insert(start + taken, length - taken)
         return taken
 
+    def take_last(self, count: int) -> tuple[int, int]:
+        """Take up to so many pages from the end of the last run; the first, and how many."""
+        start = self._in_order[-1]
+        length = self._remove(start)
+        taken = min(count, length)
+        if taken < length:
+            self._insert(start, length - taken)
+        return start + length - taken, taken
+
     def add(self, start: int, length: int) -> None:
         """Make pages free."""
         end = start + length
@@ -62,6 +72,7 @@ class FreeRuns:
         self._lengths[start] = length
         self._starts[start + length] = start
         insort(self._by_length, (length, start))
+        insort(self._in_order, start)
 
     def _remove(self, start: int) -> int:
         """Forget a run; its length."""
@@ -69,4 +80,5 @@ class FreeRuns:
         self.pages -= length
         del self._starts[start + length]
         del self._by_length[bisect_left(self._by_length, (length, start))]
+        del self._in_order[bisect_left(self._in_order, start)]
         return length

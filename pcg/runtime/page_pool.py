@@ -5,6 +5,7 @@ pages as its bytes need. Any page serves anyone, so nothing is lost to fragmenta
 says which pages an owner has, in order. Where there is a choice an owner gets pages behind one
 another: the pages that it is expected to grow into are its spare ones, which others take only when
 no other page is free. Attention reads such a run at one stride, and gathers only where it cannot.
+Adapters' pages need not be runs; they come from the other end of the pool.
 
 The first pages of a table may be shared: other tables read them, too, and none writes them. When
 the last of them is closed they are kept for tables to come, until somebody needs pages or half of
@@ -138,9 +139,13 @@ class PagePool:
             self._keeping[id(table)] = table
         return table
 
-    def extend(self, table: PageTable, count: int) -> None:
+    def extend(self, table: PageTable, count: int, last: bool = False) -> None:
         """Give a table pages.
 
+        Args:
+            table: of whoever needs them.
+            count: of pages.
+            last: take those at the end of the pool, for one whose pages need not be a run.
         Raises:
             OutOfMemoryError: so many are not free; nothing has changed.
         """
@@ -153,7 +158,7 @@ class PagePool:
         if own:
             self._take_spare(table, own)
         while count > own:
-            own += self._take_free(table, count - own)
+            own += self._take_free(table, count - own, last)
 
     def close(self, table: PageTable) -> None:
         """Give all pages of a table back."""
@@ -234,7 +239,7 @@ class PagePool:
         if not table.spare:
             del self._keeping[id(table)]
 
-    def _take_free(self, table: PageTable, count: int) -> int:
+    def _take_free(self, table: PageTable, count: int, last: bool) -> int:
         """Take up to so many pages that follow one another; returns how many."""
         if not self._free.pages and self.shared.unread:
             for _ in range(min(count, self.shared.unread)):
@@ -243,11 +248,13 @@ class PagePool:
             # The latest has used the fewest of what is kept for it.
             self._give_spare_back(next(reversed(self._keeping.values())))
         following = table.pages[-1] + 1 if table.pages else None
-        if following is not None and self._free.begins(following):
-            start = following
+        if last:
+            start, taken = self._free.take_last(count)
+        elif following is not None and self._free.begins(following):
+            start, taken = following, self._free.take(following, count)
         else:
             start = self._free.fitting(min(count, self._free.longest))
-        taken = self._free.take(start, count)
+            taken = self._free.take(start, count)
         for page in range(start, start + taken):
             table.take(page)
         return taken

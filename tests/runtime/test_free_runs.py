@@ -15,11 +15,20 @@ def runs_of(pages: set[int]) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, SIZE - 1), st.integers(1, 8))))
-def test_runs_are_those_of_a_set(operations: list[tuple[bool, int, int]]) -> None:
+KINDS = st.sampled_from(["add", "take", "take last"])
+
+
+@given(st.lists(st.tuples(KINDS, st.integers(0, SIZE - 1), st.integers(1, 8))))
+def test_runs_are_those_of_a_set(operations: list[tuple[str, int, int]]) -> None:
     free, pages = FreeRuns(), set[int]()
-    for takes, place, count in operations:
-        if takes and pages:
+    for kind, place, count in operations:
+        if kind == "take last" and pages:
+            start, length = runs_of(pages)[-1]
+            first, taken = free.take_last(count)
+            assert taken == min(count, length)
+            assert first + taken == start + length
+            pages -= set(range(first, first + taken))
+        elif kind == "take" and pages:
             start, length = runs_of(pages)[place % len(runs_of(pages))]
             taken = free.take(start, count)
             assert taken == min(count, length)

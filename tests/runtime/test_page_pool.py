@@ -10,7 +10,9 @@ from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable
 
 @given(
     st.integers(0, 40),
-    st.lists(st.tuples(st.sampled_from(["open", "extend", "close"]), st.integers(0, 12))),
+    st.lists(
+        st.tuples(st.sampled_from(["open", "extend", "extend last", "close"]), st.integers(0, 12))
+    ),
 )
 def test_no_page_is_lost(size: int, operations: list[tuple[str, int]]) -> None:
     pool, tables = PagePool(size), list[PageTable]()
@@ -19,14 +21,14 @@ def test_no_page_is_lost(size: int, operations: list[tuple[str, int]]) -> None:
         if what == "open":
             tables.append(pool.open("someone", number))
             held.append([])
-        elif tables and what == "extend":
+        elif tables and what.startswith("extend"):
             table = tables[number % len(tables)]
             free = pool.free
             if number > free:
                 with pytest.raises(OutOfMemoryError, match=f"{free} of {size} are free"):
                     pool.extend(table, number)
             else:
-                pool.extend(table, number)
+                pool.extend(table, number, last=what == "extend last")
                 assert pool.free == free - number
         elif tables:
             held.pop(number % len(tables))
@@ -52,6 +54,15 @@ def test_owners_grow_into_their_spare_pages() -> None:
         for table in tables:
             pool.extend(table, 1)
     assert [table.pages for table in tables] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_adapters_do_not_come_between() -> None:
+    pool = PagePool(12)
+    tables = [pool.open(name, 2) for name in ("a", "b", "c")]
+    for table in tables:
+        pool.extend(pool.open("an adapter"), 1, last=True)
+        pool.extend(table, 2)
+    assert [table.pages for table in tables] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_spare_pages_are_anyones_when_no_other_is_free() -> None:

@@ -6,8 +6,9 @@ Shapes and what an adapter's weight is: `torch_ops`, through which emitted progr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,8 @@ def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Te
     return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
 
 
-class MadeWeight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MadeWeight:
     """A weight that the program made of an adapter's parameters, as functions take an adapter's."""
 
     weight: Tensor

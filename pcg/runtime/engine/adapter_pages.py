@@ -70,7 +70,7 @@ class AdapterPages:
         if not self.make_room(need):
             return False
         table = self._pool.open(f"adapter {adapter.name!r}")
-        self._pool.extend(table, need)
+        self._pool.extend(table, need, last=True)
         self._residents[id(adapter)] = self._idle[id(adapter)] = _Resident(adapter, table)
         self._idle_pages += need
         self.on_page_in(adapter)

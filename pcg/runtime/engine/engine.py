@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from pcg.errors import OutOfMemoryError, PcgError
+from pcg.errors import OutOfMemoryError
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.events import Event, EventLog, Kind
-from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Jobs
 from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.request import Chunk, Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.units import Backward, Forward, Pages, Release
-from pcg.runtime.page_pool import PagePool, pages_for
+from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.page_pool import PagePool
 
 _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 _MOST_RESERVE = 0.25
@@ -79,7 +80,7 @@ class Engine:
 
     Attributes:
         scheduler: of what is served.
-        jobs: that are not over, in the order in which they take turns.
+        jobs: that are not over.
         log: of what happened.
         clock: that everything is timed by.
         sharing: how finetuning goes beside what is served.
@@ -114,12 +115,11 @@ class Engine:
         self.log = EventLog() if log is None else log
         self.sharing: Sharing = CoServing() if sharing is None else sharing
         self.worked = False
-        self.jobs: list[Job] = []
         self._latencies: Latencies | None = None
         if latencies is not None:
             self.learn(latencies)
-        self._job_pages = int(job_share * scheduler.pool.size)
-        self._held = 0
+        pages = int(job_share * scheduler.pool.size)
+        self.jobs = Jobs(scheduler, device.cache, pages, self._note)
         self._reserve_s = 0.0
         self._count = 0
         self._chunks: list[Chunk] = []
@@ -143,7 +143,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to serve, nothing to train, and nothing to tell."""
-        trains = self.sharing.trains and self._active_jobs()
+        trains = self.sharing.trains and self.jobs.active
         return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
@@ -177,7 +177,7 @@ class Engine:
             "tpot_slo_s": sequence.tpot_slo_s,
         }
         self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
-        reserved = self._job_pages if self.jobs else 0
+        reserved = self.jobs.most_pages if self.jobs else 0
         reason = self.scheduler.why_never(sequence, reserved)
         if reason is not None:
             sequence.state = State.REFUSED
@@ -210,44 +210,19 @@ class Engine:
         Raises:
             PcgError: there is one of that name.
         """
-        self.check_no_job(job.name)
-        self.jobs.append(job)
-        self._note(Kind.QUEUED, job.name)
-        return job
-
-    def check_no_job(self, name: str) -> None:
-        """PcgError: there is a job of that name."""
-        if any(job.name == name for job in self.jobs):
-            raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
+        return self.jobs.add(job)
 
     def pause_job(self, name: str) -> None:
         """Leave a job as it is after its latest unit; its pages stay."""
-        job = self._job(name)
-        if job.state is JobState.QUEUED:
-            self._settle(job)
-        if job.state is JobState.RUNNING:
-            job.state = JobState.PAUSED
-            self._note(Kind.PAUSED, name)
+        self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
         """Go on with a paused job."""
-        job = self._job(name)
-        if job.state is JobState.PAUSED:
-            job.state = JobState.RUNNING
-            self._note(Kind.RESUMED, name)
+        self.jobs.resume(name)
 
     def cancel_job(self, name: str) -> None:
         """End a job now; its adapter is as after the last whole step."""
-        job = self._job(name)
-        job.cancel()
-        self._end_job(job)
-
-    def _job(self, name: str) -> Job:
-        for job in self.jobs:
-            if job.name == name:
-                return job
-        there = ", ".join(job.name for job in self.jobs) or "none"
-        raise PcgError(f"there is no job {name!r}; there are: {there}")
+        self.jobs.cancel(name)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -259,7 +234,7 @@ class Engine:
         """
         now = self.clock.now_s()
         self._give_up_late(now)
-        plan = self.scheduler.plan(now) if self.sharing.serves(self._has_work()) else StepPlan()
+        plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         limits, is_served = self.scheduler.limits, bool(plan.chunks)
@@ -278,8 +253,8 @@ class Engine:
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
             self._accept(plan, tokens_sampled)
-            for job in self._active_jobs():
-                self._settle(job)
+            for job in self.jobs.active:
+                self.jobs.settle(job)
         self._backward(step, now)
         if seconds is not None and (step.windows or step.units):
             self._keep_reserve(seconds, self.clock.now_s() - now)
@@ -337,40 +312,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------- finetuning
 
-    def _active_jobs(self) -> list[Job]:
-        return [job for job in self.jobs if job.state is not JobState.PAUSED]
-
-    def _has_work(self) -> bool:
-        """Whether a job has something to run, or may have once it has started."""
-        return any(
-            isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
-            for job in self._active_jobs()
-        )
-
     def _windows(self, step: Step) -> list[tuple[Forward, int]]:
         """Finetuning tokens that go forward in the step, of the jobs whose turn it is."""
         found: list[tuple[Forward, int]] = []
-        for job in sorted(self._active_jobs(), key=lambda job: job.tokens):
-            self._settle(job)
-            unit = job.unit
-            if isinstance(unit, Forward):
-                tokens = min(unit.remaining, self.sharing.forward(step, unit))
-                if tokens > 0:
-                    found.append((unit, tokens))
-                    step.load += Load.of(tokens, unit.context)
-                    step.windows += 1
-                    job.tokens += tokens
+        for job, unit in self.jobs.forward():
+            tokens = min(unit.remaining, self.sharing.forward(step, unit))
+            if tokens > 0:
+                found.append((unit, tokens))
+                step.load += Load.of(tokens, unit.context)
+                step.windows += 1
+                job.tokens += tokens
         return found
 
     def _backward(self, step: Step, started: float) -> None:
         """Run backward units of the jobs in turn while there is room for them in the step."""
-        while True:
-            ready = [job for job in self._active_jobs() if isinstance(job.unit, Backward)]
-            if not ready:
-                return
-            job = min(ready, key=lambda job: job.tokens)
-            unit = job.unit
-            assert isinstance(unit, Backward)
+        while (ready := self.jobs.backward()) is not None:
+            job, unit = ready
             before, load = self.clock.now_s(), unit.load
             if not self.sharing.backward(step, unit, before - started):
                 return
@@ -382,63 +339,7 @@ class Engine:
                 self._latencies.backward.observe(load, took)
             self.sharing.ran(step, took)
             job.advance()
-            self._settle(job)
-
-    def _settle(self, job: Job) -> None:
-        """Bring a job to its next unit of work: give it pages or take them, start and end it."""
-        if job.state is JobState.QUEUED:
-            self._note(Kind.STARTED, job.name)
-            job.start()
-        while not job.is_over:
-            unit = job.unit
-            if isinstance(unit, Pages):
-                if not self._open(job, unit):
-                    return
-            elif isinstance(unit, Release):
-                self._close(job)
-            elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
-                return
-            job.advance()
-        self._end_job(job)
-
-    def _open(self, job: Job, unit: Pages) -> bool:
-        """Give a job pages; False while there is no room."""
-        needs = [pages_for(count) for count in unit.tokens]
-        total = sum(needs)
-        if total > self._job_pages:
-            text = (
-                f"a batch of job {job.name!r} needs {total} pages of the KV cache, and finetuning "
-                f"may hold {self._job_pages}; lower batch_size, or give the engine more memory"
-            )
-            job.fail(OutOfMemoryError(text))
-            return True
-        held = self._held + total
-        # A request that came before there were jobs may need more than they leave to it.
-        kept = self.pool.size - max((*map(self.scheduler.pages_of, self._sequences.values()), 0))
-        if held > min(self._job_pages, kept) or not self.scheduler.adapters.make_room(total):
-            return False
-        tables = []
-        for need in needs:
-            table = self.pool.open(f"job {job.name!r}", need)
-            self.pool.extend(table, need)
-            tables.append(table)
-        self._held += total
-        job.tables = unit.tables = tuple(tables)
-        unit.cache = self.device.cache
-        return True
-
-    def _close(self, job: Job) -> None:
-        for table in job.tables:
-            self._held -= len(table.pages)
-            self.pool.close(table)
-        job.tables = ()
-
-    def _end_job(self, job: Job) -> None:
-        if job in self.jobs:
-            self.jobs.remove(job)
-            self._close(job)
-            reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(job.ending, job.name, **reason)
+            self.jobs.settle(job)
 
     # ------------------------------------------------------------------------------- the rest
 
@@ -447,7 +348,7 @@ class Engine:
         self.scheduler.check_integrity()
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
-        assert self._held == sum(len(t.pages) for job in self.jobs for t in job.tables)
+        self.jobs.check_integrity()
 
     def _note(self, kind: Kind, subject: str, **details: object) -> None:
         self.log.add(Event(self.clock.now_s(), kind, subject, details))

@@ -253,7 +253,7 @@ class Front:
     def _reserve(self, running: RunningJob) -> None:
         """Keep a name for a job, so that it starts from what the one before it made."""
         name = running.name
-        self.engine.check_no_job(name)
+        self.engine.jobs.check_none(name)
         if name in self._awaited:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
         self._awaited[name] = running

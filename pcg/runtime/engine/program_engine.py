@@ -121,7 +121,7 @@ class ProgramEngine(Engine):
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
             PcgError: there is a job of that name.
         """
-        self.check_no_job(adapter)
+        self.jobs.check_none(adapter)
         options |= {"peft": peft, "publish_every": publish_every, "on_step": on_step}
         return self.add_job(self.prepare_job(data, adapter, **options))
 

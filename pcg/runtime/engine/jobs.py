@@ -1,0 +1,182 @@
+"""The finetuning jobs of an engine: their turns, and the pages that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pcg.errors import OutOfMemoryError, PcgError
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.units import Backward, Forward, Pages, Release
+from pcg.runtime.page_pool import pages_for
+
+
+class Jobs:
+    """Jobs that are not over; a list of them.
+
+    Attributes:
+        most_pages: of the pool, that all of them may hold.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
+    ) -> None:
+        """Start without any.
+
+        Args:
+            scheduler: of what is served from the same pool.
+            cache: keys and values, for jobs.
+            most_pages: that they may hold.
+            note: is told of each event: its kind, the job's name, and details.
+        """
+        self.most_pages = most_pages
+        self._scheduler = scheduler
+        self._cache = cache
+        self._note = note
+        self._jobs: list[Job] = []
+        self._held = 0
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, place: int) -> Job:
+        return self._jobs[place]
+
+    # ------------------------------------------------------------------------------- asking
+
+    def add(self, job: Job) -> Job:
+        """Take one in. PcgError: there is one of that name."""
+        self.check_none(job.name)
+        self._jobs.append(job)
+        self._note(Kind.QUEUED, job.name)
+        return job
+
+    def check_none(self, name: str) -> None:
+        """PcgError: there is one of that name."""
+        if any(job.name == name for job in self._jobs):
+            raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
+
+    def pause(self, name: str) -> None:
+        """Leave one as it is after its latest unit; its pages stay."""
+        job = self._named(name)
+        if job.state is JobState.QUEUED:
+            self.settle(job)
+        if job.state is JobState.RUNNING:
+            job.state = JobState.PAUSED
+            self._note(Kind.PAUSED, name)
+
+    def resume(self, name: str) -> None:
+        """Go on with a paused one."""
+        job = self._named(name)
+        if job.state is JobState.PAUSED:
+            job.state = JobState.RUNNING
+            self._note(Kind.RESUMED, name)
+
+    def cancel(self, name: str) -> None:
+        """End one now."""
+        job = self._named(name)
+        job.cancel()
+        self._end(job)
+
+    def _named(self, name: str) -> Job:
+        for job in self._jobs:
+            if job.name == name:
+                return job
+        there = ", ".join(job.name for job in self._jobs) or "none"
+        raise PcgError(f"there is no job {name!r}; there are: {there}")
+
+    # ------------------------------------------------------------------------------- turns
+
+    @property
+    def active(self) -> list[Job]:
+        """Those that are not paused."""
+        return [job for job in self._jobs if job.state is not JobState.PAUSED]
+
+    @property
+    def have_work(self) -> bool:
+        """Whether one has something to run, or may have once it has started."""
+        return any(
+            isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
+            for job in self.active
+        )
+
+    def forward(self) -> Iterator[tuple[Job, Forward]]:
+        """Those with tokens that go forward, who had the least first."""
+        for job in sorted(self.active, key=lambda job: job.tokens):
+            self.settle(job)
+            if isinstance(job.unit, Forward):
+                yield job, job.unit
+
+    def backward(self) -> tuple[Job, Backward] | None:
+        """Who had the least of those with something to run backward; None where there is none."""
+        ready = [(job, job.unit) for job in self.active if isinstance(job.unit, Backward)]
+        return min(ready, key=lambda pair: pair[0].tokens, default=None)
+
+    def settle(self, job: Job) -> None:
+        """Bring a job to its next unit of work: give it pages or take them, start and end it."""
+        if job.state is JobState.QUEUED:
+            self._note(Kind.STARTED, job.name)
+            job.start()
+        while not job.is_over:
+            unit = job.unit
+            if isinstance(unit, Pages):
+                if not self._open(job, unit):
+                    return
+            elif isinstance(unit, Release):
+                self._close(job)
+            elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
+                return
+            job.advance()
+        self._end(job)
+
+    # ------------------------------------------------------------------------------- pages
+
+    def _open(self, job: Job, unit: Pages) -> bool:
+        """Give a job pages; False while there is no room."""
+        needs = [pages_for(count) for count in unit.tokens]
+        total = sum(needs)
+        if total > self.most_pages:
+            text = (
+                f"a batch of job {job.name!r} needs {total} pages of the KV cache, and finetuning "
+                f"may hold {self.most_pages}; lower batch_size, or give the engine more memory"
+            )
+            job.fail(OutOfMemoryError(text))
+            return True
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        # A request that came before there were jobs may need more than they leave to it.
+        there = (*scheduler.waiting, *scheduler.running)
+        kept = pool.size - max((*map(scheduler.pages_of, there), 0))
+        held = self._held + total
+        if held > min(self.most_pages, kept) or not scheduler.adapters.make_room(total):
+            return False
+        tables = []
+        for need in needs:
+            table = pool.open(f"job {job.name!r}", need)
+            pool.extend(table, need)
+            tables.append(table)
+        self._held += total
+        job.tables = unit.tables = tuple(tables)
+        unit.cache = self._cache
+        return True
+
+    def _close(self, job: Job) -> None:
+        for table in job.tables:
+            self._held -= len(table.pages)
+            self._scheduler.pool.close(table)
+        job.tables = ()
+
+    def _end(self, job: Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._close(job)
+            reason = {} if job.error is None else {"reason": str(job.error)}
+            self._note(job.ending, job.name, **reason)
+
+    def check_integrity(self) -> None:
+        """AssertionError: a page of a job is lost."""
+        assert self._held == sum(len(table.pages) for job in self._jobs for table in job.tables)
