@@ -7,6 +7,7 @@ lies together where its pages do.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from math import prod
 
@@ -52,11 +53,20 @@ class KvCache:
                 dtype = getattr(torch, TORCH_NAMES[type_.dtype])
                 heads, size = type_.features
                 shape = (heads, self.rows, size)
-                store.append(torch.zeros(shape, dtype=dtype, device=device))
+                store.append(_untouched(shape, dtype, device))
 
     @property
     def rows(self) -> int:
         return self.pool.size * PAGE_TOKENS
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; a CPU's memory is taken as it is written to, and not before."""
+    size_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:

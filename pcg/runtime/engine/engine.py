@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.events import Event, EventLog, Kind
+from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.jobs import Jobs
 from pcg.runtime.engine.latency import Latency, Load
@@ -28,7 +28,7 @@ from pcg.runtime.page_pool import PagePool
 
 _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 _MOST_RESERVE = 0.25
-"""Of the time that a step may take, kept at most: one long hold-up is not worth more."""
+"""Of the promised time a token, kept at most: one long hold-up is not worth more."""
 _RESERVE_KEPT = 0.98
 """What is left of the reserve after a step that needed none of it."""
 
@@ -119,16 +119,17 @@ class Engine:
         if latencies is not None:
             self.learn(latencies)
         pages = int(job_share * scheduler.pool.size)
-        self.jobs = Jobs(scheduler, device.cache, pages, self._note)
+        self._note = note = Notes(self.log, clock)
+        self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
         self._count = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._timeouts: list[tuple[float, str]] = []
 
-        scheduler.on_preempted = lambda sequence: self._note(Kind.PREEMPTED, sequence.id)
-        scheduler.adapters.on_page_in = lambda adapter: self._note(Kind.PAGED_IN, adapter.name)
-        scheduler.adapters.on_evict = lambda adapter: self._note(Kind.EVICTED, adapter.name)
+        scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
+        scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
+        scheduler.adapters.on_evict = lambda adapter: note(Kind.EVICTED, adapter.name)
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by what steps take."""
@@ -238,7 +239,7 @@ class Engine:
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         limits, is_served = self.scheduler.limits, bool(plan.chunks)
-        seconds = None if plan.seconds is None else plan.seconds - self._reserve_s
+        seconds = plan.seconds(self._reserve_s)
         step = Step(limits, self._latencies, seconds, plan.load, is_served)
         self.sharing.begin(step)
         windows = self._windows(step)
@@ -257,18 +258,18 @@ class Engine:
                 self.jobs.settle(job)
         self._backward(step, now)
         if seconds is not None and (step.windows or step.units):
-            self._keep_reserve(seconds, self.clock.now_s() - now)
+            self._keep_reserve(plan, seconds, self.clock.now_s() - now)
         self.worked = bool(step.load.tokens or step.units)
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _keep_reserve(self, planned_s: float, took_s: float) -> None:
-        """Keep as much of the promised time as steps with finetuning overran what was planned.
+    def _keep_reserve(self, plan: StepPlan, planned_s: float, took_s: float) -> None:
+        """Keep as much of the slack as steps with finetuning overran what was planned.
 
         A step is foretold as it is on average, and what follows from a unit, as an optimizer's
         step, is not. A request whose last step overran can make up for it no more.
         """
-        over_s = min(took_s - planned_s, _MOST_RESERVE * (planned_s + self._reserve_s))
+        over_s = min(took_s - planned_s, _MOST_RESERVE * (plan.promised_s or 0.0))
         self._reserve_s = max(over_s, _RESERVE_KEPT * self._reserve_s)
 
     def _give_up_late(self, now: float) -> None:
@@ -349,6 +350,3 @@ class Engine:
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()
-
-    def _note(self, kind: Kind, subject: str, **details: object) -> None:
-        self.log.add(Event(self.clock.now_s(), kind, subject, details))

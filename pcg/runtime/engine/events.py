@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
+
+from pcg.runtime.engine.clock import Clock
 
 
 class Kind(StrEnum):
@@ -103,3 +106,22 @@ class EventLog:
     def of(self, subject: str) -> tuple[Event, ...]:
         """The events of one subject."""
         return tuple(event for event in self._events if event.subject == subject)
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Writes events at the time that it is.
+
+    Whoever is told of something by the parts of an engine has this, and not the engine: so nothing
+    that an engine has refers to it, and its memory is free as soon as it is dropped.
+
+    Attributes:
+        log: to write to.
+        clock: to time by.
+    """
+
+    log: EventLog
+    clock: Clock
+
+    def __call__(self, kind: Kind, subject: str, **details: object) -> None:
+        self.log.add(Event(self.clock.now_s(), kind, subject, details))

@@ -147,15 +147,16 @@ class ProgramEngine(Engine):
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
         """
+        note = self._note
 
         def stepped(record: StepRecord) -> None:
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
-            self._note(Kind.STEPPED, adapter, **details)
+            note(Kind.STEPPED, adapter, **details)
             if on_step is not None:
                 on_step(record)
 
         given = FinetuneOptions.of({"progress": False, **options})
-        publish = functools.partial(self._note, Kind.PUBLISHED, adapter)
+        publish = functools.partial(note, Kind.PUBLISHED, adapter)
         served = Published(self.executor, publish_every, publish)
         work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
         return Job(adapter, work)

@@ -12,6 +12,7 @@ the latest admitted sequence gives its own up and is computed again later.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,18 +67,29 @@ class StepPlan:
     """What one step serves.
 
     Attributes:
-        seconds: that the step may take before a promise is broken; None where nothing is promised.
+        promised_s: the least promised time a token; None where nothing is promised.
+        slack_s: until the first promise is broken; it grows with steps that took less.
         chunks: sequences, and how many of their pending tokens run.
         admitted: those that begin, or begin again.
         tokens: of all of them.
         keys: that attention reads for these.
     """
 
-    seconds: float | None = None
+    promised_s: float | None = None
+    slack_s: float = math.inf
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
+
+    def seconds(self, reserve_s: float = 0.0) -> float | None:
+        """That the step may take: a token's time at most, and so that of the slack some is left.
+
+        None where nothing is promised.
+        """
+        if self.promised_s is None:
+            return None
+        return min(self.promised_s, self.slack_s - reserve_s)
 
     @property
     def load(self) -> Load:
@@ -186,7 +198,9 @@ class Scheduler:
 
     def plan(self, now_s: float) -> StepPlan:
         """What to serve now: admits, preempts, and gives pages out."""
-        plan = StepPlan(self._seconds_left(now_s))
+        found = [promise for s in self.running if (promise := s.promise(now_s)) is not None]
+        promised = min([slo for slo, _ in found], default=None)
+        plan = StepPlan(promised, min([slack for _, slack in found], default=math.inf))
         prompts = []
         # The latest, who may give their pages up, leave at the ends of what is gone through.
         left = list(self.running)
@@ -204,11 +218,6 @@ class Scheduler:
         self._admit(plan, now_s)
         self._prefetch()
         return plan
-
-    def _seconds_left(self, now_s: float) -> float | None:
-        """Until the first promise is broken; at most the least promised time a token."""
-        left = [sequence.seconds_left(now_s) for sequence in self.running]
-        return min([seconds for seconds in left if seconds is not None], default=None)
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
         """Give a sequence pages for its next tokens, where it lacks some.
@@ -258,8 +267,9 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Tokens of a prompt that fit into the step; 0 for none."""
         room = self.limits.tokens - plan.tokens
-        if self.forward is not None and plan.seconds is not None:
-            fitting = self.forward.tokens_within(plan.seconds, sequence.cached, plan.load)
+        seconds = plan.seconds()
+        if self.forward is not None and seconds is not None:
+            fitting = self.forward.tokens_within(seconds, sequence.cached, plan.load)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0
@@ -292,7 +302,7 @@ class Scheduler:
 
     def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         # A prompt alone in a step runs as a whole, however long.
-        if not plan.chunks and plan.seconds is None:
+        if not plan.chunks and plan.promised_s is None:
             return sequence.pending
         return self._chunk(plan, sequence)
 

@@ -103,15 +103,15 @@ class Sequence:
         whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
         return whole[start:stop]
 
-    def seconds_left(self, now_s: float) -> float | None:
-        """Until its next token breaks the promise for the time a token, at most that time.
+    def promise(self, now_s: float) -> tuple[float, float] | None:
+        """The promised time a token, and how long until the next token breaks it.
 
         None where nothing was promised, or the first token is still to come.
         """
         slo = self.tpot_slo_s
         if slo is None or self.first_token_s is None:
             return None
-        return min(self.first_token_s + slo * len(self.generated) - now_s, slo)
+        return slo, self.first_token_s + slo * len(self.generated) - now_s
 
     def accept(self, token: int) -> Chunk:
         """Take a sampled token; the chunk carries the completion if it was the last."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import resource
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +229,24 @@ def test_jobs_pause_resume_and_end() -> None:
     assert kinds[-3:] == [Kind.PAUSED, Kind.RESUMED, Kind.CANCELLED]
     assert engine.log.of("two")[-1].kind is Kind.COMPLETED
     assert sorted(executor.adapters) == ["a", "two"]
+
+
+def test_memory_is_taken_as_it_is_used_and_free_when_the_engine_is_dropped() -> None:
+    executor = make_executor()
+    resident = resident_bytes()
+    engine = executor.engine(kv_cache_bytes=2**30)
+    engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    serve(engine, requests(executor, LENGTHS))
+    assert resident_bytes() - resident < 2**28
+    cache = weakref.ref(engine.device.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
