@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import fill
 
-from sympy import Piecewise, Symbol, sympify
-
 from pcg.parallel.report_lines import parallel_lines, region_lines
 from pcg.report import KINDS, Fit, Report
 
@@ -161,6 +159,8 @@ def _formulas(report: Report, names: Iterable[str]) -> list[str]:
 
 def _pieces(formula: str) -> list[str]:
     """A formula in a line, or one that is piecewise in the degree in a line a piece."""
+    from sympy import Piecewise, Symbol, sympify  # takes long, and most commands need it not
+
     found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
     if not isinstance(found, Piecewise):
         return [formula]

@@ -173,11 +173,12 @@ _FEW_TOKENS = 128
 def _signed(sin: Tensor) -> Tensor:
     """sin with its first half negated, [T, 1, n]; remembered, as all layers of a step share it."""
     global _last_signed
-    if _last_signed is None or _last_signed[0]() is not sin:
+    last = _last_signed  # read once: another thread may put its own there
+    if last is None or last[0]() is not sin:
         half = sin.shape[-1] // 2
         signed = torch.cat((-sin[:, :half], sin[:, half:]), -1).unsqueeze(1)
-        _last_signed = (weakref.ref(sin), signed)
-    return _last_signed[1]
+        _last_signed = last = (weakref.ref(sin), signed)
+    return last[1]
 
 
 _last_signed: tuple[weakref.ref[Tensor], Tensor] | None = None

@@ -9,11 +9,13 @@ A backward unit is taken for a layer's share of twice the forward: two products 
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
+from pcg.parallel.ranks import Ranks, of_first
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
 from pcg.runtime.engine.clock import Clock
@@ -62,7 +64,15 @@ def calibrated(
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
-    return fitted_latencies(seconds, len(runner.model.layers), long)
+    found = fitted_latencies(seconds, len(runner.model.layers), long)
+    # A fit may round otherwise on another rank, and all have to plan alike.
+    one = functools.partial(_of_first, runner.ranks)
+    return Latencies(one(found.forward), one(found.backward))
+
+
+def _of_first(ranks: Ranks, latency: Latency) -> Latency:
+    known = torch.tensor(latency.coefficients_s, dtype=torch.float64)
+    return Latency(*of_first(ranks, known).tolist())
 
 
 def fitted_latencies(
