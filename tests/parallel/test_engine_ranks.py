@@ -90,6 +90,26 @@ def test_an_engine_over_ranks(name: str, degree: int, limits: Limits) -> None:
     assert kinds.index(Kind.STARTED) < kinds.index(Kind.TOKEN)
 
 
+def test_an_error_of_one_rank_is_the_error() -> None:
+    """Nothing that is done about it waits for the others."""
+    program = make_program("llama3", 2)
+
+    def fail(ranks: ThreadRanks) -> None:
+        executor = make_executor(program, "llama3", ranks)
+        engine = executor.engine(kv_cache_bytes=CACHE_BYTES)
+        engine.submit(executor.request(SEQUENCES[0], None, max_new_tokens=4))
+        engine.step()
+        if ranks.rank == 1:
+            engine.device.run = broken  # type: ignore[method-assign]
+        engine.step()
+
+    def broken(*_: object) -> list[int]:
+        raise MemoryError("no memory on this rank")
+
+    with pytest.raises(MemoryError, match="no memory on this rank"):
+        run_ranks(2, fail)
+
+
 def test_threads_do_not_ask_ranks() -> None:
     program = make_program("llama3", 2)
 

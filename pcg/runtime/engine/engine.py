@@ -248,7 +248,9 @@ class Engine:
             try:
                 tokens_sampled = self.device.run(plan.chunks, windows)
             except BaseException:
-                self.scheduler.abandon()
+                # Over ranks the others may not be asked for the time: they have not failed.
+                left = self.scheduler.abandon()
+                self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in left))
                 raise
             took = self.clock.now_s() - started
             if self._latencies is not None:

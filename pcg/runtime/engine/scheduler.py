@@ -183,12 +183,14 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 
-    def abandon(self) -> None:
-        """Have all that run wait: nobody knows what a step wrote that failed."""
-        for sequence in list(reversed(self.running)):
-            self._preempt(sequence)
+    def abandon(self) -> list[Sequence]:
+        """Have all that run wait, and return them: nobody knows what a step wrote that failed."""
+        abandoned = list(reversed(self.running))
+        for sequence in abandoned:
+            self._put_back(sequence)
         if self.prefixes is not None:
             self.prefixes.clear()
+        return abandoned
 
     def queue(self, now_s: float) -> Queue:
         """What a policy sees."""
@@ -247,12 +249,15 @@ class Scheduler:
             self.prefixes.keep(sequence, tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._put_back(sequence)
+        self.on_preempted(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
         del self.running[sequence]
         self._free(sequence)
         sequence.state = State.WAITING
         self.waiting[sequence] = None
         self.waiting.move_to_end(sequence, last=False)
-        self.on_preempted(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self._leave_pages(sequence)
