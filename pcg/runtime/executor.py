@@ -43,6 +43,7 @@ from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.served_weights import ServedWeights
 from pcg.runtime.specialised import (
+    ServingProgram,
     Specialiser,
     TrainingPrograms,
     model_sources,
@@ -50,25 +51,6 @@ from pcg.runtime.specialised import (
 )
 from pcg.runtime.tokenizer import Tokenizer
 from pcg.runtime.training_runner import TrainingRunner
-
-
-@dataclasses.dataclass(frozen=True)
-class ServingProgram:
-    """A program that serves adapters at some sites, ready to run.
-
-    Attributes:
-        serving: as it was compiled.
-        sources: of the adapters' parameters that it reads.
-        weights: of the base.
-        runner: of both.
-        stacks: of the adapters that run.
-    """
-
-    serving: Serving
-    sources: frozenset[str]
-    weights: BaseWeights
-    runner: ModelRunner
-    stacks: AdapterStacks
 
 
 class Executor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pcg.ir.module_paths import WHOLE_MODEL
@@ -10,7 +11,10 @@ from pcg.ir.program import ModelGraph, Program, Serving, Training
 from pcg.ir.recipes import Recipe
 from pcg.parallel.ranks import Ranks
 from pcg.parallel.same_program import check_same, training_text
+from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.base_weights import BaseWeights
+from pcg.runtime.model_runner import ModelRunner
 
 
 class Specialiser(Protocol):
@@ -19,6 +23,25 @@ class Specialiser(Protocol):
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
 
     def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training: ...
+
+
+@dataclass(frozen=True)
+class ServingProgram:
+    """A program that serves adapters at some sites, ready to run.
+
+    Attributes:
+        serving: as it was compiled.
+        sources: of the adapters' parameters that it reads.
+        weights: of the base.
+        runner: of both.
+        stacks: of the adapters that run.
+    """
+
+    serving: Serving
+    sources: frozenset[str]
+    weights: BaseWeights
+    runner: ModelRunner
+    stacks: AdapterStacks
 
 
 class TrainingPrograms:

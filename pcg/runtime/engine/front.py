@@ -34,7 +34,7 @@ from pcg.runtime.finetune_options import Data
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.program_engine import ProgramEngine
-    from pcg.runtime.executor import ServingProgram
+    from pcg.runtime.specialised import ServingProgram
 
 Result = TypeVar("Result")
 
