@@ -12,6 +12,7 @@ from pcg.ir.layouts import Layout, State
 from pcg.ir.types import TOKENS
 from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.search import Found, Search
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.join import join
@@ -205,3 +206,32 @@ def _own(tensor: Tensor, parameter: Parameter, ranks: ThreadRanks) -> Tensor:
     if parameter.rows:
         tensor = tensor[parameter.rows[0] : parameter.rows[1]]
     return held(tensor, parameter.part, ranks)
+
+
+def check_candidates(
+    search: Search, found: Found, site: str, lengths: Sequence[int] = LENGTHS
+) -> None:
+    """Every candidate of a site is right on ranks, and sends the bytes and messages it says."""
+    choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
+    assert choices
+    for choice in choices:
+        for candidate in choice.candidates:
+            plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
+            sent: dict[str, int] = {}
+            messages: dict[str, int] = {}
+            degree = search.planner.degree
+            worst = errors(search.graph, degree, plan, sent, messages, lengths)
+            assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
+            said = candidate.layer
+            assert sum(sent.values()) == said.forward_bytes + said.backward_bytes, (
+                candidate.strategy,
+                sent,
+            )
+            assert sum(messages.values()) == said.forward_messages + said.backward_messages, (
+                candidate.strategy,
+                messages,
+            )
+            extra, bill = said - choice.chosen.layer, candidate.bill - choice.chosen.bill
+            assert extra.forward_bytes + extra.backward_bytes == (
+                bill.forward_bytes + bill.backward_bytes
+            )

@@ -24,7 +24,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.parallelize import search_layer
 from pcg.pipeline import Compilation, run_passes
 from tests.families.families import BY_NAME
-from tests.parallel.sharded import LENGTHS, errors
+from tests.parallel.sharded import LENGTHS, check_candidates, errors
 from tests.parallel.test_parallelize import RANK, attached
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
@@ -183,24 +183,7 @@ SITES = {"q_proj", "down_proj"}
 )
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_candidate_is_right_and_sends_what_it_says(name: str, site: str, degree: int) -> None:
-    search, found = searched(name, degree)
-    choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
-    assert choices
-    for choice in choices:
-        for candidate in choice.candidates:
-            plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
-            sent: dict[str, int] = {}
-            messages: dict[str, int] = {}
-            worst = errors(search.graph, degree, plan, sent, messages)
-            assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
-            layer = candidate.layer
-            assert sum(sent.values()) == layer.forward_bytes + layer.backward_bytes
-            said = layer.forward_messages + layer.backward_messages
-            assert sum(messages.values()) == said, candidate.strategy
-            extra, bill = layer - choice.chosen.layer, candidate.bill - choice.chosen.bill
-            assert extra.forward_bytes + extra.backward_bytes == (
-                bill.forward_bytes + bill.backward_bytes
-            )
+    check_candidates(*searched(name, degree), site)
 
 
 def by_name(found: Found, site: str) -> dict[str, Candidate]:

@@ -35,7 +35,7 @@ from tests.parallel.ranked import (
     predicted_memory,
     recipes,
 )
-from tests.parallel.sharded import errors
+from tests.parallel.sharded import check_candidates
 from tests.parallel.test_parallelize import attached, transitions
 from tests.parallel.test_search import costs
 from tests.threads import ThreadRanks, run_ranks
@@ -224,25 +224,7 @@ def test_every_candidate_is_right_and_sends_what_it_says(
     pair = state.training_model.blocks[0], state.base.blocks[0]
     device = costs(degree, sum(lengths))
     search = search_layer(*pair, degree, device, sequence_parallel=True)
-    found = search.find()
-    choices = [choice for choice in found.sites if choice.site.name.endswith(site)]
-    assert choices
-    for choice in choices:
-        for candidate in choice.candidates:
-            plan = search.force(found.plan, choice.site, candidate.layouts, candidate.gathered)
-            sent: dict[str, int] = {}
-            messages: dict[str, int] = {}
-            worst = errors(search.graph, degree, plan, sent, messages, lengths)
-            assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
-            said = search.bill.of(plan)
-            assert sum(sent.values()) == said.forward_bytes + said.backward_bytes, (
-                candidate.strategy,
-                sent,
-            )
-            assert sum(messages.values()) == said.forward_messages + said.backward_messages, (
-                candidate.strategy,
-                messages,
-            )
+    check_candidates(search, search.find(), site, lengths)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
