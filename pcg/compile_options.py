@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,6 +75,20 @@ def check_degree(
         raise ParallelError(
             "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one rank; "
             "use tp=2 or more, or leave it out"
+        )
+
+
+BACKENDS = ("torch", "triton")
+
+
+def check_backend(backend: object) -> None:
+    """UnsupportedError: programs are emitted for no such backend, or it is not installed."""
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "backend='triton' needs the package triton, which exists for Linux alone; install it, "
+            "or use backend='torch'"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from pcg.compile_options import (
     adapter_dtype,
+    check_backend,
     check_degree,
     costs_name,
     dtype_name,
@@ -69,6 +70,7 @@ def compile_program(
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
     gradient_accumulation_steps: int = 1,
+    backend: str = "torch",
     dtype: str | None = None,
     memory_budget: float | str | None = None,
     batch: int = 1,
@@ -89,6 +91,7 @@ def compile_program(
         sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
         gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
             adapter weights' gradients are spread where the search weighs them.
+        backend: "torch", which runs on any device, or "triton", fused for NVIDIA GPUs.
         dtype: torch's name of the dtype; the configuration's own by default.
         memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
             product (the default), to 0, the least; or bytes, as "8GiB".
@@ -99,6 +102,7 @@ def compile_program(
         PcgError: what cannot be read, traced or attached is named.
     """
     check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
+    check_backend(backend)
     source = resolve(model)
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
@@ -119,6 +123,7 @@ def compile_program(
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
         gradient_accumulation_steps=gradient_accumulation_steps,
+        backend=backend,
     )
     state = run_passes(state, observe, last="raise")
     _require_runnable(state.name, made(state.base))
@@ -140,6 +145,7 @@ def compile_program(
         state.tp_plan,
         state.sequence_parallel,
         state.gradient_accumulation_steps,
+        state.backend,
     )
 
 
@@ -174,7 +180,8 @@ def compile(
         sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
         gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
             adapter weights' gradients are spread where the search weighs them.
-        backend: "auto" or "torch".
+        backend: "torch", which runs on any device; "triton", fused for NVIDIA GPUs; "auto" is
+            "torch".
         dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU. Over ranks "cuda" is a
             GPU of each one's own, and a GPU that two of them name is refused.
@@ -186,8 +193,8 @@ def compile(
         ParallelError: the ranks have compiled different programs; which, and in what.
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
-    if backend not in ("auto", "torch"):
-        raise UnsupportedError(f"backend={backend!r} does not exist yet; use 'torch' or 'auto'")
+    if backend == "auto":
+        backend = "torch"
     check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if tp > 1:
         check_started(tp)
@@ -201,6 +208,7 @@ def compile(
         "tp_plan": tp_plan,
         "sequence_parallel": sequence_parallel,
         "gradient_accumulation_steps": gradient_accumulation_steps,
+        "backend": backend,
         "memory_budget": memory_budget,
         "batch": batch,
         "seq": seq,
@@ -411,6 +419,7 @@ class _Specialiser:
             windows=windows,
             sequence_parallel=program.sequence_parallel,
             gradient_accumulation_steps=program.gradient_accumulation_steps,
+            backend=program.backend,
             base=program.base,
         )
         return run_passes(state, first="attach")

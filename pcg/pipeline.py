@@ -63,6 +63,7 @@ class Compilation:
         windows: whether what finetunes takes sequences window by window, through the KV cache.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
         gradient_accumulation_steps: batches an optimizer step that `costs` are of.
+        backend: that source is emitted for: `torch` or `triton`.
         traced: what `trace` makes.
         base: what `fold` makes, and `raise` of that: the model without bypass networks.
         serving_model: what `attach` makes to serve, of one rank once parallelized.
@@ -91,6 +92,7 @@ class Compilation:
     windows: bool = False
     sequence_parallel: bool = False
     gradient_accumulation_steps: int = 1
+    backend: str = "torch"
     traced: Trace | None = None
     base: ModelGraph | None = None
     serving_model: ModelGraph | None = None
@@ -221,7 +223,7 @@ def _fuse(state: Compilation) -> Compilation:
 
 def _emit(state: Compilation) -> Compilation:
     model = made(state.serving_model)
-    serving = Serving(model, emit_serving(state.name, model))
+    serving = Serving(model, emit_serving(state.name, model, state.backend))
     training = None
     if state.training_model is not None:
         epilogue, loss, trained = made(state.training_epilogue)
@@ -231,7 +233,9 @@ def _emit(state: Compilation) -> Compilation:
             dataclasses.replace(one, forward=fuse_linears(one.forward)) for one in plan.plans
         )
         prologue, prologue_trained = state.training_prologue
-        source = emit_training(state.name, model, plans, plan.layers, epilogue, loss, prologue)
+        source = emit_training(
+            state.name, model, plans, plan.layers, epilogue, loss, prologue, state.backend
+        )
         training = Training(
             model,
             plans,

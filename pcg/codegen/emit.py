@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcg.codegen.torch_emitter import emit_function, emit_module
+from pcg.codegen import torch_emitter, triton_emitter
+from pcg.codegen.function_emitter import Emitter
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph, TrainingGraph
 
+_EMITTERS = {
+    "torch": Emitter(torch_emitter.emit_function, torch_emitter.emit_module),
+    "triton": Emitter(triton_emitter.emit_function, triton_emitter.emit_module),
+}
 
-def emit_serving(name: str, model: ModelGraph) -> str:
+
+def emit_serving(name: str, model: ModelGraph, backend: str) -> str:
     """The source of prologue, blocks and epilogue."""
+    emitter = _EMITTERS[backend]
     functions = [
-        emit_function(graph, graph.name, _role(model, graph), asks=graph in model.blocks)
+        emitter.emit_function(graph, graph.name, _role(model, graph), asks=graph in model.blocks)
         for graph in model.graphs
     ]
-    return emit_module(name, "It generates, for adapters of any rank in one batch.", functions)
+    return emitter.emit_module(
+        name, "It generates, for adapters of any rank in one batch.", functions
+    )
 
 
 def emit_training(
@@ -25,7 +34,8 @@ def emit_training(
     layers: Sequence[int],
     epilogue: Graph,
     loss: Graph,
-    prologue: Graph | None = None,
+    prologue: Graph | None,
+    backend: str,
 ) -> str:
     """The source of each plan's forward and backward, and of the epilogue's both in one.
 
@@ -37,12 +47,14 @@ def emit_training(
         epilogue: loss and gradients.
         loss: the loss alone.
         prologue: backward of the prologue; None where it trains nothing.
+        backend: that it is for.
     """
-    functions = [emit_function(model.prologue, "prologue", _role(model, model.prologue))]
+    emitter = _EMITTERS[backend]
+    functions = [emitter.emit_function(model.prologue, "prologue", _role(model, model.prologue))]
     if prologue is not None:
         incoming = [value.name for value in prologue.inputs[len(model.prologue.inputs) :]]
         functions.append(
-            emit_function(
+            emitter.emit_function(
                 prologue,
                 prologue.name,
                 "Prologue, backward. Gradients of its adapters.",
@@ -53,9 +65,9 @@ def emit_training(
         )
     for index, plan in enumerate(plans):
         where = _layers([layer for layer, of in enumerate(layers) if of == index])
-        functions += _plan_functions(model.blocks[plan.block], plan, where)
+        functions += _plan_functions(emitter, model.blocks[plan.block], plan, where)
     functions.append(
-        emit_function(
+        emitter.emit_function(
             epilogue,
             "epilogue_train",
             "Loss of each token, its gradient by the hidden states, and by adapters.",
@@ -63,13 +75,13 @@ def emit_training(
             free=True,
         )
     )
-    functions.append(emit_function(loss, "epilogue_loss", "Loss of each token.", free=True))
-    return emit_module(name, "It finetunes one adapter at a time.", functions)
+    functions.append(emitter.emit_function(loss, "epilogue_loss", "Loss of each token.", free=True))
+    return emitter.emit_module(name, "It finetunes one adapter at a time.", functions)
 
 
-def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> list[str]:
+def _plan_functions(emitter: Emitter, block: Graph, plan: TrainingGraph, where: str) -> list[str]:
     carried = block.outputs
-    forward = emit_function(
+    forward = emitter.emit_function(
         plan.forward.replace(outputs=(*carried, *plan.kept)),
         plan.forward.name,
         f"{where}, forward. Returns its outputs, and what backward is given.",
@@ -82,7 +94,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> list[str]:
     outputs = plan.backward.outputs
     incoming = [v.name for v in plan.backward.inputs if v.name not in plan.kept]
     count = len(outputs) - len(plan.trained)
-    backward = emit_function(
+    backward = emitter.emit_function(
         plan.backward,
         plan.backward.name,
         f"{where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "

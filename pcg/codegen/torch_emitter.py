@@ -1,21 +1,14 @@
-"""Emit graphs as PyTorch functions, to be read as well as run.
-
-A function takes the layer's weights `w`, its adapters' weights `a`, the `batch` (for attention) and
-the graph's inputs, and returns the graph's outputs. Nodes of one module stand together under the
-module's path. In training functions a value is deleted after its last use.
-"""
+"""Emit graphs for PyTorch, on any device: one statement a node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from pcg.errors import CodegenError
-from pcg.ir.graph import Graph, Node
-from pcg.ir.operators import operator
-from pcg.ir.program import python_name
+from pcg.codegen.function_emitter import emit_function
 
-WIDTH = 100
-HEADER = '''"""{title}
+__all__ = ["emit_function", "emit_module"]
+
+_HEADER = '''"""{title}
 
 Emitted by pcg for PyTorch. {note}
 """
@@ -29,150 +22,4 @@ from pcg.codegen.kernels import torch_ops as K
 
 def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
     """A Python file of emitted functions."""
-    return "\n\n".join([HEADER.format(title=title, note=note), *functions])
-
-
-def emit_function(
-    graph: Graph,
-    name: str,
-    doc: str,
-    *,
-    outputs: Sequence[Sequence[str]] | None = None,
-    given: Mapping[str, Sequence[str]] | None = None,
-    free: bool = False,
-    asks: bool = False,
-) -> str:
-    """One function.
-
-    Args:
-        graph: what it computes.
-        name: of the function.
-        doc: its docstring's first line.
-        outputs: groups of the graph's outputs; each group is returned as a tuple. By default the
-            outputs themselves.
-        given: inputs that arrive together, in lists of these names before the others. The function
-            empties them, so that it alone holds what is in them.
-        free: delete each value after its last use.
-        asks: make it a generator that asks its caller for products by frozen weights, so that
-            functions that run together run these together.
-    Returns:
-        Python source, ending with a line break.
-    """
-    expressions = _expressions(graph)
-    given = given or {}
-    packed = {value for values in given.values() for value in values}
-    inputs = [expressions[v.name] for v in graph.inputs if v.name not in packed]
-    lines = [f"def {name}({', '.join(['w', 'a', 'batch', *given, *inputs])}):"]
-    lines += [f'    """{doc}', ""]
-    lines += [f"    {value.name}: {value.type}" for value in graph.inputs]
-    lines += [f"    -> {output}: {graph.types[output]}" for output in graph.outputs]
-    lines.append('    """')
-    for holder, values in given.items():
-        if values:
-            lines += _wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
-            lines.append(f"    {holder}.clear()")
-    last_use = _last_uses(graph) if free else {}
-    scope = None
-    for index, node in enumerate(graph.nodes):
-        if node.scope != scope:
-            scope = node.scope
-            lines.append(f"    # {scope or 'layer'}")
-        lines += _statement(node, expressions, asks and _is_frozen(graph, node))
-        dead = [expressions[n] for n in last_use.get(index, ())]
-        if dead:
-            lines.append(f"    del {', '.join(dead)}")
-    lines += _returned(graph.outputs, outputs, expressions)
-    return "\n".join(lines) + "\n"
-
-
-def _expressions(graph: Graph) -> dict[str, str]:
-    """How the source names each value."""
-    expressions = {}
-    for parameter in graph.parameters:
-        holder = "a" if parameter.role == "adapter" else "w"
-        expressions[parameter.name] = f"{holder}.{python_name(parameter.name)}"
-    for name in graph.types:
-        expressions.setdefault(name, python_name(name))
-    if len(set(expressions.values())) != len(expressions):
-        raise CodegenError(f"two values of graph @{graph.name} have one Python name")
-    return expressions
-
-
-def _is_frozen(graph: Graph, node: Node) -> bool:
-    """Whether a node's second input is a weight of the base."""
-    parameter = graph.parameters_by_name.get(node.inputs[1]) if len(node.inputs) > 1 else None
-    return parameter is not None and parameter.role == "frozen"
-
-
-def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -> list[str]:
-    entry = operator(node.op)
-    arguments = [expressions[name] for name in node.inputs]
-    attributes = dict(node.attributes)
-    asked = entry.asked_source(arguments, attributes) if asks else None
-    source = entry.source(arguments, attributes) if asked is None else asked
-    targets = ", ".join(expressions[value.name] for value in node.outputs)
-    if entry.returns_sequence and len(node.outputs) == 1:
-        targets = f"({targets},)"
-    line = f"    {targets} = {source}"
-    if len(line) <= WIDTH or not source.endswith(")") or "(" not in source:
-        return [line]
-    # The operator's call, with its arguments on lines of their own.
-    call, _, inner = source.partition("(")
-    return _wrapped(_arguments(inner.removesuffix(")")), f"{targets} = {call}(", ")")
-
-
-def _arguments(inner: str) -> list[str]:
-    """The arguments of a call, split at the commas that stand in no parentheses."""
-    parts, depth = [""], 0
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    words = [f"{part.strip()}," for part in parts]
-    return [*words[:-1], words[-1].removesuffix(",")]
-
-
-def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
-    """`opening words closing` on one line if it fits, else the words filled over lines."""
-    line = f"    {opening}{' '.join(words)}{closing}"
-    if len(line) <= WIDTH:
-        return [line]
-    lines = [" " * 8 + words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + 1 + len(word) <= WIDTH:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(" " * 8 + word)
-    return [f"    {opening}", *lines, f"    {closing}"]
-
-
-def _last_uses(graph: Graph) -> dict[int, list[str]]:
-    """For each node's index, the values that no later node reads; outputs and parameters stay."""
-    kept = {*graph.outputs, *graph.parameters_by_name}
-    last: dict[str, int] = {value.name: -1 for value in graph.inputs}
-    for index, node in enumerate(graph.nodes):
-        for value in node.outputs:
-            last[value.name] = index
-        for name in node.inputs:
-            last[name] = index
-    uses: dict[int, list[str]] = {}
-    for name, index in last.items():
-        if name not in kept and index >= 0:
-            uses.setdefault(index, []).append(name)
-    return uses
-
-
-def _returned(
-    outputs: Sequence[str], groups: Sequence[Sequence[str]] | None, expressions: Mapping[str, str]
-) -> list[str]:
-    if groups is None:
-        return [f"    return {', '.join(expressions[name] for name in outputs)}"]
-    lines: list[str] = []
-    names = []
-    for i, group in enumerate(groups):
-        words = [f"{expressions[name]}," for name in group]
-        lines += _wrapped(words, f"group_{i} = (", ")")
-        names.append(f"group_{i}")
-    return [*lines, f"    return {', '.join(names)}"]
+    return "\n\n".join([_HEADER.format(title=title, note=note), *functions])

@@ -222,6 +222,7 @@ class Program:
         tp_plan: the base's plan over ranks, by module, where the user gave one.
         sequence_parallel: whether ranks hold parts of the tokens between the base's products.
         gradient_accumulation_steps: batches an optimizer step that adapters are parallelized for.
+        backend: that the source is emitted for: `torch` or `triton`.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Program:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = False
     gradient_accumulation_steps: int = 1
+    backend: str = "torch"
 
 
 def python_name(name: str) -> str:
@@ -247,4 +249,4 @@ def python_name(name: str) -> str:
     return f"{python}_" if keyword.iskeyword(python) or python in _TAKEN else python
 
 
-_TAKEN = frozenset({"w", "a", "batch", "kept", "torch", "F", "K"})
+_TAKEN = frozenset({"w", "a", "batch", "kept", "torch", "triton", "tl", "F", "K"})

@@ -109,6 +109,7 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             dict(plan.get("tp_plan", {})),
             bool(plan.get("sequence_parallel", False)),
             int(plan.get("gradient_accumulation_steps", 1)),
+            str(plan.get("backend", "torch")),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -249,6 +250,7 @@ def _plan(program: Program) -> dict[str, Any]:
         "tp_plan": dict(program.tp_plan),
         "sequence_parallel": program.sequence_parallel,
         "gradient_accumulation_steps": program.gradient_accumulation_steps,
+        "backend": program.backend,
         "layers": list(program.base.layers),
         "memory_budget": dataclasses.asdict(program.memory_budget),
         "training": None if program.training is None else _training_plan(program.training),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -30,7 +31,9 @@ def load_functions(source: str, name: str) -> Functions:
     Raises:
         ProgramError: it is not valid Python, or cannot be imported.
     """
-    filename = f"<pcg {name}>"
+    # Triton reads a kernel's source when it first runs, so no two sources may have one name.
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    filename = f"<pcg {name} {digest}>"
     namespace: dict[str, Any] = {"__name__": f"pcg_program_{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     try:

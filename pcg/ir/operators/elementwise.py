@@ -5,6 +5,7 @@ The file is long because it is a part of the operator table: one short entry aft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -18,11 +19,27 @@ from pcg.ir.operators.operator import (
     broadcast_dims,
     same_dims,
 )
+from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
-class Unary(Operator):
-    """y = f(x), elementwise; `template` is f in PyTorch."""
+class Elementwise(Operator):
+    """An operator whose element depends on the same element of each input.
+
+    `tile_template` is what it is in Triton.
+    """
+
+    tile_template: ClassVar[str] = ""
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return bool(self.tile_template)
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return self.tile_template.format(*(tile.read(index) for index in range(tile.inputs)))
+
+
+class Unary(Elementwise):
+    """y = f(x); `template` is f in PyTorch."""
 
     template: ClassVar[str] = ""
     saves: ClassVar[tuple[int, ...]] = (0,)
@@ -44,6 +61,7 @@ class Neg(Unary):
     name = "neg"
     linear_in = ((0,),)
     template = "-{0}"
+    tile_template = "-{0}"
     saves = ()
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -55,6 +73,7 @@ class Exp(Unary):
 
     name = "exp"
     template = "torch.exp({0})"
+    tile_template = "tl.exp({0})"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -66,6 +85,7 @@ class Rsqrt(Unary):
 
     name = "rsqrt"
     template = "torch.rsqrt({0})"
+    tile_template = "tl.rsqrt({0})"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -79,6 +99,7 @@ class Sqrt(Unary):
 
     name = "sqrt"
     template = "torch.sqrt({0})"
+    tile_template = "tl.sqrt({0})"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -91,6 +112,7 @@ class Cos(Unary):
 
     name = "cos"
     template = "torch.cos({0})"
+    tile_template = "tl.cos({0})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         slope = context.add("neg", context.add("sin", context.input(0)))
@@ -102,6 +124,7 @@ class Sin(Unary):
 
     name = "sin"
     template = "torch.sin({0})"
+    tile_template = "tl.sin({0})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("mul", context.incoming, context.add("cos", context.input(0)))]
@@ -112,6 +135,7 @@ class Tanh(Unary):
 
     name = "tanh"
     template = "torch.tanh({0})"
+    tile_template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -123,6 +147,7 @@ class Sigmoid(Unary):
 
     name = "sigmoid"
     template = "torch.sigmoid({0})"
+    tile_template = "tl.sigmoid({0})"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -134,6 +159,7 @@ class Silu(Unary):
 
     name = "silu"
     template = "F.silu({0})"
+    tile_template = "{0} * tl.sigmoid({0})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("silu_backward", context.incoming, context.input(0))]
@@ -144,6 +170,7 @@ class Relu(Unary):
 
     name = "relu"
     template = "torch.relu({0})"
+    tile_template = "tl.maximum({0}, 0.0)"
     saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -156,9 +183,30 @@ class Gelu(Unary):
     name = "gelu"
     template = "F.gelu({0}, approximate={approximate!r})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        x = tile.read(0)
+        if attributes["approximate"] == "tanh":
+            half = tile.let("gelu_half", f"tl.sigmoid(2.0 * {_gelu_inner(x)})")
+            return f"{x} * {half}"
+        return f"0.5 * {x} * (1.0 + tl.erf({x} * {_SQRT_HALF!r}))"
+
     def gradient(self, context: Gradient) -> list[str | None]:
         incoming, x = context.incoming, context.input(0)
         return [context.add("gelu_backward", incoming, x, **context.attributes)]
+
+
+_SQRT_HALF = 0.7071067811865476
+_SQRT_2_OVER_PI = 0.7978845608028654
+_SQRT_1_OVER_2_PI = 0.3989422804014327
+_GELU_CUBED = 0.044715
+
+
+def _gelu_inner(x: str) -> str:
+    """What tanh is taken of in GELU's tanh form; 1 + tanh u is 2 σ(2 u)."""
+    return f"({_SQRT_2_OVER_PI!r} * ({x} + {_GELU_CUBED!r} * {x} * {x} * {x}))"
 
 
 class Clamp(Unary):
@@ -174,6 +222,15 @@ class Clamp(Unary):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"torch.clamp({inputs[0]}, {attributes.get('min')}, {attributes.get('max')})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        x = tile.read(0)
+        if "min" in attributes:
+            x = f"tl.maximum({x}, {attributes['min']!r})"
+        return f"tl.minimum({x}, {attributes['max']!r})" if "max" in attributes else x
+
     def gradient(self, context: Gradient) -> list[str | None]:
         return [
             context.add("clamp_backward", context.incoming, context.input(0), **context.attributes)
@@ -186,6 +243,12 @@ class Pow(Unary):
     name = "pow"
     template = "torch.pow({0}, {exponent})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return attributes["exponent"] in _POWERS
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return _POWERS[float(attributes["exponent"])].format(tile.read(0))  # type: ignore[arg-type]
+
     def gradient(self, context: Gradient) -> list[str | None]:
         exponent = float(context.attributes["exponent"])  # type: ignore[arg-type]
         if exponent == 0.0:
@@ -195,6 +258,17 @@ class Pow(Unary):
             power = context.add("pow", power, exponent=exponent - 1.0)
         slope = context.add("mul", power, scalar=exponent)
         return [context.add("mul", context.incoming, slope)]
+
+
+_POWERS = {
+    -1.0: "1.0 / {0}",
+    -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+}
+"""Powers that are a few products; PyTorch takes others by exp and log."""
 
 
 class Cast(Unary):
@@ -209,11 +283,17 @@ class Cast(Unary):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"{inputs[0]}.to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return tile.read(0)
+
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.cast(context.incoming, context.input_type(0).dtype)]
 
 
-class Binary(Operator):
+class Binary(Elementwise):
     """x ∘ y with broadcasting, or x ∘ scalar; with `reversed`, scalar ∘ x."""
 
     inputs = (1, 2)
@@ -247,6 +327,12 @@ class Binary(Operator):
         if attributes.get("reversed"):
             left, right = right, left
         return f"{left} {self.symbol} {right}"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return math.isfinite(float(attributes.get("scalar", 0.0)))  # type: ignore[arg-type]
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return self.source([tile.read(index) for index in range(tile.inputs)], attributes)
 
 
 class Add(Binary):
@@ -337,7 +423,7 @@ class Div(Binary):
         return (0, 1) if requires[1] else (1,)
 
 
-class UnaryBackward(Operator):
+class UnaryBackward(Elementwise):
     """dx of a unary function, from dy and what the rule of the forward operator asks for."""
 
     inputs = (2, 2)
@@ -352,6 +438,7 @@ class SiluBackward(UnaryBackward):
 
     name = "silu_backward"
     template = "torch.ops.aten.silu_backward({0}, {1})"
+    tile_template = "{0} * tl.sigmoid({1}) * (1.0 + {1} * (1.0 - tl.sigmoid({1})))"
 
 
 class GeluBackward(UnaryBackward):
@@ -360,12 +447,25 @@ class GeluBackward(UnaryBackward):
     name = "gelu_backward"
     template = "torch.ops.aten.gelu_backward({0}, {1}, approximate={approximate!r})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        dy, x = tile.read(0), tile.read(1)
+        if attributes["approximate"] == "tanh":
+            half = tile.let("gelu_half", f"tl.sigmoid(2.0 * {_gelu_inner(x)})")
+            slope = f"{_SQRT_2_OVER_PI!r} * (1.0 + {3 * _GELU_CUBED!r} * {x} * {x})"
+            return f"{dy} * ({half} + 2.0 * {x} * {half} * (1.0 - {half}) * {slope})"
+        area = f"0.5 * (1.0 + tl.erf({x} * {_SQRT_HALF!r}))"
+        return f"{dy} * ({area} + {x} * {_SQRT_1_OVER_2_PI!r} * tl.exp(-0.5 * {x} * {x}))"
+
 
 class TanhBackward(UnaryBackward):
     """dx = dy (1 - y²)."""
 
     name = "tanh_backward"
     template = "torch.ops.aten.tanh_backward({0}, {1})"
+    tile_template = "{0} * (1.0 - {1} * {1})"
 
 
 class SigmoidBackward(UnaryBackward):
@@ -373,6 +473,7 @@ class SigmoidBackward(UnaryBackward):
 
     name = "sigmoid_backward"
     template = "torch.ops.aten.sigmoid_backward({0}, {1})"
+    tile_template = "{0} * {1} * (1.0 - {1})"
 
 
 class ReluBackward(UnaryBackward):
@@ -380,6 +481,7 @@ class ReluBackward(UnaryBackward):
 
     name = "relu_backward"
     template = "torch.ops.aten.threshold_backward({0}, {1}, 0)"
+    tile_template = "tl.where({1} > 0.0, {0}, 0.0)"
 
 
 class PackSigns(Operator):
@@ -403,6 +505,13 @@ class ReluBackwardPacked(UnaryBackward):
     name = "relu_backward_packed"
     template = "K.relu_backward_packed({0}, {1})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        byte = tile.read(1, f"({tile.column}) // 8")
+        return f"tl.where((({byte} >> (({tile.column}) % 8)) & 1) != 0, {tile.read(0)}, 0.0)"
+
 
 class ClampBackward(UnaryBackward):
     """dx = dy where x was within the bounds."""
@@ -417,6 +526,15 @@ class ClampBackward(UnaryBackward):
         if "max" in attributes:
             tests.append(f"({x} <= {attributes['max']})")
         return " * ".join([dy, *tests])
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        dy, x = tile.read(0), tile.read(1)
+        tests = [f"({x} >= {attributes['min']!r})"] if "min" in attributes else []
+        tests += [f"({x} <= {attributes['max']!r})"] if "max" in attributes else []
+        return f"tl.where({' & '.join(tests)}, {dy}, 0.0)"
 
 
 class Pointwise(Operator):

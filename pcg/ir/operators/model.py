@@ -22,6 +22,7 @@ from pcg.ir.operators.operator import (
     cast_bytes,
     widened,
 )
+from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, promote, tensor
 
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
@@ -37,6 +38,7 @@ class RmsNorm(Operator):
 
     name = "rms_norm"
     inputs = (1, 2)
+    sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (types[0],)
@@ -44,6 +46,17 @@ class RmsNorm(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[1] if len(inputs) == 2 else "None"
         return f"K.rms_norm({inputs[0]}, {weight}, {_norm_arguments(attributes)})"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        y = f"{tile.read(0)} * {_rstd(tile, 0, attributes['eps'])}"
+        if tile.inputs == 1:
+            return y
+        if attributes["round_first"]:
+            y = tile.let("normed", tile.rounded(y, tile.dtype(0)))
+        return f"{y} * {_norm_scale(tile, 1, attributes['offset'])}"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return _but_the_last(types)
@@ -62,11 +75,23 @@ class RmsNorm(Operator):
         return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
 
 
+def _rstd(tile: Tile, x: int, eps: object) -> str:
+    """1 / sqrt(mean(x²) + eps) of each row."""
+    squares = tile.row_sum("squares", lambda row: f"{row.read(x)} * {row.read(x)}")
+    return tile.let("rstd", f"tl.rsqrt({squares} / {tile.size(x)} + {eps!r})")
+
+
+def _norm_scale(tile: Tile, weight: int, offset: object = 0.0) -> str:
+    found = tile.read(weight)
+    return f"({found} + {offset!r})" if offset else found
+
+
 class RmsNormBackward(Operator):
-    """dx of rms_norm."""
+    """dx = rstd (g - x rstd² mean(g x)) of rms_norm, with g = dy (offset + w)."""
 
     name = "rms_norm_backward"
     inputs = (2, 3)
+    sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (types[1],)
@@ -75,6 +100,20 @@ class RmsNormBackward(Operator):
         weight = inputs[2] if len(inputs) == 3 else "None"
         arguments = _norm_arguments(attributes)
         return f"K.rms_norm_backward({inputs[0]}, {inputs[1]}, {weight}, {arguments})"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        def g(at: Tile) -> str:
+            if at.inputs == 2:
+                return at.read(0)
+            return f"{at.read(0)} * {_norm_scale(at, 2, attributes['offset'])}"
+
+        rstd = _rstd(tile, 1, attributes["eps"])
+        product = tile.row_sum("product", lambda row: f"{g(row)} * {row.read(1)}")
+        mean = f"{product} / {tile.size(1)}"
+        return f"{rstd} * ({g(tile)} - {tile.read(1)} * ({rstd} * {rstd} * ({mean})))"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Where g is multiplied by x: both in fp32 and their product, before there is an output.
@@ -100,6 +139,7 @@ class LayerNorm(Operator):
 
     name = "layer_norm"
     inputs = (1, 3)
+    sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if len(types) != 1 + bool(attributes["weight"]) + bool(attributes["bias"]):
@@ -111,6 +151,15 @@ class LayerNorm(Operator):
         weight = rest.pop(0) if attributes["weight"] else "None"
         bias = rest.pop(0) if attributes["bias"] else "None"
         return f"K.layer_norm({inputs[0]}, {weight}, {bias}, eps={attributes['eps']!r})"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        y, _ = _standardized(tile, 0, attributes["eps"])
+        if attributes["weight"]:
+            y = f"{y} * {tile.read(1)}"
+        return f"{y} + {tile.read(tile.inputs - 1)}" if attributes["bias"] else y
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return _but_the_last(types)
@@ -133,11 +182,23 @@ class LayerNorm(Operator):
         return (0,)
 
 
+def _standardized(tile: Tile, x: int, eps: object) -> tuple[str, str]:
+    """(x - mean) / sqrt(var + eps), and 1 / sqrt(var + eps) of each row."""
+    total = tile.row_sum("total", lambda row: row.read(x))
+    mean = tile.let("mean", f"{total} / {tile.size(x)}")
+    squares = tile.row_sum(
+        "squares", lambda row: f"({row.read(x)} - {mean}) * ({row.read(x)} - {mean})"
+    )
+    rstd = tile.let("rstd", f"tl.rsqrt({squares} / {tile.size(x)} + {eps!r})")
+    return f"(({tile.read(x)} - {mean}) * {rstd})", rstd
+
+
 class LayerNormBackward(Operator):
-    """dx of layer_norm."""
+    """dx = rstd (g - mean(g) - xhat mean(g xhat)) of layer_norm, with g = dy w."""
 
     name = "layer_norm_backward"
     inputs = (2, 3)
+    sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (types[1],)
@@ -147,6 +208,19 @@ class LayerNormBackward(Operator):
         return (
             f"K.layer_norm_backward({inputs[0]}, {inputs[1]}, {weight}, eps={attributes['eps']!r})"
         )
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        def g(at: Tile) -> str:
+            return at.read(0) if at.inputs == 2 else f"({at.read(0)} * {at.read(2)})"
+
+        eps, n = attributes["eps"], tile.size(1)
+        standardized, rstd = _standardized(tile, 1, eps)
+        total = tile.row_sum("gradients", g)
+        product = tile.row_sum("product", lambda row: f"{g(row)} * {_standardized(row, 1, eps)[0]}")
+        return f"{rstd} * ({g(tile)} - {total} / {n} - {standardized} * ({product} / {n}))"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # g and x in fp32, the normalised x that native_layer_norm gives along, and dx in fp32.
@@ -179,6 +253,38 @@ class Rope(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.rope_{attributes['style']}({', '.join(inputs)})"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        column, x = tile.column, tile.read(0)
+        other, is_first = self._partner(tile, attributes)
+        cos, sin = (tile.read(index, self._turning(tile, column)) for index in (1, 2))
+        partner = tile.read(0, other)
+        y = f"{x} * {cos} + tl.where({is_first}, -{partner}, {partner}) * {sin}"
+        turned = int(attributes["rotary_dim"])  # type: ignore[arg-type]
+        return y if turned == tile.size(0) else f"tl.where({column} < {turned}, {y}, {x})"
+
+    @staticmethod
+    def _partner(tile: Tile, attributes: Attributes) -> tuple[str, str]:
+        """The column that each is paired with, and whether it is the first of its pair."""
+        column, turned = tile.column, int(attributes["rotary_dim"])  # type: ignore[arg-type]
+        if attributes["style"] == "interleaved":
+            first, other = f"{column} % 2 == 0", f"{column} ^ 1"
+        else:
+            half = turned // 2
+            first = f"{column} < {half}"
+            other = f"tl.where({first}, {column} + {half}, {column} - {half})"
+        if turned < tile.size(0):
+            other = f"tl.where({column} < {turned}, {other}, {column})"
+        return tile.let("other", other), first
+
+    @staticmethod
+    def _turning(tile: Tile, column: str) -> str:
+        """A column of cos and sin, which have those alone that turn."""
+        turned = tile.size(1)
+        return column if turned == tile.size(0) else f"tl.minimum({column}, {turned - 1})"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-2, 0, 0), (-2,)
@@ -213,6 +319,16 @@ class RopeBackward(Rope):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.rope_{attributes['style']}_backward({', '.join(inputs)})"
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        column, dy = tile.column, tile.read(0)
+        other, is_first = self._partner(tile, attributes)
+        cos = tile.read(1, self._turning(tile, column))
+        sin = tile.read(2, self._turning(tile, other))
+        back = f"{tile.read(0, other)} * {sin}"
+        y = f"{dy} * {cos} + tl.where({is_first}, {back}, -({back}))"
+        turned = int(attributes["rotary_dim"])  # type: ignore[arg-type]
+        return y if turned == tile.size(0) else f"tl.where({column} < {turned}, {y}, {dy})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cos, sin = context.input(1), context.input(2)

@@ -5,7 +5,8 @@ expression (`source`: what the torch emitter writes, and what the interpreter ev
 gradient as nodes of the backward graph (`gradient`: the values that it asks for are what backward
 needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), how the
 ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
-(`flops`, `moved_bytes`).
+(`flops`, `moved_bytes`). Operators that kernels fuse also say what an element of theirs is in
+Triton (`tile`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sympy
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Node
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
 Types = tuple[TensorType, ...]
@@ -51,6 +53,8 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
+    sums_rows: ClassVar[bool] = False
+    """Whether an element depends on all of its row, the last dim."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 
@@ -65,6 +69,14 @@ class Operator:
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
         raise UnsupportedError(f"operator {self.name!r} cannot run yet; it can only be explained")
+
+    def tiles(self, attributes: Attributes) -> bool:
+        """Whether `tile` says what an element is."""
+        return False
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        """The Triton expression of an element of the first output."""
+        raise UnsupportedError(f"operator {self.name!r} is no part of a fused kernel")
 
     def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         """The same in a function that asks its caller for products of the base (`K.product`).

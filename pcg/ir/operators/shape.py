@@ -23,6 +23,7 @@ from pcg.ir.operators.operator import (
     feature_dim,
     same_dims,
 )
+from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TensorType, promote, tensor
 
 
@@ -49,6 +50,12 @@ class Reshape(Operator):
     name = "reshape"
     is_view = True
     linear_in = ((0,),)
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return tile.read(0)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         shape = _full_shape(types[0], attributes)
@@ -157,12 +164,38 @@ class SliceBackward(Operator):
         )
         return f"K.slice_backward({inputs[0]}, {arguments})"
 
+    def tiles(self, attributes: Attributes) -> bool:
+        return attributes["dim"] == -1
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        start, stop = cast("int", attributes["start"]), cast("int", attributes["stop"])
+        step = cast("int", attributes.get("step", 1))
+        place = f"({tile.column} - {start})"
+        taken = f"({place} >= 0) & ({tile.column} < {stop})"
+        if step != 1:
+            taken += f" & ({place} % {step} == 0)"
+            place = f"({place} // {step})"
+        bounded = f"tl.minimum(tl.maximum({place}, 0), {tile.size(0) - 1})"
+        return f"tl.where({taken}, {tile.read(0, bounded)}, 0.0)"
+
 
 class Concat(Operator):
     """Tensors joined along one feature dim."""
 
     name = "concat"
     inputs = (1, 64)
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return attributes["dim"] == -1
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        found, start = "", 0
+        for index in range(tile.inputs):
+            place = f"tl.minimum(tl.maximum({tile.column} - {start}, 0), {tile.size(index) - 1})"
+            own = tile.read(index, place)
+            found = f"tl.where({tile.column} >= {start}, {own}, {found})" if found else own
+            start += tile.size(index)
+        return found
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim = feature_dim(types[0], cast("int", attributes["dim"]))
@@ -257,6 +290,11 @@ class RepeatInterleave(Operator):
 class Reduction(Operator):
     """A feature dim reduced; it stays with size 1 where `keepdim`."""
 
+    sums_rows = True
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return attributes["dim"] == -1 and bool(attributes["keepdim"])
+
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim = feature_dim(types[0], cast("int", attributes["dim"]))
         shape = list(types[0].shape)
@@ -288,6 +326,9 @@ class Mean(Reduction):
     name = "mean"
     linear_in = ((0,),)
 
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return f"{tile.row_sum('total', lambda row: row.read(0))} / {tile.size(0)}"
+
     def gradient(self, context: Gradient) -> list[str | None]:
         size = int(context.input_type(0).shape[cast("int", context.attributes["dim"])])
         return [context.add("div", self._spread(context), scalar=float(size))]
@@ -298,6 +339,9 @@ class Sum(Reduction):
 
     name = "sum"
     linear_in = ((0,),)
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return tile.row_sum("total", lambda row: row.read(0))
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [self._spread(context)]

@@ -1,0 +1,66 @@
+"""Emit graphs for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
+
+Kernels stand before the function that launches them. What is in no group is PyTorch, or a template
+kernel behind a function of `triton_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from pcg.codegen import function_emitter
+from pcg.codegen.function_emitter import Item, Launch
+from pcg.codegen.tile_kernel import tile_kernel
+from pcg.ir.graph import Graph
+from pcg.passes.groups import Group, schedule
+
+_HEADER = '''"""{title}
+
+Emitted by pcg for Triton. {note}
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from pcg.codegen.kernels import triton_ops as K
+'''
+_MOST_NAMED = 3
+"""Operators that a kernel's name says."""
+
+
+def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
+    """A Python file of emitted kernels and functions."""
+    return "\n\n".join([_HEADER.format(title=title, note=note), *functions])
+
+
+def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
+    """One function, behind its kernels; the arguments are those for PyTorch."""
+    kernels: list[str] = []
+    items: list[Item] = []
+    names: dict[str, int] = {}
+    for item in schedule(graph):
+        if not isinstance(item, Group):
+            items.append(item)
+            continue
+        stem = "_".join([name, *_operators(item)])
+        names[stem] = number = names.get(stem, 0) + 1
+        kernel = tile_kernel(item, stem if number == 1 else f"{stem}_{number}")
+        kernels.append(f"{kernel.source}\n")
+        items.append(Launch(kernel.name, kernel.inputs, kernel.outputs, _scope(item)))
+    function = function_emitter.emit_function(graph, name, doc, items=items, **options)
+    return "\n\n".join([*kernels, function])
+
+
+def _operators(group: Group) -> list[str]:
+    every = list(dict.fromkeys(node.op for node in group.nodes))
+    return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], "and_more"]
+
+
+def _scope(group: Group) -> str:
+    """The path of the innermost module that holds all nodes."""
+    levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

@@ -1,0 +1,229 @@
+"""Group what one kernel can run: norms, rotary embedding, and chains of elementwise operators.
+
+Groups begin with one node each. Going through the graph, a node's group and the group that made
+what it reads become one where
+
+    tokens and features      all that leaves the new group has the same number of each,
+    rows                     what is summed over rows has the rows of all that leaves it,
+    order                    no path leads from it through another node back into it.
+
+What a memory plan makes again in backward stands in the graph like any other node, so it is made in
+registers beside what reads it. Views at a group's border cost nothing, and stay outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import prod
+
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
+
+MOST_COLUMNS = 32768
+"""Of a row that one program holds: a thread of 32 warps has 32 of them in registers."""
+_MOST_VALUES = 24
+"""That a kernel reads and writes: addresses take registers, too."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that one kernel runs.
+
+    Attributes:
+        graph: that they are of.
+        nodes: in order.
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """All values that it makes."""
+        return frozenset(node.name for node in self.nodes)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Values that it reads, in the order in which they are read first."""
+        read = (name for node in self.nodes for name in node.inputs)
+        return tuple(dict.fromkeys(name for name in read if name not in self.made))
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Values that others read, in order."""
+        return tuple(node.name for node in self.nodes if self.leaves(node))
+
+    def leaves(self, node: Node) -> bool:
+        """Whether what a node makes is read outside."""
+        readers = self.graph.consumers.get(node.name, ())
+        return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether a program has to hold whole rows."""
+        return any(operator(node.op).sums_rows for node in self.nodes)
+
+    @property
+    def type(self) -> TensorType:
+        """Of the first output."""
+        return self.graph.types[self.outputs[0]]
+
+    def without_views_at_borders(self) -> Group:
+        """It without views that read from outside, or that are read there."""
+        nodes = self.nodes
+        while True:
+            made = {node.name for node in nodes}
+            inner = Group(self.graph, nodes)
+            kept = tuple(
+                node
+                for node in nodes
+                if not operator(node.op).is_view
+                or (node.inputs[0] in made and not inner.leaves(node))
+            )
+            if len(kept) == len(nodes):
+                return inner
+            nodes = kept
+
+    def fits(self) -> bool:
+        """Whether one kernel can run it, as far as its types go."""
+        types = self.graph.types
+        leaving = [types[name] for name in self.outputs]
+        if len(leaving) + len(self.inputs) > _MOST_VALUES:
+            return False
+        if len({(t.shape[0], prod(t.features)) for t in leaving}) != 1:
+            return False
+        if not self.sums_rows:
+            return True
+        rows = {_row(type_) for type_ in leaving}
+        for node in self.nodes:
+            read, made = types[node.inputs[0]], types[node.name]
+            if operator(node.op).sums_rows:
+                rows.add(_row(read))
+            if operator(node.op).is_view and _row(read) != _row(made):
+                return False
+        return len(rows) == 1 and rows.pop()[1] <= MOST_COLUMNS
+
+
+def _row(type_: TensorType) -> tuple[int, int]:
+    """Rows of a token, and their size."""
+    return prod(type_.features[:-1]), type_.features[-1]
+
+
+def schedule(graph: Graph) -> tuple[Node | Group, ...]:
+    """A graph's nodes in an order in which those of a group run together."""
+    places = {node.name: i for i, node in enumerate(graph.nodes)}
+    owner = list(range(len(graph.nodes)))
+    members = [[i] for i in owner]
+
+    def group(numbers: Sequence[int]) -> Group:
+        return Group(graph, tuple(graph.nodes[i] for i in sorted(numbers)))
+
+    for i, node in enumerate(graph.nodes):
+        if not _is_fusible(graph, node):
+            continue
+        for name in node.inputs:
+            j = places.get(name)
+            if j is None or owner[j] == owner[i] or not _is_fusible(graph, graph.nodes[j]):
+                continue
+            both = members[owner[j]] + members[owner[i]]
+            if group(both).fits() and not _has_detour(graph, places, owner, owner[j], owner[i]):
+                members[owner[j]], members[owner[i]] = both, []
+                first = owner[j]
+                for k in both:
+                    owner[k] = first
+    fusible = [
+        numbers for numbers in members if numbers and _is_fusible(graph, graph.nodes[numbers[0]])
+    ]
+    found = [group(numbers).without_views_at_borders() for numbers in fusible]
+    return _ordered(graph, [one for one in found if _is_worth_a_kernel(one)])
+
+
+def _is_fusible(graph: Graph, node: Node) -> bool:
+    entry, type_ = operator(node.op), node.output.type
+    return (
+        len(node.outputs) == 1
+        and type_.is_token_wise
+        and type_.is_float
+        and bool(type_.features)
+        and entry.tiles(dict(node.attributes))
+        and all(graph.types[name].is_token_wise or graph.types[name].dims for name in node.inputs)
+    )
+
+
+def _has_detour(
+    graph: Graph, places: dict[str, int], owner: Sequence[int], first: int, second: int
+) -> bool:
+    """Whether a path leads from one group to another through nodes of neither."""
+    members: dict[int, list[int]] = {}
+    for i, own in enumerate(owner):
+        members.setdefault(own, []).append(i)
+
+    def readers(group: int) -> set[int]:
+        return {
+            owner[places[reader.name]]
+            for i in members[group]
+            for value in graph.nodes[i].outputs
+            for reader in graph.consumers.get(value.name, ())
+        }
+
+    # An edge from the second to the first would be a way back, too.
+    waiting = list((readers(first) - {first, second}) | (readers(second) - {first, second}))
+    seen = set(waiting)
+    while waiting:
+        for reader in readers(waiting.pop()):
+            if reader in (first, second):
+                return True
+            if reader not in seen:
+                seen.add(reader)
+                waiting.append(reader)
+    return False
+
+
+def _is_worth_a_kernel(group: Group) -> bool:
+    """Whether PyTorch would run more than one for it."""
+    computing = [node for node in group.nodes if not operator(node.op).is_view]
+    if len(computing) != 1:
+        return bool(computing)
+    node = computing[0]
+    # What is a function of ours there is several of PyTorch's.
+    return operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
+
+
+def _ordered(graph: Graph, groups: Sequence[Group]) -> tuple[Node | Group, ...]:
+    """Nodes and groups in an order in which all is made before it is read; as given where free."""
+    item_of: dict[str, Node | Group] = {node.name: node for node in graph.nodes}
+    for group in groups:
+        item_of |= dict.fromkeys(group.made, group)
+    places: dict[int, int] = {}
+    items: list[Node | Group] = []
+    for node in graph.nodes:
+        item = item_of[node.name]
+        if id(item) not in places:
+            places[id(item)] = len(items)
+            items.append(item)
+    readers: list[set[int]] = [set() for _ in items]
+    missing = [0] * len(items)
+    for place, item in enumerate(items):
+        read = item.inputs
+        makers = {
+            places[id(item_of[graph.producers[n].name])] for n in read if n in graph.producers
+        }
+        for maker in makers - {place}:
+            readers[maker].add(place)
+            missing[place] += 1
+    ready = [place for place, count in enumerate(missing) if not count]
+    heapify(ready)
+    ordered = []
+    while ready:
+        place = heappop(ready)
+        ordered.append(items[place])
+        for reader in readers[place]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heappush(ready, reader)
+    assert len(ordered) == len(items)
+    return tuple(ordered)
