@@ -8,14 +8,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch starts its threads: bits may depend on their number, here and in processes we start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton's kernels run in its interpreter: read once, where they are decorated. Tests on a GPU run by
-# themselves, with `TRITON_INTERPRET=0`.
+# Triton's kernels run in its interpreter: read once, where they are decorated. Tests on a GPU run
+# by themselves, with `TRITON_INTERPRET=0`.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# A shell that starts us in the background has Ctrl-C ignored, here and in processes we start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings
+
+# A shell that starts us in the background has Ctrl-C ignored, here and in processes we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("pcg", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("pcg")

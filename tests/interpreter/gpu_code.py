@@ -116,14 +116,19 @@ def _function(kernel: Kernel, path: Path) -> object:
     import importlib.util
 
     if "\n" not in kernel.module:
-        return getattr(importlib.import_module(kernel.module), kernel.name)
+        return _jitted(importlib.import_module(kernel.module), kernel.name)
     path.write_text(kernel.module, "utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, kernel.name)
+    return _jitted(module, kernel.name)
+
+
+def _jitted(module: object, name: str) -> object:
+    found = getattr(module, name)
+    return getattr(found, "kernel", found)  # emitted ones carry their launch
 
 
 def _code(kernel: Kernel, function: object, architecture: int) -> Code:

@@ -1,0 +1,147 @@
+"""Kernels written from groups: whole programs in the interpreter, and their machine code.
+
+What transformers and peft give is the truth; half precision is as near to fp32 as transformers is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.codegen.tile_kernel import tile_kernel
+from pcg.ir.program import python_name
+from pcg.passes.groups import Group, schedule
+from pcg.runtime.data import Example
+from tests.families import oracle
+from tests.families.families import BY_NAME
+from tests.families.test_numbers import prompts
+from tests.interpreter import bf16
+from tests.interpreter.gpu_code import Code, Kernel, compiled
+from tests.interpreter.sanitizer import sanitized
+from tests.passes.test_groups import EVERY, graphs
+
+bf16.install()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_and_gradients_are_those_of_transformers_and_peft(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    base = oracle.random_model(family.config(2))
+    wrapped = oracle.with_adapter(base, "all-linear", rank=4, excluded=family.excluded)
+    oracle.save(wrapped, tmp_path / "a")
+    executor = compiler.compile(base, {"a": str(tmp_path / "a")}, backend="triton")
+    sequences, adapters = prompts((13, 7, 9)), [None, "a", "a"]
+    with sanitized():
+        found = executor.logits(sequences, adapters)
+    for logits, sequence, adapter in zip(found, sequences, adapters, strict=True):
+        expected = oracle.logits(base if adapter is None else wrapped, sequence)
+        assert oracle.relative_error(logits, expected) < 1e-5
+    runner = executor.training_runner("a")
+    targets = sum(len(sequence) - 1 for sequence in sequences)
+    with sanitized():
+        loss = runner.forward_backward([Example(s, s) for s in sequences], targets)
+    expected_loss, gradients = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for path, parameter in runner.parameters.items():
+        error = (parameter.grad - gradients[path]).norm() / gradients[path].norm()
+        assert error < 1e-5, path
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "olmo2", "gptj"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_close_to_fp32_as_transformers_is(
+    name: str, dtype: torch.dtype
+) -> None:
+    config = BY_NAME[name].config(2)
+    exact, rounded = oracle.random_model(config), oracle.random_model(config, dtype)
+    for parameter, source in zip(exact.parameters(), rounded.parameters(), strict=True):
+        parameter.data.copy_(source.data)
+    executor = compiler.compile(rounded, backend="triton")
+    for sequence in prompts((13, 9)):
+        truth = oracle.logits(exact, sequence)
+        theirs = oracle.logits(rounded, sequence).float()
+        ours = executor.logits(sequence)
+        assert ours.dtype == dtype
+        error = (ours.float() - truth).norm() / truth.norm()
+        assert error < 1.25 * (theirs - truth).norm() / truth.norm()
+
+
+def test_fp64_is_computed_in_fp64() -> None:
+    """But for GELU's constants, which Triton takes as fp32: off by 1e-8."""
+    base = oracle.random_model(BY_NAME["gpt_neox"].config(2), torch.float64)
+    executor = compiler.compile(base, dtype="float64", backend="triton")
+    for sequence in prompts((13, 9)):
+        error = oracle.relative_error(executor.logits(sequence), oracle.logits(base, sequence))
+        assert error < 1e-8
+
+
+# ------------------------------------------------------------------------------- machine code
+
+HEADER = """
+import triton
+import triton.language as tl
+
+from pcg.codegen.kernels import triton_ops as K
+
+
+"""
+POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "u8": "*u8"}
+
+
+def kernels(model: str) -> Iterator[Kernel]:
+    """The different kernels of a model's programs."""
+    program = compiler.compile_program(model, dtype="bfloat16")
+    seen = set()
+    for graph in graphs(program):
+        for item in schedule(graph):
+            if not isinstance(item, Group):
+                continue
+            made = tile_kernel(item, "fused")
+            if made.source in seen:
+                continue
+            seen.add(made.source)
+            block = re.search(r"block=\((\d+), (\d+)\), warps=(\d+)", made.source)
+            assert block is not None
+            values = (*made.inputs, *made.outputs)
+            signature = {f"{python_name(v)}_ptr": POINTERS[graph.types[v].dtype] for v in values}
+            for value in made.inputs:
+                if graph.types[value].is_token_wise:
+                    signature[f"{python_name(value)}_stride"] = "i32"
+            yield Kernel(
+                f"{HEADER}{made.source}\n",
+                made.name,
+                {**signature, "rows": "i32"},
+                {"ROWS": int(block[1]), "COLUMNS": int(block[2])},
+                odd=("rows",),
+                warps=int(block[3]),
+            )
+
+
+def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
+    """Compile all; nothing spills, and rows are loaded and stored by 16 bytes."""
+    asked = list(kernels(model))
+    found = compiled(asked, architectures)
+    for code, kernel in zip(found, (k for k in asked for _ in architectures), strict=True):
+        code.check_in_registers(128)
+        assert code.shared_bytes <= 48 * 1024
+        if "inv_freq" not in kernel.module:  # tables of a few columns for each token
+            assert code.count("STG") == code.count("STG", "128"), kernel.module
+            assert code.count("LDG") == code.count("LDG", "128"), kernel.module
+    return found
+
+
+def test_machine_code_of_llama() -> None:
+    assert len(check("meta-llama/Llama-3.1-8B", (90,))) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "facebook/opt-6.7b", "mosaicml/mpt-7b"]
+)
+def test_machine_code_of_other_models(model: str) -> None:
+    check(model, (80, 90))
