@@ -117,6 +117,13 @@ Accumulation = Annotated[
         metavar="N",
     ),
 ]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="What source is emitted for: torch (any device) or triton (NVIDIA GPUs).",
+        metavar="NAME",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

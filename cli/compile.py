@@ -10,6 +10,7 @@ import typer
 from .arguments import (
     Accumulation,
     Alpha,
+    Backend,
     Batch,
     Budget,
     Costs,
@@ -48,6 +49,7 @@ def compile_command(
     tp_plan: TpPlan = None,
     sequence_parallel: SequenceParallel = False,
     gradient_accumulation_steps: Accumulation = 1,
+    backend: Backend = "torch",
     dtype: Dtype = None,
     memory_budget: Budget = None,
     batch: Batch = 1,
@@ -109,7 +111,9 @@ def compile_command(
             "batch": batch,
             "seq": seq,
         }
-        program = compiler.compile_program(model, recipe, observe=observe, **options)
+        program = compiler.compile_program(
+            model, recipe, observe=observe, backend=backend, **options
+        )
         manifest = None
         if output is not None:
             report = explaining.explain(model, recipe, **options).to_json()

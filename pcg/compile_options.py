@@ -6,13 +6,16 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.ir.recipes import Recipe, is_shorthand
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.costs import SHEETS
 from pcg.runtime.adapters import read_adapter, recipe_from
+
+if TYPE_CHECKING:
+    import torch
 
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
@@ -90,6 +93,21 @@ def check_backend(backend: object) -> None:
             "backend='triton' needs the package triton, which exists for Linux alone; install it, "
             "or use backend='torch'"
         )
+
+
+def check_device(backend: str, device: torch.device) -> None:
+    """UnsupportedError: a backend's programs do not run on a device."""
+    if backend == "triton" and device.type != "cuda" and not _interprets():
+        raise UnsupportedError(
+            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
+            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
+            "to run its kernels on the CPU, many thousand times slower"
+        )
+
+
+def _interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def adapter_dtype(base: str) -> str:

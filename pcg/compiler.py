@@ -16,6 +16,7 @@ from pcg.compile_options import (
     adapter_dtype,
     check_backend,
     check_degree,
+    check_device,
     costs_name,
     dtype_name,
     is_recipe,
@@ -359,6 +360,7 @@ def make_executor(
     from pcg.runtime.executor import Executor
 
     device = _device(device)
+    check_device(program.backend, device)
     if ranks is None:
         device = own_device(device)
         ranks = join(program.tp, device)
