@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph
 from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapter_segments import segments_of
@@ -66,11 +67,15 @@ class AdapterStacks:
         self._device = device
         self._is_alone = ranks.size == 1
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
-        blocks = [Sites.of(block) for block in model.blocks]
+        blocks = [self._sites_of(block) for block in model.blocks]
         self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
-        self._sites += [(Sites.of(model.prologue), 0), (Sites.of(model.epilogue), 0)]
+        self._sites += [(self._sites_of(model.prologue), 0), (self._sites_of(model.epilogue), 0)]
         self._shelves: dict[int, Shelf] = {}
         self._bound: dict[object, Bound] = {}
+
+    def _sites_of(self, graph: Graph) -> Sites:
+        """What of a graph's adapters lies in stacks."""
+        return Sites.of(graph)
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:

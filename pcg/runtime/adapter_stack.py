@@ -32,7 +32,7 @@ class Sites:
         single: attribute of every other adapter parameter.
     """
 
-    joined: tuple[tuple[str, tuple[_Lora, ...]], ...]
+    joined: tuple[tuple[str, tuple[Lora, ...]], ...]
     single: tuple[tuple[str, Parameter], ...]
 
     @classmethod
@@ -68,7 +68,7 @@ class Sites:
         return stacks
 
 
-_Lora: TypeAlias = tuple[Parameter, Parameter, int]
+Lora: TypeAlias = tuple[Parameter, Parameter, int]
 """A and B of a module, and its outputs."""
 
 
@@ -208,7 +208,7 @@ class _JoinedStack:
     def __init__(
         self,
         adapters: Sequence[Adapter | None],
-        modules: Sequence[_Lora],
+        modules: Sequence[Lora],
         layer: int,
         cutter: Cutter,
     ) -> None:

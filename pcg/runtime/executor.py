@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
-from pcg.ir.program import Program, Serving
+from pcg.ir.program import ModelGraph, Program, Serving
 from pcg.ir.recipes import is_shorthand
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks import ALONE, Ranks, on_first
 from pcg.parallel.same_program import check_same, serving_text
 from pcg.runtime.adapter_batch import AdapterStacks
+from pcg.runtime.adapter_rows import AdapterRows
 from pcg.runtime.adapters import (
     Adapter,
     check_biases,
@@ -88,8 +89,14 @@ class Executor:
     def _bound(self, serving: Serving) -> ServingProgram:
         weights = self.weight_store.bind(serving.model)
         runner = ModelRunner(serving, weights, self.ranks)
-        stacks = AdapterStacks(serving.model, self._served, self.device, self.ranks)
+        stacks = self._stacks_of(serving.model)
         return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
+
+    def _stacks_of(self, model: ModelGraph) -> AdapterStacks:
+        # Pieces of adapters over ranks have one width, and are products of PyTorch's.
+        if self.program.backend == "triton" and self.ranks.size == 1:
+            return AdapterRows(model, self._served, self.device)
+        return AdapterStacks(model, self._served, self.device, self.ranks)
 
     def _use(self, program: ServingProgram) -> None:
         self._serving = program

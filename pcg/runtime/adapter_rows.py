@@ -1,0 +1,70 @@
+"""The adapters of one batch as programs for Triton read them: LoRA as rows, all else in stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pcg.ir.graph import Graph
+from pcg.ir.program import ModelGraph
+from pcg.ir.types import TORCH_NAMES
+from pcg.runtime.adapter_batch import AdapterStacks, Bound
+from pcg.runtime.adapter_stack import Sites
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.lora_rows import LoraMemory, LoraSite, TokenSpans
+from pcg.runtime.served_weights import ServedWeights
+
+
+class AdapterRows(AdapterStacks):
+    """Keeps the adapters that run; see `AdapterStacks`."""
+
+    def __init__(self, model: ModelGraph, weights: ServedWeights, device: torch.device) -> None:
+        super().__init__(model, weights, device)
+        graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
+        graphs += [(model.prologue, 0), (model.epilogue, 0)]
+        sites = [
+            site for part, (graph, layer) in enumerate(graphs) for site in _rows(graph, part, layer)
+        ]
+        self._memory: LoraMemory | None = None
+        if sites:
+            dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0][0].type.dtype])
+            self._memory = LoraMemory(sites, weights, device, dtype)
+
+    def _sites_of(self, graph: Graph) -> Sites:
+        rows = {site.name for site in _rows(graph, 0, 0)}
+        every = Sites.of(graph)
+        joined = tuple(one for one in every.joined if one[0] not in rows)
+        return Sites(joined, every.single)
+
+    @torch.inference_mode(False)
+    def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        wanted = list({id(one): one for one in adapters if one is not None}.values())
+        if self._memory is not None and self._memory.admit(wanted):
+            self._bound.clear()
+        return super().order(adapters)
+
+    def forget(self, adapter: Adapter) -> None:
+        super().forget(adapter)
+        if self._memory is not None:
+            self._memory.forget(adapter)
+            self._bound.clear()
+
+    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
+        bound = super()._bind(start, chosen, merged)
+        if self._memory is None:
+            return bound
+        spans = []
+        for adapter, size in zip(chosen, merged, strict=True):
+            spans.append((start, size, self._memory.slot(adapter)))
+            start += size
+        for site, rows in self._memory.bound(TokenSpans(tuple(spans))):
+            part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
+            setattr(part, site.name, rows)
+        return bound
+
+
+def _rows(graph: Graph, part: int, layer: int) -> list[LoraSite]:
+    """The sites of a graph that kernels can read as rows."""
+    found = [LoraSite(part, layer, name, modules) for name, modules in Sites.of(graph).joined]
+    return [site for site in found if site.is_aligned]
