@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcg.codegen.kernels.templates.attention_work import (
+    KEY_BLOCK,
     MOST_SPLITS,
     SPLIT_KEYS,
     TILE_ROWS,
@@ -156,7 +157,7 @@ def test_how_a_batch_is_cut() -> None:
         Part(102, 1),
         Part(103, 64, 900, pages),
     ]
-    work = AttentionWork.build(parts, 4, CPU, backward=True)
+    work = AttentionWork.build(parts, 4, CPU)
     assert work.parts.tolist()[1] == [1, 100, 7, 40]
     assert work.pages.shape == (5, 10**4)
     assert work.decodes.tolist() == [[0, 0, 3, 0], [2, 3, MOST_SPLITS, 0]]
@@ -170,8 +171,13 @@ def test_how_a_batch_is_cut() -> None:
         [1, 0, TILE_ROWS, 0],
         [3, 0, 4, 0],
     ]
-    blocks = [item for item in work.key_blocks.tolist() if item[0] in (1, 3)]
-    assert blocks == [[1, 0, 107, 0], [3, 0, 1, 0]]
+    assert not work.key_blocks.numel()
+    trained = AttentionWork.build(parts, 4, CPU, backward=True)
+    assert not trained.splits.numel()
+    assert sum(rows for _, _, rows, _ in trained.tiles.tolist()) == 4 * 167
+    blocks = [item for item in trained.key_blocks.tolist() if item[0] in (1, 4)]
+    assert blocks[:2] == [[1, 0, 107, 0], [4, 0, KEY_BLOCK, 0]]
+    assert blocks[-1] == [4, 7 * KEY_BLOCK, 964 - 7 * KEY_BLOCK, 0]
 
 
 def test_padding_tokens_are_not_appended() -> None:

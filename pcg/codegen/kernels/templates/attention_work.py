@@ -114,10 +114,10 @@ class AttentionWork:
         """The lists of a batch, copied to the device.
 
         Args:
-            parts: of the batch; one token of a sequence with pages is decoded.
+            parts: of the batch; one token of a sequence with pages is decoded, but for backward.
             group: heads that share a KV head, G.
             device: of the lists.
-            backward: whether key blocks are wanted.
+            backward: whether backward will read them: all parts have tiles, and key blocks.
             room: how long to make the lists; None for as long as they need to be.
         Raises:
             UnsupportedError: the batch does not fit into the room.
@@ -157,7 +157,7 @@ class _Lists:
         key_blocks: list[tuple[int, ...]] = []
         for number, part in enumerate(parts):
             keys = part.context + part.length
-            if part.length == 1 and part.pages:
+            if part.length == 1 and part.pages and not backward:
                 count = min(-(-keys // SPLIT_KEYS), MOST_SPLITS)
                 decodes.append((number, len(splits), count))
                 splits += [(number, split, count) for split in range(count)]
