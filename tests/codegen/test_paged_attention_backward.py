@@ -26,14 +26,14 @@ NAMED = {
     "gqa": Case(group=4, dtype=torch.bfloat16),
     "mqa": Case(kv_heads=1, group=8, dtype=torch.float16),
     "group-7": Case(kv_heads=1, group=7, size=128, value_size=128, dtype=torch.bfloat16),
-    "head-80": Case(size=80, value_size=80, dtype=torch.bfloat16),
-    "head-192-128": Case(size=192, value_size=128, dtype=torch.bfloat16),
-    "head-256": Case(size=256, value_size=256, dtype=torch.bfloat16),
-    "window": Case(window=20),
-    "wide-window": Case(window=75, dtype=torch.bfloat16),
-    "softcap": Case(softcap=2.0),
+    "head-80": Case(kv_heads=1, size=80, value_size=80, dtype=torch.bfloat16),
+    "head-192-128": Case(kv_heads=1, size=192, value_size=128, dtype=torch.bfloat16),
+    "head-256": Case(kv_heads=1, size=256, value_size=256, dtype=torch.bfloat16),
+    "window": Case(kv_heads=1, window=9),
+    "wide-window": Case(kv_heads=1, window=35),
+    "softcap": Case(kv_heads=1, softcap=2.0),
     "alibi": Case(alibi=True, dtype=torch.bfloat16),
-    "sinks": Case(sinks=True),
+    "sinks": Case(kv_heads=1, sinks=True),
     "arena": Case(arena=True, dtype=torch.float16),
     "everything": Case(
         group=3, size=80, value_size=16, window=33, softcap=2.0, alibi=True, sinks=True, arena=True
@@ -84,13 +84,13 @@ def check_whole(case: Case, lengths: Sequence[int]) -> None:
     check_close(case, found[0], exact(case, lengths, qkv, dout))
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["gqa", "wide-window", "everything"])
 def test_whole_sequences(name: str) -> None:
-    check_whole(NAMED[name], (70, 1, 33))
+    check_whole(NAMED[name], (40, 1))
 
 
-@settings(max_examples=6)
-@given(cases(), st.lists(st.integers(1, 80), min_size=1, max_size=3))
+@settings(max_examples=4)
+@given(cases(), st.lists(st.integers(1, 40), min_size=1, max_size=2))
 def test_whole_sequences_of_any_options(case: Case, lengths: list[int]) -> None:
     check_whole(case, lengths)
 
@@ -155,13 +155,18 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
 
 @pytest.mark.parametrize("name", NAMED)
 def test_windows(name: str) -> None:
-    check_windows(NAMED[name], [[20, 40, 9], [1, 1], [70]])
+    check_windows(NAMED[name], [[20, 17, 3], [1, 1]])
 
 
-@settings(max_examples=6)
+def test_windows_of_many_blocks() -> None:
+    """Of keys and of rows, some of which are seen whole."""
+    check_windows(Case(kv_heads=1, dtype=torch.bfloat16), [[100, 130], [40]])
+
+
+@settings(max_examples=5)
 @given(
     cases(),
-    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.lists(st.lists(st.integers(1, 25), min_size=1, max_size=3), min_size=1, max_size=2),
     st.integers(0, 9),
 )
 def test_any_windows_of_any_options(case: Case, chunks: list[list[int]], seed: int) -> None:
@@ -170,5 +175,4 @@ def test_any_windows_of_any_options(case: Case, chunks: list[list[int]], seed: i
 
 def test_what_a_sliding_window_hides_gets_nothing() -> None:
     """Blocks of keys that no token of the window sees are left alone."""
-    case = Case(window=10)
-    check_windows(case, [[150, 30]])
+    check_windows(Case(kv_heads=1, group=1, window=10), [[70, 20]])
