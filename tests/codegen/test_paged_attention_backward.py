@@ -1,0 +1,178 @@
+"""Paged attention's backward against torch's autograd of an explicit softmax in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
+from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows, append
+from pcg.codegen.kernels.templates.paged_attention import paged_attention
+from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
+from tests.codegen.attention_cases import TOLERANCE, Case, cases, reference, rows_of
+from tests.interpreter import bf16
+from tests.interpreter.sanitizer import sanitized
+
+bf16.install()
+
+CPU = torch.device("cpu")
+NAMED = {
+    "mha": Case(kv_heads=3, group=1),
+    "gqa": Case(group=4, dtype=torch.bfloat16),
+    "mqa": Case(kv_heads=1, group=8, dtype=torch.float16),
+    "group-7": Case(kv_heads=1, group=7, size=128, value_size=128, dtype=torch.bfloat16),
+    "head-80": Case(kv_heads=1, size=80, value_size=80, dtype=torch.bfloat16),
+    "head-192-128": Case(kv_heads=1, size=192, value_size=128, dtype=torch.bfloat16),
+    "head-256": Case(kv_heads=1, size=256, value_size=256, dtype=torch.bfloat16),
+    "window": Case(kv_heads=1, window=9),
+    "wide-window": Case(kv_heads=1, window=35),
+    "softcap": Case(kv_heads=1, softcap=2.0),
+    "alibi": Case(alibi=True, dtype=torch.bfloat16),
+    "sinks": Case(kv_heads=1, sinks=True),
+    "arena": Case(arena=True, dtype=torch.float16),
+    "everything": Case(
+        group=3, size=80, value_size=16, window=33, softcap=2.0, alibi=True, sinks=True, arena=True
+    ),
+}
+
+
+def exact(case: Case, lengths: Sequence[int], qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    """Gradients of q, k and v of whole sequences, in fp64."""
+    leaves = [x.double().requires_grad_() for x in qkv]
+    pieces = zip(*(x.split(list(lengths)) for x in leaves), strict=True)
+    outs = [reference(*piece, 0, **case.keywords())[0] for piece in pieces]
+    return list(torch.autograd.grad(torch.cat(outs), leaves, dout.double()))
+
+
+def check_close(case: Case, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Gradients are sums of products that were rounded: their errors are as large as the largest.
+
+    A token that sees no key but its own, or whose gradients cancel, has none of its own size.
+    """
+    for gradient, exactly in zip(found, wanted, strict=True):
+        allowed = TOLERANCE[case.dtype] * max(float(exactly.abs().max()), 1.0)
+        torch.testing.assert_close(gradient.double(), exactly, rtol=0.0, atol=allowed)
+
+
+def backward_keywords(case: Case) -> dict[str, object]:
+    return {name: value for name, value in case.keywords().items() if name != "sinks"}
+
+
+def check_whole(case: Case, lengths: Sequence[int]) -> None:
+    """Sequences without a cache."""
+    qkv = q, k, v = case.tensors(sum(lengths))
+    parts = [Part(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+    work = AttentionWork.build(parts, case.group, CPU, backward=True)
+    keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
+    with sanitized():
+        out, lse = paged_attention(q, keys, values, work, keeps=True, **case.keywords())
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+        found = [
+            paged_attention_backward(
+                dout, out, lse, q, keys, values, work, **backward_keywords(case)
+            )
+            for _ in range(2)
+        ]
+    for once, again in zip(*found, strict=True):
+        assert once.dtype == case.dtype
+        assert torch.equal(once, again)
+    check_close(case, found[0], exact(case, lengths, qkv, dout))
+
+
+@pytest.mark.parametrize("name", ["gqa", "wide-window", "everything"])
+def test_whole_sequences(name: str) -> None:
+    check_whole(NAMED[name], (40, 1))
+
+
+@settings(max_examples=4)
+@given(cases(), st.lists(st.integers(1, 40), min_size=1, max_size=2))
+def test_whole_sequences_of_any_options(case: Case, lengths: list[int]) -> None:
+    check_whole(case, lengths)
+
+
+def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) -> None:
+    """Sequences are trained on window by window: forward from the first, backward from the last.
+
+    Args:
+        case: what attention does.
+        chunks: lengths of each sequence's parts; window i has everyone's i-th.
+        seed: of the page tables.
+    """
+    lengths = [sum(parts) for parts in chunks]
+    origins = [sum(lengths[:i]) for i in range(len(lengths))]
+    qkv = q, k, v = case.tensors(sum(lengths))
+    dout = torch.randn(
+        len(q), case.heads, case.value_size, generator=torch.Generator().manual_seed(1)
+    ).to(case.dtype)
+    needed = [-(-length // PAGE_TOKENS) for length in lengths]
+    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    keys, values = case.cache(sum(needed) + 2)
+    done = [0] * len(lengths)
+    windows = []
+    for step in range(max(map(len, chunks))):
+        parts: list[Part] = []
+        tokens: list[int] = []
+        slots: list[int] = []
+        for i, lengths_of_parts in enumerate(chunks):
+            if step < len(lengths_of_parts):
+                length = lengths_of_parts[step]
+                pages = tables[i][: -(-(done[i] + length) // PAGE_TOKENS)]
+                parts.append(Part(len(tokens), length, done[i], pages, origins[i]))
+                slots += rows_of(parts[-1])[done[i] :]
+                tokens += range(origins[i] + done[i], origins[i] + done[i] + length)
+                done[i] += length
+        work = AttentionWork.build(parts, case.group, CPU, backward=True)
+        append(k[tokens], v[tokens], torch.tensor(slots), keys, values)
+        out, lse = paged_attention(q[tokens], keys, values, work, keeps=True, **case.keywords())
+        windows.append((tokens, work, out, lse))
+    total = tuple(torch.zeros(x.shape) for x in (k, v))
+    found = [torch.full(x.shape, float("nan"), dtype=case.dtype) for x in qkv]
+    for tokens, work, out, lse in reversed(windows):
+        with sanitized():
+            own = paged_attention_backward(
+                dout[tokens],
+                out,
+                lse,
+                q[tokens],
+                keys,
+                values,
+                work,
+                sums=total,
+                **backward_keywords(case),
+            )
+        for whole, part in zip(found, own, strict=True):
+            whole[tokens] = part
+    wanted = exact(case, lengths, qkv, dout)
+    check_close(case, found, wanted)
+    check_close(case, total, wanted[1:])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_windows(name: str) -> None:
+    check_windows(NAMED[name], [[20, 17, 3], [1, 1]])
+
+
+def test_windows_of_many_blocks() -> None:
+    """Of keys and of rows, some of which are seen whole."""
+    check_windows(Case(kv_heads=1, dtype=torch.bfloat16), [[100, 130], [40]])
+
+
+@settings(max_examples=5)
+@given(
+    cases(),
+    st.lists(st.lists(st.integers(1, 25), min_size=1, max_size=3), min_size=1, max_size=2),
+    st.integers(0, 9),
+)
+def test_any_windows_of_any_options(case: Case, chunks: list[list[int]], seed: int) -> None:
+    check_windows(case, chunks, seed)
+
+
+def test_what_a_sliding_window_hides_gets_nothing() -> None:
+    """Blocks of keys that no token of the window sees are left alone."""
+    check_windows(Case(kv_heads=1, group=1, window=10), [[70, 20]])
