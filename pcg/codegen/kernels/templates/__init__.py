@@ -1,0 +1,1 @@
+"""Template kernels in Triton, written once, specialised by what they are called with."""
