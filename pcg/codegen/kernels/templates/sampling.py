@@ -1,0 +1,153 @@
+"""Next tokens from logits: the largest, or one drawn, without asking the host anything.
+
+    greedy   the first v with l_v = max l
+    draw     p_v = exp((l_v - max l) / temperature);  the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
+
+Each is one launch in place of up to eight over fp32 and fp64 copies of [R, V], and of the question
+to the host whether a row can be drawn from. Filters (top-k, top-p, min-p) and penalties come
+before; what they remove is -inf here.
+
+Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
+Grid: a program a row. What several of them found of one would take a second launch.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GREEDY_BLOCK = 16384
+"""Columns at a time: of 1,024 threads each has two loads of 16 bytes in bf16, four in fp32, for a
+processor that has a row to itself needs some 32 KiB on the way."""
+DRAW_BLOCK = 8192
+"""Likewise: two loads of fp32. With more a thread's 64 registers do not hold the sums in fp64."""
+THREADS = 1024
+_LOWEST = tl.constexpr(-1.0e30)
+"""Below all logits that count, and finite, so that a row of -inf alone has a maximum."""
+
+
+@triton.jit
+def _load(row, start, V, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of logits; -inf behind the row."""
+    v = start + tl.arange(0, BLOCK)
+    return v, tl.load(row + v, v < V, other=float("-inf")).to(WIDE)
+
+
+@triton.jit
+def greedy_rows(logits, tokens, V, stride, BLOCK: tl.constexpr):
+    """The place of the largest of a row; of several the first. NaN counts as +inf."""
+    is_double: tl.constexpr = logits.dtype.element_ty == tl.float64
+    WIDE: tl.constexpr = tl.float64 if is_double else tl.float32
+    row = logits + tl.program_id(0).to(tl.int64) * stride
+    best = tl.full((), float("-inf"), WIDE)
+    place = tl.full((), 0, tl.int32)
+    for start in range(0, V, BLOCK):
+        v, value = _load(row, start, V, WIDE, BLOCK)
+        value = tl.where(value == value, value, float("inf"))
+        highest = tl.max(value, 0)
+        first = tl.min(tl.where(value == highest, v, V), 0)
+        place = tl.where(highest > best, first, place)
+        best = tl.maximum(best, highest)
+    tl.store(tokens + tl.program_id(0), place.to(tl.int64))
+
+
+@triton.jit
+def _probabilities(row, start, V, top, temperature, BLOCK: tl.constexpr):
+    """p of a block, times a number that all of a row's share."""
+    v, value = _load(row, start, V, tl.float32, BLOCK)
+    # The maximum goes before the division, so that no temperature divides to infinity.
+    return v, tl.exp((value - top) / temperature).to(tl.float64)
+
+
+@triton.jit
+def draw_rows(
+    logits,
+    temperatures,
+    uniform,
+    tokens,
+    are_drawn,
+    V,
+    stride,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A token of a row; 0 and false where the sum is no number, or 0.
+
+    The maximum; each block's sum; the block in which the sums pass the point; the token in it.
+    """
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * stride
+    temperature = tl.load(temperatures + r)
+    top = tl.full((), _LOWEST, tl.float32)
+    for start in range(0, V, BLOCK):
+        _, value = _load(row, start, V, tl.float32, BLOCK)
+        top = tl.maximum(top, tl.max(value, 0))
+    block = tl.arange(0, BLOCKS)
+    sums = tl.zeros((BLOCKS,), tl.float64)
+    for start in range(0, V, BLOCK):
+        _, p = _probabilities(row, start, V, top, temperature, BLOCK)
+        sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
+    total = tl.sum(sums, 0)
+    point = tl.load(uniform + r) * total
+    before = tl.cumsum(sums, 0) - sums
+    chosen = tl.max(tl.where((before <= point) & (sums > 0.0), block, 0), 0)
+    passed = tl.sum(tl.where(block == chosen, before, 0.0), 0)
+    v, p = _probabilities(row, chosen * BLOCK, V, top, temperature, BLOCK)
+    token = tl.min(tl.where((passed + tl.cumsum(p, 0) > point) & (p > 0.0), v, V), 0)
+    # Rounding can put the point behind the block's last token that has a probability.
+    last = tl.max(tl.where(p > 0.0, v, 0), 0)
+    is_drawn = (total > 0.0) & (total < float("inf"))
+    tl.store(tokens + r, tl.where(is_drawn, tl.minimum(token, last), 0).to(tl.int64))
+    tl.store(are_drawn + r, is_drawn)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Each row's most likely token: [R, V] to [R], int64; of equal ones the first."""
+    rows, vocabulary = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        options = _options(GREEDY_BLOCK, vocabulary)
+        greedy_rows[(rows,)](logits, tokens, vocabulary, logits.stride(0), **options)
+    return tokens
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row, at its own number u of the cumulative distribution.
+
+    Args:
+        logits: [R, V], rows contiguous; taken in fp32.
+        temperatures: [R], fp32, above 0; 1 where filters have divided by it.
+        uniform: u, [R], fp64, at least 0 and less than 1.
+    Returns:
+        tokens: [R], int64.
+        are_drawn: [R], bool; false, and the token 0, where the logits hold NaN or no finite number.
+            To be asked when the tokens are read.
+    """
+    rows, vocabulary = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    are_drawn = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    if rows:
+        options = _options(DRAW_BLOCK, vocabulary)
+        blocks = triton.cdiv(vocabulary, options["BLOCK"])
+        draw_rows[(rows,)](
+            logits,
+            temperatures,
+            uniform,
+            tokens,
+            are_drawn,
+            vocabulary,
+            logits.stride(0),
+            BLOCKS=max(2, triton.next_power_of_2(blocks)),
+            **options,
+        )
+    return tokens, are_drawn
+
+
+def _options(most: int, vocabulary: int) -> dict[str, int]:
+    """Columns at a time, a narrow row's all at once, and the warps for them."""
+    block = min(most, int(triton.next_power_of_2(vocabulary)))
+    return {"BLOCK": block, "num_warps": max(1, THREADS * block // (32 * most))}
