@@ -27,8 +27,8 @@ import argparse
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -71,6 +71,7 @@ class StubAdapter:
     name: str
     size_bytes: int = PAGES_OF_ADAPTER
     prompt_tokens: int = 0
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StubDevice:

@@ -70,7 +70,9 @@ class AdapterStacks:
         blocks = [self._sites_of(block) for block in model.blocks]
         self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
         self._sites += [(self._sites_of(model.prologue), 0), (self._sites_of(model.epilogue), 0)]
+        self._of_epilogue = Sites.of(model.epilogue)
         self._shelves: dict[int, Shelf] = {}
+        self._places: dict[int, tuple[int, int]] = {}
         self._bound: dict[object, Bound] = {}
 
     def _sites_of(self, graph: Graph) -> Sites:
@@ -86,27 +88,32 @@ class AdapterStacks:
         Args:
             adapters: of each sequence.
         """
-        by_width: dict[int, dict[int, Adapter]] = {}
-        for adapter in adapters:
-            if adapter is not None:
-                by_width.setdefault(self._width(adapter), {})[id(adapter)] = adapter
-        places: dict[int, tuple[int, int]] = {}
-        for width, wanted in by_width.items():
+        by_width: dict[int, list[Adapter]] = {}
+        wanted = {id(one): one for one in adapters if one is not None}
+        for key, adapter in wanted.items():
+            place = self._places.get(key)
+            width = self._width(adapter) if place is None else place[0]
+            by_width.setdefault(width, []).append(adapter)
+        for width, some in by_width.items():
             if width not in self._shelves:
                 self._shelves[width] = Shelf(self._sites, self._cutter)
-            shelf = self._shelves[width]
-            if shelf.admit(list(wanted.values())):
-                self._bound.clear()
-            places |= {key: (width, shelf.place(one) or 0) for key, one in wanted.items()}
-        first = (-1, 0)
+            if self._shelves[width].admit(some):
+                self._have_moved()
+        first, places = (-1, 0), self._places
         found = [first if one is None else places[id(one)] for one in adapters]
         return sorted(range(len(adapters)), key=found.__getitem__)
 
+    def _have_moved(self) -> None:
+        """Drop what was said of slots, and find the width and the slot of each adapter anew."""
+        self._bound.clear()
+        self._places = {
+            key: (width, place)
+            for width, shelf in self._shelves.items()
+            for key, place in shelf.places.items()
+        }
+
     def _width(self, adapter: Adapter) -> int:
-        """Of the adapter's shelf: its largest rank, rounded up to a power of two."""
-        for width, shelf in self._shelves.items():
-            if shelf.place(adapter) is not None:
-                return width
+        """Of the shelf for an adapter: its largest rank, rounded up to a power of two."""
         rank = max((weights.rank for weights in adapter.weights.values()), default=0)
         return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._is_alone else 0
 
@@ -127,11 +134,21 @@ class AdapterStacks:
             self._bound[key] = self._bind(start, chosen, merged)
         return self._bound[key]
 
+    def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> Bound:
+        """Bind the adapters of tokens for the epilogue alone.
+
+        Args:
+            adapters: of each token, in `order`.
+        """
+        if not (self._of_epilogue.joined or self._of_epilogue.single):
+            return self._none
+        return self.bind(adapters, [1] * len(adapters))
+
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         found: dict[int, dict[int, int]] = {}
         for adapter, size in zip(chosen, merged, strict=True):
-            width = self._width(adapter)
-            found.setdefault(width, {})[self._shelves[width].place(adapter) or 0] = size
+            width, place = self._places[id(adapter)]
+            found.setdefault(width, {})[place] = size
         by_width = []
         for width, by_place in found.items():
             slots = slice(min(by_place), max(by_place) + 1)
@@ -144,9 +161,8 @@ class AdapterStacks:
 
     def forget(self, adapter: Adapter) -> None:
         """Read an adapter anew when it next runs: it has changed or gone."""
-        for shelf in self._shelves.values():
-            if shelf.forget(adapter):
-                self._bound.clear()
+        if any(shelf.forget(adapter) for shelf in self._shelves.values()):
+            self._have_moved()
 
 
 _LEAST_WIDTH = 8

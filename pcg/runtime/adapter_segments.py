@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,25 +101,23 @@ class JoinedLora:
 def segments_of(start: int, sizes: Sequence[int], device: torch.device) -> Segments:
     """Segments of these sizes; tokens before `start` have no adapter, and a size may be 0."""
     stop = start + sum(sizes)
-    size, count = max(Counter(size for size in sizes if size).items(), key=lambda item: item[1])
+    counts = Counter(sizes)
+    counts.pop(0, None)
+    size, count = max(counts.items(), key=lambda item: item[1])
     if count == len(sizes):
         return Segments(start, stop, tuple(sizes), size)
-    batches = count > 1 and 2 * count >= len(sizes)
-    gather = [0] * (len(sizes) * size)
-    tokens: list[int] = []
-    places: list[int] = []
-    loose = []
-    first = 0
-    for i, own in enumerate(sizes):
-        if batches and own == size:
-            rows, own_tokens = range(i * size, (i + 1) * size), range(first, first + size)
-            gather[rows.start : rows.stop] = own_tokens
-            places += rows
-            tokens += own_tokens
-        elif own:
-            loose.append((i, first, first + own))
-        first += own
-    if not batches:
+    own = np.array(sizes)
+    firsts = own.cumsum() - own
+    is_batched = (own == size) & (count > 1 and 2 * count >= len(sizes))
+    others = np.flatnonzero((own > 0) & ~is_batched)
+    ends = firsts + own
+    loose = zip(others.tolist(), firsts[others].tolist(), ends[others].tolist(), strict=True)
+    if not is_batched.any():
         return Segments(start, stop, tuple(sizes), 0, loose=tuple(loose))
-    gather_, tokens_, places_ = (torch.tensor(x, device=device) for x in (gather, tokens, places))
+    batched, within = np.flatnonzero(is_batched), np.arange(size)
+    tokens = (firsts[batched, None] + within).ravel()
+    places = (batched[:, None] * size + within).ravel()
+    gather = np.zeros(len(sizes) * size, dtype=np.int64)
+    gather[places] = tokens
+    gather_, tokens_, places_ = (torch.from_numpy(x).to(device) for x in (gather, tokens, places))
     return Segments(start, stop, tuple(sizes), size, gather_, tokens_, places_, tuple(loose))

@@ -19,18 +19,17 @@ class Shelf:
     Args:
         sites: of each part of the model, and its layer.
         cutter: makes the stacks.
+
+    Attributes:
+        places: the slot of each adapter that has one, by the adapter's id.
     """
 
     def __init__(self, sites: Sequence[tuple[Sites, int]], cutter: Cutter) -> None:
         self._sites = sites
         self._cutter = cutter
         self._slots: list[Adapter | None] = []
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         self._stacks: list[dict[str, Stack]] = []
-
-    def place(self, adapter: Adapter) -> int | None:
-        """The slot of an adapter; None where it has none."""
-        return self._places.get(id(adapter))
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
         """Give adapters slots; returns whether any got one.
@@ -38,13 +37,13 @@ class Shelf:
         Args:
             wanted: those that run, each once.
         """
-        taken = {self._places[id(one)] for one in wanted if id(one) in self._places}
+        taken = {self.places[id(one)] for one in wanted if id(one) in self.places}
         free = (place for place in range(len(wanted)) if place not in taken)
-        moves = [(one, next(free)) for one in wanted if id(one) not in self._places]
+        moves = [(one, next(free)) for one in wanted if id(one) not in self.places]
         taken.update(place for _, place in moves)
         # A few that run without the others, as prompts may, are not worth a copy.
         if 2 * len(taken) > max(taken) - min(taken) + 1:
-            far = (one for one in wanted if self._places.get(id(one), 0) >= len(wanted))
+            far = (one for one in wanted if self.places.get(id(one), 0) >= len(wanted))
             moves += zip(far, free, strict=True)
         if moves:
             self._move(moves)
@@ -60,7 +59,7 @@ class Shelf:
             gone = self._slots[place]
             if gone is not None:
                 self.forget(gone)
-            self._slots[place], self._places[id(adapter)] = adapter, place
+            self._slots[place], self.places[id(adapter)] = adapter, place
         fit = len(self._slots) == known and all(
             stack.put(place, adapter, layer, self._cutter)
             for adapter, place in moves
@@ -74,7 +73,7 @@ class Shelf:
 
     def forget(self, adapter: Adapter) -> bool:
         """Free an adapter's slot; returns whether it had one."""
-        place = self._places.pop(id(adapter), None)
+        place = self.places.pop(id(adapter), None)
         if place is not None:
             self._slots[place] = None
         return place is not None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.parallel.ranks import ALONE, Ranks
-from pcg.runtime.decode_groups import DecodeGroup, decode_groups, single
+from pcg.runtime.decode_groups import DecodeGroup, Singles, decode_groups
 from pcg.runtime.kv_cache import KvCache, KvGradients
 from pcg.runtime.page_pool import PageTable
 
@@ -105,29 +106,43 @@ class Batch:
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        ends = [(span, span.context + span.length) for span in self.spans]
-        self.positions = self._flat([range(span.context, end) for span, end in ends])
+        # Each of these is one call, however many sequences there are: they change every step.
+        columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
+        starts, lengths, contexts, tables, virtual, _, _ = columns
+        self._tables: Sequence[PageTable] = tables
+        self._starts, self._lengths, self._contexts = map(_column, (starts, lengths, contexts))
+        places = np.arange(len(input_ids))
+        positions = places + (self._contexts - self._starts).repeat(self._lengths)
+        self.positions = self._on_device(positions)
         if cache is not None:
-            self._rows = self._flat([_rows(span, span.context, end) for span, end in ends])
+            self._first_rows = _column([_first_row(table) for table in tables])
+            self._rows = self._on_device(self._cache_rows(positions))
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
-        if any(span.virtual for span in self.spans):
+        if any(virtual):
             found = [(s.start + i, s.context + i) for s in self.spans for i in range(s.virtual)]
             self.virtual_rows, self.virtual_places = torch.tensor(
                 list(zip(*found, strict=True)), device=input_ids.device
             )
-        lengths = {span.length for span in self.spans}
-        whole = not any(span.context for span in self.spans)
-        self.uniform_length = lengths.pop() if len(lengths) == 1 and whole else 0
+        whole = len(set(lengths)) == 1 and not any(contexts)
+        self.uniform_length: int = lengths[0] if whole else 0
 
     @property
     def tokens(self) -> int:
         """T of what runs: all tokens, or those that the epilogue gets."""
         return len(self.input_ids if self.chosen is None else self.chosen)
 
-    def _flat(self, parts: Iterable[Iterable[int]]) -> Tensor:
-        """What the spans have, one behind the other, [T]."""
-        return torch.tensor(list(chain.from_iterable(parts)), device=self.input_ids.device)
+    def _on_device(self, numbers: Numbers) -> Tensor:
+        return torch.from_numpy(numbers).to(self.input_ids.device)
+
+    def _cache_rows(self, positions: Numbers) -> Numbers:
+        """Where the tokens lie in the cache, [T]."""
+        rows = positions + self._first_rows.repeat(self._lengths)
+        for i in np.flatnonzero(self._first_rows < 0):
+            span = self.spans[i]
+            end = span.context + span.length
+            rows[span.start : span.start + span.length] = _rows(span, span.context, end)
+        return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
         """What a random operator of the layer draws from, the same each time it asks.
@@ -155,8 +170,7 @@ class Batch:
     @property
     def last_tokens(self) -> Tensor:
         """Index of each span's last token, [spans]."""
-        ends = [span.start + span.length - 1 for span in self.spans]
-        return torch.tensor(ends, device=self.input_ids.device)
+        return self._on_device(self._starts + self._lengths - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
         """The spans of one token, in groups that attention can take in one call each.
@@ -166,16 +180,15 @@ class Batch:
         """
         if window not in self._groups:
             assert self._cache is not None
-            self._groups[window] = decode_groups(
-                [
-                    single(span.start, span.context + 1, _table(span), window)
-                    for span in self.spans
-                    if span.length == 1
-                ],
-                self._cache.rows,
-                self._cache.keys[0].dtype,
-                self.input_ids.device,
+            chosen = np.flatnonzero(self._lengths == 1)
+            singles = Singles(
+                self._starts[chosen],
+                self._first_rows[chosen],
+                self._contexts[chosen] + 1,
+                [self._tables[i] for i in chosen.tolist()],
             )
+            dtype, device = self._cache.keys[0].dtype, self.input_ids.device
+            self._groups[window] = decode_groups(singles, window, self._cache.rows, dtype, device)
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:
@@ -205,6 +218,18 @@ class Batch:
         keys.index_copy_(1, self._rows, k.transpose(0, 1))
         values.index_copy_(1, self._rows, v.transpose(0, 1))
         return keys, values
+
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+
+def _column(numbers: Sequence[int]) -> Numbers:
+    return np.array(numbers, dtype=np.int64)
+
+
+def _first_row(table: PageTable) -> int:
+    """Row of the first token where the pages are a run, else -1."""
+    return table.first_row if table.is_run else -1
 
 
 def _table(span: Span) -> PageTable:

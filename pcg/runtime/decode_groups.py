@@ -7,32 +7,34 @@ what is read in vain costs less than another call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.runtime.page_pool import PageTable
+from pcg.runtime.page_pool import PAGE_TOKENS, PageTable
 
 
-class Single(NamedTuple):
-    """A sequence of one new token.
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Sequences of one new token each, by column.
 
     Attributes:
-        row: of the first token that it attends to in the cache, where the pages are a run; -1 else.
-        seen: tokens that it attends to.
-        length: of the sequence, the new token included.
-        token: its index in the batch.
-        table: pages of the sequence.
+        tokens: their indices in the batch, [n].
+        first_rows: row of each one's first token in the cache where its pages are a run, else -1,
+            [n].
+        lengths: of each, the new token included, [n].
+        tables: pages of each.
     """
 
-    row: int
-    seen: int
-    length: int
-    token: int
-    table: PageTable
+    tokens: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    tables: Sequence[PageTable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,68 +58,83 @@ class DecodeGroup:
     rows: Tensor | None = None
 
 
-def single(token: int, length: int, table: PageTable, window: int) -> Single:
-    """A sequence's token; see `Single`, and `decode_groups` for the window."""
-    count = min(length, window) if window else length
-    row = table.first_row + length - count if table.is_run else -1
-    return Single(row, count, length, token, table)
-
-
 def decode_groups(
-    singles: Sequence[Single], cache_rows: int, dtype: torch.dtype, device: torch.device
+    singles: Singles, window: int, cache_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[DecodeGroup]:
     """Group sequences.
 
     Args:
         singles: sequences.
+        window: rows that a token attends to at most; 0 for all.
         cache_rows: rows of the whole cache.
         dtype: of the masks, that of the cache.
         device: of all tensors.
     """
-    ordered = sorted(singles, key=lambda one: one.row)
-    if not ordered:
+    if not len(singles.tokens):
         return []
-    runs = list(_runs(ordered, cache_rows))
+    lengths, first_rows = singles.lengths, singles.first_rows
+    counts = np.minimum(lengths, window) if window else lengths
+    rows = np.where(first_rows < 0, -1, first_rows + lengths - counts)
+    order = rows.argsort(kind="stable")
+    counts = counts[order]
+    runs = list(_runs(rows[order].tolist(), counts.tolist(), cache_rows))
     sizes = [run.size for run in runs]
-    tokens = torch.tensor([one.token for one in ordered], device=device).split(sizes)
-    counts = torch.tensor([one.seen for one in ordered], device=device)[:, None, None, None]
-    places = torch.arange(max(run.longest for run in runs), device=device)
-    shown, hidden = (torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf")))
+    tokens = torch.from_numpy(singles.tokens[order]).to(device).split(sizes)
+    most = max(run.longest for run in runs)
+    shown = _windows(most, dtype, device)
+    hides = torch.from_numpy(most - counts).to(device).split(sizes)
     groups: list[DecodeGroup] = []
     start = 0
-    for run, own, lengths in zip(runs, tokens, counts.split(sizes), strict=True):
-        group, longest, mask, rows = ordered[start : start + run.size], run.longest, None, None
-        start += run.size
+    for run, own, hidden in zip(runs, tokens, hides, strict=True):
+        longest, mask, gathered = run.longest, None, None
         if run.total < longest * run.size:
-            mask = torch.where(places[:longest] < lengths, shown, hidden)
-        row = group[0].row
+            mask = shown[:, :longest].index_select(0, hidden).view(run.size, 1, 1, longest)
+        row = run.row
         if row < 0:
-            row, rows = 0, _gathered(group, longest).to(device)
-        groups.append(DecodeGroup(own, row, run.stride, longest, mask, rows))
+            part = order[start : start + run.size]
+            ends = zip(part.tolist(), lengths[part].tolist(), strict=True)
+            tables = [(singles.tables[i], end) for i, end in ends]
+            seen = counts[start : start + run.size].tolist()
+            row, gathered = 0, _gathered(tables, seen, longest).to(device)
+        groups.append(DecodeGroup(own, row, run.stride, longest, mask, gathered))
+        start += run.size
     return groups
+
+
+def _windows(most: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[most, most]: row i shows its first most - i places, and hides the others.
+
+    The rows overlap: they are windows of one line of zeros and what hides behind them. To copy them
+    out of it is a tenth of the time of comparing places with counts.
+    """
+    line = torch.full((2 * most,), float("-inf"), dtype=dtype, device=device)
+    line[:most] = 0.0
+    return line.as_strided((most, most), (1, 1))
 
 
 class _Run(NamedTuple):
     """Neighbours that are one group.
 
     Attributes:
+        row: that the first one attends to first; -1 where they are gathered.
         size: how many.
         stride: rows from one to the next; 0 where there is none, or they are gathered.
         longest: tokens that the longest attends to.
         total: tokens that all of them attend to.
     """
 
+    row: int
     size: int
     stride: int
     longest: int
     total: int
 
 
-def _runs(ordered: Sequence[Single], cache_rows: int) -> Iterator[_Run]:
+def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
     """The groups of sequences in the order of their rows."""
     size = stride = longest = total = 0
-    before = ordered[0].row
-    for row, count, *_ in ordered:
+    first = before = rows[0]
+    for row, count in zip(rows, counts, strict=True):
         step, most = row - before, max(longest, count)
         # One call reaches this one, too: at the distance of those before, or gathered as they are.
         if before < 0:
@@ -126,18 +143,26 @@ def _runs(ordered: Sequence[Single], cache_rows: int) -> Iterator[_Run]:
             is_reached = step >= most and row + most <= cache_rows
             is_reached = is_reached and (size == 1 or step == stride)
         if size and not (is_reached and most * (size + 1) <= 2 * (total + count)):
-            yield _Run(size, stride, longest, total)
-            size, stride, most, total = 0, 0, count, 0
+            yield _Run(first, size, stride, longest, total)
+            first, size, stride, most, total = row, 0, 0, count, 0
         elif size:
             stride = step
         size, longest, total, before = size + 1, most, total + count, row
-    yield _Run(size, stride, longest, total)
+    yield _Run(first, size, stride, longest, total)
 
 
-def _gathered(group: Sequence[Single], longest: int) -> Tensor:
-    """Rows that sequences attend to, [count, longest]; the first row behind their ends."""
-    rows = torch.zeros((len(group), longest), dtype=torch.long)
-    for i, one in enumerate(group):
-        seen = one.table.rows(one.length - one.seen, one.length)
-        rows[i, : one.seen] = torch.tensor(seen)
-    return rows
+def _gathered(ends: Iterable[tuple[PageTable, int]], counts: Sequence[int], longest: int) -> Tensor:
+    """Rows that sequences attend to, [count, longest]; the first row behind their ends.
+
+    Args:
+        ends: their pages and lengths.
+        counts: tokens that each attends to, up to its end.
+        longest: of them.
+    """
+    rows = np.zeros((len(counts), longest), dtype=np.int64)
+    within = np.arange(PAGE_TOKENS)
+    for own, (table, end), count in zip(rows, ends, counts, strict=True):
+        page, skipped = divmod(end - count, PAGE_TOKENS)
+        pages = np.array(table.pages[page : -(-end // PAGE_TOKENS)])
+        own[:count] = (pages[:, None] * PAGE_TOKENS + within).ravel()[skipped : skipped + count]
+    return torch.from_numpy(rows)

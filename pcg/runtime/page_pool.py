@@ -16,6 +16,7 @@ Source: S-LoRA §5.1 (one pool for both), vLLM (tables of blocks). Runs are our 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -113,7 +114,8 @@ class PagePool:
         if size:
             self._free.add(0, size)
         self._tables: dict[int, PageTable] = {}
-        self._keeping: dict[int, PageTable] = {}
+        # The latest leaves first: at a dict's end each would leave a gap that is stepped over.
+        self._keeping: OrderedDict[int, PageTable] = OrderedDict()
         self._spare = 0
 
     @property

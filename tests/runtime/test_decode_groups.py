@@ -1,10 +1,11 @@
 """Groups of sequences: each is in one, and attention sees its rows and no others."""
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.runtime.decode_groups import decode_groups, single
+from pcg.runtime.decode_groups import Singles, decode_groups
 from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable
 
 CPU = torch.device("cpu")
@@ -29,8 +30,9 @@ def test_each_sequence_sees_its_own_rows(random: st.DataObject, window: int) -> 
     pool, tables = random_tables(random)
     lengths = [random.draw(st.integers(1, table.capacity)) for table in tables]
     rows = pool.size * PAGE_TOKENS
-    singles = [single(i, lengths[i], table, window) for i, table in enumerate(tables)]
-    groups = decode_groups(singles, rows, torch.float64, CPU)
+    first_rows = [table.first_row if table.is_run else -1 for table in tables]
+    columns = (np.array(x, dtype=np.int64) for x in (range(len(tables)), first_rows, lengths))
+    groups = decode_groups(Singles(*columns, tables), window, rows, torch.float64, CPU)
     assert sorted(i for group in groups for i in group.tokens.tolist()) == list(range(len(tables)))
     for group in groups:
         seen = [min(lengths[i], window or lengths[i]) for i in group.tokens.tolist()]

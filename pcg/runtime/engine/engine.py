@@ -7,10 +7,8 @@ backward units of jobs, as much as `sharing` says. What happens stands in the ev
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError
@@ -26,7 +24,6 @@ from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.units import Backward, Forward
 from pcg.runtime.page_pool import PagePool
 
-_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 _MOST_RESERVE = 0.25
 """Of the promised time a token, kept at most: one long hold-up is not worth more."""
 _RESERVE_KEPT = 0.98
@@ -292,22 +289,25 @@ class Engine:
     def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        events: list[Event] = []
+        firsts: list[Event] = []
+        others: list[str] = []
         ended: list[tuple[Sequence, str]] = []
         for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
             sequence.cached += count
             if sequence.pending:
                 continue
-            details = _ONE
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
                 details = {"count": 1, "cached_tokens": sequence.found}
+                firsts.append(Event(now, Kind.TOKEN, sequence.id, details))
+            else:
+                others.append(sequence.id)
             chunk = sequence.accept(token)
             self._chunks.append(chunk)
-            events.append(Event(now, Kind.TOKEN, sequence.id, details))
             if chunk.completion is not None:
                 ended.append((sequence, chunk.completion.finish_reason))
-        self.log.add(*events)
+        self.log.add_tokens(now, others)
+        self.log.add(*firsts)
         for sequence, reason in ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]

@@ -3,6 +3,9 @@
 Metrics and tests read what happened here and nowhere else. A request that comes during a step
 stands behind the step's events, with the time when it came.
 
+Nearly all events are tokens. Those of one step are held as one object: an object for each would be
+a thousand a step that outlive it, which Python's garbage collector goes through again and again.
+
 Kinds by subject:
 
     requests   submitted → refused
@@ -17,7 +20,7 @@ Kinds by subject:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -54,6 +57,7 @@ class Kind(StrEnum):
 
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
+_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
 class Event(NamedTuple):
@@ -74,6 +78,16 @@ class Event(NamedTuple):
     details: Mapping[str, object] = _NOTHING
 
 
+class _Tokens(NamedTuple):
+    """The token that each of several requests got at one time."""
+
+    time_s: float
+    subjects: tuple[str, ...]
+
+    def events(self) -> Iterator[Event]:
+        return (Event(self.time_s, Kind.TOKEN, subject, _ONE) for subject in self.subjects)
+
+
 class EventLog:
     """Events in order of time; holds the latest, and tells listeners of each.
 
@@ -82,14 +96,29 @@ class EventLog:
     """
 
     def __init__(self, kept: int | None = None) -> None:
-        self._events: deque[Event] = deque(maxlen=kept)
+        self._kept = kept
+        self._entries: deque[Event | _Tokens] = deque()
+        self._count = 0
         self._listeners: list[Callable[[Event], None]] = []
 
     def add(self, *events: Event) -> None:
         """Append events."""
-        self._events.extend(events)
+        self._entries.extend(events)
+        self._count += len(events)
+        self._drop()
         for listener in self._listeners:
             for event in events:
+                listener(event)
+
+    def add_tokens(self, time_s: float, subjects: Sequence[str]) -> None:
+        """Append the event of a token, not its first, of each of some requests."""
+        tokens = _Tokens(time_s, tuple(subjects))
+        if tokens.subjects:
+            self._entries.append(tokens)
+            self._count += len(tokens.subjects)
+            self._drop()
+        for listener in self._listeners:
+            for event in tokens.events():
                 listener(event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
@@ -98,14 +127,32 @@ class EventLog:
         return lambda: self._listeners.remove(listener)
 
     def __iter__(self) -> Iterator[Event]:
-        return iter(tuple(self._events))
+        return _events(tuple(self._entries))
 
     def __len__(self) -> int:
-        return len(self._events)
+        return self._count
 
     def of(self, subject: str) -> tuple[Event, ...]:
         """The events of one subject."""
-        return tuple(event for event in self._events if event.subject == subject)
+        return tuple(event for event in self if event.subject == subject)
+
+    def _drop(self) -> None:
+        """Forget the earliest beyond those that are kept."""
+        while self._kept is not None and self._count > self._kept:
+            excess, first = self._count - self._kept, self._entries.popleft()
+            if isinstance(first, _Tokens) and len(first.subjects) > excess:
+                self._entries.appendleft(first._replace(subjects=first.subjects[excess:]))
+                self._count -= excess
+            else:
+                self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
+
+
+def _events(entries: Iterable[Event | _Tokens]) -> Iterator[Event]:
+    for entry in entries:
+        if isinstance(entry, _Tokens):
+            yield from entry.events()
+        else:
+            yield entry
 
 
 @dataclass(frozen=True)

@@ -161,22 +161,28 @@ class _Served:
         device: torch.device,
     ) -> None:
         self.chunks = chunks
+        self.ready: list[int] = []
         ids: list[int] = []
         spans = []
-        for sequence, count in chunks:
-            start, end = sequence.cached, sequence.cached + count
-            virtual = sequence.request.virtual_tokens
-            virtual = min(end, virtual) - start if virtual > start else 0
-            spans.append(Span(len(ids), count, start, sequence.table, virtual))
-            ids += sequence.ids(start, end)
+        for place, (sequence, count) in enumerate(chunks):
+            start, virtual, generated = sequence.cached, 0, sequence.generated
+            end = start + count
+            if end == sequence.length:
+                self.ready.append(place)
+            first = len(ids)
+            if generated and count == 1 and end == sequence.length:
+                ids.append(generated[-1])
+            else:
+                ids += sequence.ids(start, end)
+                virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
+            spans.append(Span(first, count, start, sequence.table, virtual))
         self.batch = Batch(torch.tensor(ids, device=device), spans, cache)
         self._adapters = adapters
         self.bound = stacks.bind(self._adapters, [span.length for span in spans])
-        self.ready = [i for i, (sequence, count) in enumerate(chunks) if sequence.pending == count]
 
     def sampled_rows(self, stacks: AdapterStacks) -> tuple[Tensor | None, Bound | None]:
         """Tokens that are sampled after, and their adapters; None where that is all tokens."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None
         adapters = [self._adapters[i] for i in self.ready]
-        return self.batch.last_tokens[self.ready], stacks.bind(adapters, [1] * len(adapters))
+        return self.batch.last_tokens[self.ready], stacks.bind_epilogue(adapters)

@@ -200,9 +200,13 @@ class Scheduler:
 
     def plan(self, now_s: float) -> StepPlan:
         """What to serve now: admits, preempts, and gives pages out."""
-        found = [promise for s in self.running if (promise := s.promise(now_s)) is not None]
-        promised = min([slo for slo, _ in found], default=None)
-        plan = StepPlan(promised, min([slack for _, slack in found], default=math.inf))
+        slos, slacks = [], []
+        for sequence in self.running:
+            promise = sequence.promise(now_s)
+            if promise is not None:
+                slos.append(promise[0])
+                slacks.append(promise[1])
+        plan = StepPlan(min(slos, default=None), min(slacks, default=math.inf))
         prompts = []
         # The latest, who may give their pages up, leave at the ends of what is gone through.
         left = list(self.running)
