@@ -21,7 +21,7 @@ from math import prod
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.types import TensorType
+from pcg.ir.types import RANK, TensorType
 
 MOST_COLUMNS = 32768
 """Of a row that one program holds: a thread of 32 warps has 32 of them in registers."""
@@ -143,15 +143,12 @@ def schedule(graph: Graph) -> tuple[Node | Group, ...]:
 
 
 def _is_fusible(graph: Graph, node: Node) -> bool:
-    entry, type_ = operator(node.op), node.output.type
-    return (
-        len(node.outputs) == 1
-        and type_.is_token_wise
-        and type_.is_float
-        and bool(type_.features)
-        and entry.tiles(dict(node.attributes))
-        and all(graph.types[name].is_token_wise or graph.types[name].dims for name in node.inputs)
-    )
+    type_ = node.output.type
+    if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
+        return False
+    types = [type_, *(graph.types[name] for name in node.inputs)]
+    sized = all(type_.dims and RANK not in type_.shape for type_ in types)
+    return sized and bool(type_.features) and operator(node.op).tiles(dict(node.attributes))
 
 
 def _has_detour(

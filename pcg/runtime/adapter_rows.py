@@ -17,7 +17,11 @@ from pcg.runtime.served_weights import ServedWeights
 
 
 class AdapterRows(AdapterStacks):
-    """Keeps the adapters that run; see `AdapterStacks`."""
+    """Keeps the adapters that run; see `AdapterStacks`.
+
+    Attributes:
+        lora: rows of their matrices; None where the program has no LoRA that kernels can read.
+    """
 
     def __init__(self, model: ModelGraph, weights: ServedWeights, device: torch.device) -> None:
         super().__init__(model, weights, device)
@@ -26,10 +30,10 @@ class AdapterRows(AdapterStacks):
         sites = [
             site for part, (graph, layer) in enumerate(graphs) for site in _rows(graph, part, layer)
         ]
-        self._memory: LoraMemory | None = None
+        self.lora: LoraMemory | None = None
         if sites:
             dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0][0].type.dtype])
-            self._memory = LoraMemory(sites, weights, device, dtype)
+            self.lora = LoraMemory(sites, weights, device, dtype)
 
     def _sites_of(self, graph: Graph) -> Sites:
         rows = {site.name for site in _rows(graph, 0, 0)}
@@ -40,25 +44,25 @@ class AdapterRows(AdapterStacks):
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
         wanted = list({id(one): one for one in adapters if one is not None}.values())
-        if self._memory is not None and self._memory.admit(wanted):
+        if self.lora is not None and self.lora.admit(wanted):
             self._bound.clear()
         return super().order(adapters)
 
     def forget(self, adapter: Adapter) -> None:
         super().forget(adapter)
-        if self._memory is not None:
-            self._memory.forget(adapter)
+        if self.lora is not None:
+            self.lora.forget(adapter)
             self._bound.clear()
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
         bound = super()._bind(start, chosen, merged)
-        if self._memory is None:
+        if self.lora is None:
             return bound
         spans = []
         for adapter, size in zip(chosen, merged, strict=True):
-            spans.append((start, size, self._memory.slot(adapter)))
+            spans.append((start, size, self.lora.slot(adapter)))
             start += size
-        for site, rows in self._memory.bound(TokenSpans(tuple(spans))):
+        for site, rows in self.lora.bound(TokenSpans(tuple(spans))):
             part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
             setattr(part, site.name, rows)
         return bound

@@ -85,6 +85,8 @@ class Batch:
         keeps: whether it is trained on, so that attention hands out what backward reads.
         gradients: of the keys and values of the layer whose backward runs; None where whole
             sequences are trained on, without a cache.
+        rows: of the cache, where the tokens' keys and values lie, [T]; None without a cache.
+        known: what kernels make of the batch, kept for all layers.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class Batch:
         self.chosen: Tensor | None = None
         self.keeps = keeps
         self.gradients: KvGradients | None = None
+        self.rows: Tensor | None = None
+        self.known: dict[object, Any] = {}
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
@@ -116,7 +120,7 @@ class Batch:
         self.positions = self._on_device(positions)
         if cache is not None:
             self._first_rows = _column([_first_row(table) for table in tables])
-            self._rows = self._on_device(self._cache_rows(positions))
+            self.rows = self._on_device(self._cache_rows(positions))
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(virtual):
@@ -215,8 +219,9 @@ class Batch:
         if self.cached is None:
             return None
         keys, values = self.cached
-        keys.index_copy_(1, self._rows, k.transpose(0, 1))
-        values.index_copy_(1, self._rows, v.transpose(0, 1))
+        assert self.rows is not None
+        keys.index_copy_(1, self.rows, k.transpose(0, 1))
+        values.index_copy_(1, self.rows, v.transpose(0, 1))
         return keys, values
 
 

@@ -97,8 +97,13 @@ class LoraSite:
     @property
     def is_aligned(self) -> bool:
         """Whether kernels can read its rows."""
-        sizes = [int(self.modules[0][0].type.features[-1]), *(out for *_, out in self.modules)]
+        sizes = [self.in_size, *(out for *_, out in self.modules)]
         return not any(size % _ALIGNMENT for size in sizes)
+
+    @property
+    def in_size(self) -> int:
+        """Of their input; how many ranks there are is left open."""
+        return int(self.modules[0][0].type.shape[-1])
 
 
 class LoraMemory:
@@ -135,6 +140,11 @@ class LoraMemory:
         self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
         self._known: list[dict[str, Any]] = [{} for _ in self._sites]
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory."""
+        return self._memory.nbytes
+
     def slot(self, adapter: Adapter) -> int:
         """Of an adapter that was admitted."""
         return self._slots[id(adapter)]
@@ -169,7 +179,7 @@ class LoraMemory:
                 self._rows[first : first + count],
                 self._rows[first + count : first + 2 * count],
                 self._ranks[first : first + count],
-                int(site.modules[0][0].type.features[-1]),
+                site.in_size,
                 tuple(out for *_, out in site.modules),
                 tokens,
                 known,

@@ -1,14 +1,163 @@
-"""The functions that emitted Triton programs call: PyTorch's, where there is no kernel for it."""
+"""The functions that emitted Triton programs call: kernels, and PyTorch's where there is none.
+
+Names, shapes and meanings are those of `torch_ops`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
 from pcg.codegen.kernels.fused import fused
+from pcg.codegen.kernels.templates import segmented_lora
+from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
+from pcg.codegen.kernels.templates.cache_rows import CacheRows, append
+from pcg.codegen.kernels.templates.paged_attention import HEAD_SIZES, paged_attention
+from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
+from pcg.codegen.kernels.templates.rank_rows import RankRows, rank_rows
+from pcg.codegen.kernels.templates.sign_bits import pack_signs
+from pcg.codegen.kernels.templates.token_tiles import (
+    DECODE_BLOCK,
+    PREFILL_BLOCK,
+    TokenTiles,
+    token_tiles,
+)
 
-__all__ = ["fused"]
+__all__ = ["add_lora", "attention", "attention_backward", "fused", "pack_signs"]
 
 
 def __getattr__(name: str) -> Any:
     return getattr(torch_ops, name)
+
+
+def attention(
+    batch: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every token to its own sequence, past ones in the cache included."""
+    if not _has_kernels(q, v.shape[-1]):
+        return torch_ops.attention(batch, q, k, v, alibi=alibi, sinks=sinks, **options)
+    keys, values = _seen(batch, k, v)
+    if keys.paged:
+        append(k, v, batch.rows, keys, values)
+    work = _work(batch, q.shape[1] // keys.heads, backward=False)
+    return paged_attention(
+        q, keys, values, work, alibi=alibi, sinks=sinks, keeps=batch.keeps, **options
+    )
+
+
+def attention_backward(
+    batch: Any,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
+    if not _has_kernels(q, dout.shape[-1]):
+        return torch_ops.attention_backward(
+            batch, dout, out, lse, q, k, v, alibi=alibi, sinks=sinks, **options
+        )
+    keys, values = _seen(batch, k, v)
+    sums = None if batch.gradients is None else (batch.gradients.keys, batch.gradients.values)
+    work = _work(batch, q.shape[1] // keys.heads, backward=True)
+    # What sinks took of the softmax is in the log-sum-exp.
+    return paged_attention_backward(
+        dout, out, lse, q, keys, values, work, alibi=alibi, sums=sums, **options
+    )
+
+
+def _has_kernels(q: Tensor, value_size: int) -> bool:
+    """Whether attention's kernels know the sizes of heads, and the dtype."""
+    known = q.shape[-1] in HEAD_SIZES and value_size in HEAD_SIZES
+    return known and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _seen(batch: Any, k: Tensor | None, v: Tensor | None) -> tuple[CacheRows, CacheRows]:
+    """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
+    cached = batch.cached
+    if cached is not None:
+        keys, values = cached
+        return CacheRows.of_cache(keys), CacheRows.of_cache(values)
+    assert k is not None
+    assert v is not None
+    return CacheRows.of_batch(k), CacheRows.of_batch(v)
+
+
+def _work(batch: Any, group: int, backward: bool) -> AttentionWork:
+    """The batch's lists, made once for all layers of so many heads a KV head."""
+    key = ("attention", group, backward)
+    if key not in batch.known:
+        parts = [
+            Part(span.start, span.length, span.context, _pages(span), span.origin)
+            for span in batch.spans
+        ]
+        device = batch.input_ids.device
+        batch.known[key] = AttentionWork.build(parts, group, device, backward=backward)
+    found: AttentionWork = batch.known[key]
+    return found
+
+
+def _pages(span: Any) -> tuple[int, ...]:
+    return () if span.table is None else tuple(span.table.pages)
+
+
+# ------------------------------------------------------------------------------- LoRA
+
+
+def add_lora(
+    y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Add each token's own LoRA to the joined product of some linear operators."""
+    lora = a[0]
+    if not hasattr(lora, "a_rows"):
+        return torch_ops.add_lora(y, x, weight, a, b)
+    tiles = _tiles(lora.tokens, x.device)
+    down, up = _matrices(lora)
+    # Not by their own names, which here are those of emitted programs.
+    s = segmented_lora.shrink(x, down, tiles)
+    segmented_lora.expand_add(y, s, up, tiles)
+    sizes = weight.group_sizes
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+
+
+def _tiles(tokens: Any, device: torch.device) -> TokenTiles:
+    """The batch's tokens by adapter, made once for all sites."""
+    if "tiles" not in tokens.known:
+        adapters = len({slot for _, _, slot in tokens.spans})
+        count = sum(length for _, length, _ in tokens.spans)
+        block = DECODE_BLOCK if count <= DECODE_BLOCK * adapters else PREFILL_BLOCK
+        tokens.known["tiles"] = token_tiles(tokens.spans, block).to(device)
+    found: TokenTiles = tokens.known["tiles"]
+    return found
+
+
+def _matrices(lora: Any) -> tuple[RankRows, RankRows]:
+    """A and B of the site, made once for as long as the tables lie where they are."""
+    if "matrices" not in lora.known:
+        outs = lora.out_sizes
+        starts = tuple(accumulate(outs, initial=0))[:-1]
+        count = len(outs)
+        lora.known["matrices"] = (
+            rank_rows(lora.memory, lora.a_rows, lora.ranks, (0,) * count, (lora.in_size,) * count),
+            rank_rows(lora.memory, lora.b_rows, lora.ranks, starts, outs),
+        )
+    found: tuple[RankRows, RankRows] = lora.known["matrices"]
+    return found
