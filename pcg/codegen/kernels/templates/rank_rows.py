@@ -1,0 +1,87 @@
+"""Where the rows of adapters' matrices lie in one memory: paged, of any rank.
+
+A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r].
+Row k of a slot's matrix of a slice begins at element `rows[slice, slot, k]` of the memory; a slice
+is one of several sites that read the same input or write to neighbouring columns of one output, as
+q, k and v. A vector is a matrix of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcg.errors import CodegenError
+
+ALIGNMENT = 8
+"""Columns are multiples of this, so that every 16-byte load of bf16 lies in one row or in none."""
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Matrices of all slices and slots; made by `rank_rows`.
+
+    Attributes:
+        memory: flat, of the matrices' dtype.
+        rows: first element of each row, [slices, slots, most_rank], int64, multiples of 16 bytes;
+            what stands beyond a rank is not read.
+        ranks: rows of each matrix, [slices, slots], int32; 0 where a slot has none.
+        starts: the first column of each slice in the tokens' tensor that it reads or writes.
+        sizes: columns of each slice, elements of a row.
+        columns: starts and sizes, [slices, 2], int32, where the kernels read them.
+    """
+
+    memory: Tensor
+    rows: Tensor
+    ranks: Tensor
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    columns: Tensor
+
+    @property
+    def slices(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def most_rank(self) -> int:
+        return self.rows.shape[2]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all slices have the same columns."""
+        return len(set(zip(self.starts, self.sizes, strict=True))) == 1
+
+
+def rank_rows(
+    memory: Tensor, rows: Tensor, ranks: Tensor, starts: Sequence[int], sizes: Sequence[int]
+) -> RankRows:
+    """Describe matrices in a memory; see `RankRows` for the arguments.
+
+    It copies to the device, so make it once a site, outside of a step; `rows` and `ranks` may be
+    written over in place as adapters come and go.
+
+    Raises:
+        CodegenError: columns that the kernels cannot take, or shapes that do not fit each other.
+    """
+    slices, slots, _ = rows.shape
+    if ranks.shape != (slices, slots) or {len(starts), len(sizes)} != {slices}:
+        raise CodegenError(
+            f"rows {tuple(rows.shape)} take ranks ({slices}, {slots}) and {slices} starts and "
+            f"sizes; there are {tuple(ranks.shape)}, {len(starts)} and {len(sizes)}"
+        )
+    for start, size in zip(starts, sizes, strict=True):
+        if start % ALIGNMENT or size % ALIGNMENT:
+            raise CodegenError(
+                f"{size} columns from {start} are no multiples of {ALIGNMENT}; the segmented "
+                "kernels load that many at once: use the torch backend"
+            )
+    columns = torch.tensor(list(zip(starts, sizes, strict=True)), dtype=torch.int32)
+    on_device = columns.to(memory.device)
+    return RankRows(memory, rows, ranks, tuple(starts), tuple(sizes), on_device)

@@ -1,0 +1,152 @@
+"""Which tokens of a step belong to which adapter, as the segmented kernels read it.
+
+Tokens are sorted by their adapters' slots, stably, so a slot's tokens are a segment of consecutive
+places; those without an adapter have no place. A segment is cut into tiles of at most `block`
+places: one program of a kernel takes one tile, and so reads one adapter (SGMV: Punica §4).
+
+    order    [places]         the token at each place
+    segments [segments, 3]    slot, first place, places
+    tiles    [tiles, 3]       the same of each tile
+
+All lie in one int32 tensor, so a step copies once. Sizes can be given as `Room`, which depends on
+how many tokens there may be and not on whose they are: then one captured CUDA graph serves every
+step of that many tokens. What is left of a room is empty: places that nothing reads, segments and
+tiles of no places, which programs leave at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcg.errors import CodegenError
+
+DECODE_BLOCK = 16
+"""Places of a tile where segments have few tokens: the least that a tensor core's product takes."""
+
+PREFILL_BLOCK = 64
+"""Places of a tile where segments are long: the rows of one wgmma."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much there may be of each.
+
+    Attributes:
+        places: tokens that have an adapter.
+        segments: adapters.
+        tiles: of their tokens.
+    """
+
+    places: int
+    segments: int
+    tiles: int
+
+    @classmethod
+    def of(cls, tokens: int, slots: int, block: int) -> Room:
+        """The most that so many tokens can need, whichever of the slots each one has."""
+        segments = min(tokens, slots)
+        # Every segment may end in a tile that is not full.
+        return cls(tokens, segments, segments + (tokens - segments) // block)
+
+
+@dataclass(frozen=True)
+class TokenTiles:
+    """The tokens of a step by adapter; see the module for what the tensors hold.
+
+    Attributes:
+        memory: order, segments and tiles, one behind the other, int32.
+        room: their sizes.
+        block: places of a tile, at most.
+    """
+
+    memory: Tensor
+    room: Room
+    block: int
+
+    @property
+    def order(self) -> Tensor:
+        return self.memory[: self.room.places]
+
+    @property
+    def segments(self) -> Tensor:
+        start = self.room.places
+        return self.memory[start : start + 3 * self.room.segments].view(-1, 3)
+
+    @property
+    def tiles(self) -> Tensor:
+        return self.memory[self.room.places + 3 * self.room.segments :].view(-1, 3)
+
+    def to(self, device: torch.device) -> TokenTiles:
+        """The same on a device, copied at once; the host does not wait for it."""
+        memory = self.memory.pin_memory() if device.type == "cuda" else self.memory
+        return replace(self, memory=memory.to(device, non_blocking=True))
+
+
+def token_tiles(
+    spans: Sequence[tuple[int, int, int]], block: int, room: Room | None = None
+) -> TokenTiles:
+    """Sort the tokens of a step by slot, on the host.
+
+    Args:
+        spans: of neighbouring tokens with one adapter: first token, tokens, slot; -1 for none.
+        block: places of a tile, at most: DECODE_BLOCK or PREFILL_BLOCK.
+        room: sizes to fill up to; without one, what is needed.
+    Returns:
+        On the CPU.
+    Raises:
+        CodegenError: spans share tokens, the room is too small, or no kernel takes such tiles.
+    """
+    if block not in (DECODE_BLOCK, PREFILL_BLOCK):
+        raise CodegenError(f"a tile of {block} places; {DECODE_BLOCK} or {PREFILL_BLOCK} can be")
+    own = sorted((slot, start, length) for start, length, slot in spans if slot >= 0 and length)
+    order = _order(own)
+    segments: list[list[int]] = []
+    for place, (slot, _, length) in zip(_starts(own), own, strict=True):
+        if segments and segments[-1][0] == slot:
+            segments[-1][2] += length
+        else:
+            segments.append([slot, place, length])
+    tiles = [
+        [slot, first + done, min(block, count - done)]
+        for slot, first, count in segments
+        for done in range(0, count, block)
+    ]
+    needed = Room(len(order), len(segments), len(tiles))
+    room = room or needed
+    for kind in ("places", "segments", "tiles"):
+        if getattr(needed, kind) > getattr(room, kind):
+            raise CodegenError(
+                f"{getattr(needed, kind)} {kind} of tokens with adapters, and room for "
+                f"{getattr(room, kind)}; make it with Room.of of as many tokens and slots"
+            )
+    memory = np.zeros(room.places + 3 * (room.segments + room.tiles), np.int32)
+    memory[: len(order)] = order
+    start = room.places
+    memory[start : start + 3 * len(segments)] = np.ravel(segments)
+    start += 3 * room.segments
+    memory[start : start + 3 * len(tiles)] = np.ravel(tiles)
+    return TokenTiles(torch.from_numpy(memory), room, block)
+
+
+def _order(own: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """The tokens of the spans one behind the other. CodegenError: two spans share a token."""
+    end = 0
+    for start, length, slot in sorted((start, length, slot) for slot, start, length in own):
+        if start < end:
+            raise CodegenError(
+                f"{length} tokens from {start} with slot {slot} begin before the span in front of "
+                f"them ends, at {end}; a token has one adapter at most"
+            )
+        end = start + length
+    ranges = [np.arange(start, start + length, dtype=np.int32) for _, start, length in own]
+    return np.concatenate([np.empty(0, np.int32), *ranges])
+
+
+def _starts(own: Sequence[tuple[int, int, int]]) -> list[int]:
+    """The first place of each span."""
+    return [0, *np.cumsum([length for _, _, length in own])[:-1].tolist()] if own else []

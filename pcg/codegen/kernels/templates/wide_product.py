@@ -1,0 +1,58 @@
+"""Products of an fp32 factor on tensor cores that take 16 bits, and sums of partial sums.
+
+    total + w s,  s = high + low, each of w's dtype
+
+bf16 keeps 16 bits of s so, and fp16 22, where each column of s is taken into its range by a power
+of two. The product's error is at most 2^-16 |w| |s| for bf16, where rounding s to bf16 costs 2^-9.
+An fp32 w takes no tensor core, and no error but that of fp32 sums.
+
+High and low are the second factor, which Hopper's tensor cores read from shared memory. The first
+one they also take from registers, and old ptxas can miscompile that where it comes straight from a
+conversion (triton-lang/triton#9433).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide_product(w, s, total):
+    """total + w s.
+
+    Args:
+        w: [N, K], bf16, fp16 or fp32.
+        s: [K, M], fp32.
+        total: [N, M], fp32.
+    """
+    if w.dtype == tl.float32:
+        total = tl.dot(w, s, total, input_precision="ieee")
+    elif w.dtype == tl.bfloat16:
+        high = s.to(tl.bfloat16)
+        low = (s - high.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(w, high, total)
+        total = tl.dot(w, low, total)
+    else:
+        # The exponents of each column's greatest, kept where the inverse is a number too.
+        bits = tl.max(tl.abs(s), 0).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 0x0D800000), 0x71800000)
+        power = bits.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        s = s * inverse[None, :]
+        high = s.to(tl.float16)
+        low = (s - high.to(tl.float32)).to(tl.float16)
+        zero = tl.zeros(total.shape, tl.float32)
+        total += tl.dot(w, low, tl.dot(w, high, zero)) * power[None, :]
+    return total
+
+
+@triton.jit
+def sum_of_parts(s, at, stride, inside, PARTS: tl.constexpr):
+    """The sum of the PARTS blocks s + at, s + at + stride, …, in order; 0 where not inside."""
+    total = tl.load(s + at, inside, 0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(s + at + part * stride, inside, 0.0)
+    return total
