@@ -85,7 +85,7 @@ class AttentionWork:
         flat: that tensor.
         room: how long the lists are.
         parts: start, length, context and origin of each, [parts, 4].
-        pages: the block table of each part, [parts, pages up to a multiple of 4].
+        pages: the block table of each part, [parts, pages up to a multiple of 16].
         tiles: part, first row, rows, [tiles, 4]; those that see most come first.
         splits: part, number of the split, splits of the part, [splits, 4].
         decodes: part, its first split in the list, how many it has, [decodes, 4].
@@ -208,8 +208,8 @@ def _pieces(number: int, whole: int, most: int) -> list[tuple[int, ...]]:
 
 
 def _width(room: Room) -> int:
-    """Columns of the block tables."""
-    return -(-room.pages // COLUMNS) * COLUMNS
+    """Columns of the block tables: kernels are compiled for multiples of 16."""
+    return -(-room.pages // 16) * 16
 
 
 def _views(flat: Tensor, room: Room) -> list[Tensor]:

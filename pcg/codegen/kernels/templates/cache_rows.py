@@ -67,7 +67,7 @@ class CacheRows:
         return self.page_stride, self.head_stride, self.token_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def append_rows(
     k,
     v,

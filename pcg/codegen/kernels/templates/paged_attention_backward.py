@@ -34,7 +34,7 @@ from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
 from pcg.codegen.kernels.templates.paged_attention import Blocks, head_constants
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def delta_rows(
     dout,
     out,
@@ -423,23 +423,43 @@ def key_gradients(
     tl.store(at, dvalue.to(dv.dtype.element_ty), inside_e & own)
 
 
-def query_blocks(size: int, dtype: torch.dtype) -> Blocks:
-    """Of `query_gradients`: as `tile_blocks` of forward, with one more product to hold."""
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(128, 64, 8, 3) if size <= 64 else Blocks(64, 32, 8, 3)
+def query_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
+    """Of `query_gradients`: the most rows whose sums stay in registers, with any options.
 
-
-def key_blocks(size: int, dtype: torch.dtype) -> Blocks:
-    """Of `key_gradients`: the most keys whose two sums stay in registers.
+    Hopper's products read both sides from shared memory, Ampere's from registers.
 
     Args:
         size: of a head, the larger of keys' and values', a power of two.
         dtype: of q; fp32 is multiplied without tensor cores.
+        architecture: 80 for sm_80 and so on.
     """
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 1)
-    return Blocks(64, 128, 8, 2) if size <= 64 else Blocks(32, 64, 8, 2)
+    if size <= (128 if architecture >= 90 else 64):
+        return Blocks(128, 64, 8, 3)
+    return Blocks(64, 64 if size <= 128 else 32, 8, 3)
+
+
+def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
+    """Of `key_gradients`: as `query_blocks`, the most keys, of two sums each.
+
+    Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
+    """
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 1)
+    if size > 128:
+        return Blocks(32, 32, 8, 2)
+    if architecture < 90:
+        return Blocks(32, 64, 8, 2)
+    return Blocks(64, 128 if size <= 64 else 64, 8, 2)
+
+
+def architecture_of(x: Tensor) -> int:
+    """80 for sm_80 and so on; in the interpreter, the newest."""
+    if not x.is_cuda:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
 
 
 def paged_attention_backward(
@@ -496,14 +516,14 @@ def paged_attention_backward(
         "PAGE": PAGE_TOKENS,
     }
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
-    blocks = query_blocks(size, q.dtype)
+    blocks = query_blocks(size, q.dtype, architecture_of(q))
     query_gradients[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
         q, keys.base, values.base, dout, lse, delta, dq, alibi, work.parts, work.pages,
         work.tiles, *strides, work.pages.shape[1], scale, **sizes, **options,
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=TILE_ROWS,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    blocks = key_blocks(size, q.dtype)
+    blocks = key_blocks(size, q.dtype, architecture_of(q))
     keys_sum, values_sum = sums or (None, None)
     key_gradients[(len(work.key_blocks) * (KEY_BLOCK // blocks.keys), keys.heads)](
         q, keys.base, values.base, dout, lse, delta, dk, dv, keys_sum, values_sum, alibi,
