@@ -17,20 +17,23 @@ requests to the next, which is four times as many; and the share of a step of Ll
 A100 as its cost model foretells it, with LoRA of rank 16 on every linear layer and the contexts
 that the requests have.
 
-The process's own time is taken, so that what runs beside it on the machine does not count, and
-rounds have medians; objects from before are kept from the garbage collector.
+Each contender is a process of its own, so that no other's objects are in its caches, or gone
+through by its garbage collector; what was imported is kept from that, too. The process's own
+time is taken, so that what runs beside it on the machine does not count; rounds have medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import torch
@@ -136,10 +139,12 @@ class Load:
         running: requests.
         adapters: that they choose from.
         make: a device with so many pages, and their pool.
+        program: that is foretold.
     """
 
-    def __init__(self, running: int, adapters: int, make: Make) -> None:
+    def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
         self._random = random.Random(running)
+        self._program = program
         self.running = running
         pages = running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4
         device, pool = make(pages)
@@ -175,13 +180,39 @@ class Load:
         steps = max(1, tokens // self.running)
         return sum(self._step() for _ in range(steps)) / steps / self.running * 1e6
 
-    def foretold_us(self, program: SimulatedProgram) -> float:
-        """Microseconds that a program takes for a token of each running request."""
+    def foretold_us(self) -> float:
+        """Microseconds that the program takes for a token of each running request."""
         running = self.engine.scheduler.running
         pieces = [
             Piece(1, one.cached, True, adapter=one.request.adapter, rank=RANK) for one in running
         ]
-        return program.costs.step_seconds(StepShape.of(pieces)) * 1e6
+        return self._program.costs.step_seconds(StepShape.of(pieces)) * 1e6
+
+
+class LoadApart:
+    """A load in a process of its own; the arguments are as there."""
+
+    def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
+        context = multiprocessing.get_context("fork")
+        self.running = running
+        self._pipe, its = context.Pipe()
+        arguments = (its, running, adapters, make, program)
+        context.Process(target=_answer, args=arguments, daemon=True).start()
+
+    def ask(self, what: str, *arguments: int) -> float:
+        """What a method of the load returns."""
+        self._pipe.send((what, arguments))
+        found: float = self._pipe.recv()
+        return found
+
+
+def _answer(
+    pipe: Connection, running: int, adapters: int, make: Make, program: SimulatedProgram
+) -> None:
+    load = Load(running, adapters, make, program)
+    while True:
+        what, arguments = pipe.recv()
+        pipe.send(getattr(load, what)(*arguments))
 
 
 def main() -> None:
@@ -194,12 +225,12 @@ def main() -> None:
     program = simulated_program(MODEL, DEVICE)
     cases = [(running, ADAPTERS) for running in RUNNING] + [(256, 100), (256, 10_000)]
     result: dict[str, Any] = {}
+    gc.collect()
+    gc.freeze()
     for name, make in {"engine": engine_alone, "step": with_batches}.items():
-        loads = {_name(*case): Load(*case, make) for case in cases}
-        gc.collect()
-        gc.freeze()
+        loads = {_name(*case): LoadApart(*case, make, program) for case in cases}
         measured: dict[str, Callable[[], float]] = {
-            case: partial(load.request_us, arguments.tokens) for case, load in loads.items()
+            case: partial(load.ask, "request_us", arguments.tokens) for case, load in loads.items()
         }
         found = interleave(measured, arguments.rounds)
         sizes = [(_name(n, ADAPTERS), n) for n in RUNNING]
@@ -210,7 +241,7 @@ def main() -> None:
                 for (a, before), (b, after) in pairwise(sizes)
             },
             "share_of_a_step": {
-                case: round(us * load.running / load.foretold_us(program), 4)
+                case: round(us * load.running / load.ask("foretold_us"), 4)
                 for (case, us), load in zip(medians(found).items(), loads.values(), strict=True)
             },
         }

@@ -222,6 +222,7 @@ class _JoinedStack:
         ]
         there = [a for (a, _), _ in parts if a is not None]
         self._a: Tensor | None = None
+        self._cut: dict[tuple[int, int], tuple[Tensor, tuple[LoraRun, ...]]] = {}
         if not there:
             return
         count, _, in_ = there[0].shape
@@ -275,8 +276,16 @@ class _JoinedStack:
     def bound(self, slots: slice, segments: Segments) -> JoinedLora | None:
         if self._a is None or not any(self._present[slots]):
             return None
+        key = slots.start, slots.stop
+        if key not in self._cut:
+            if len(self._cut) == _CUT:
+                self._cut.clear()
+            self._cut[key] = self._a[slots], self._runs_of(slots)
+        return JoinedLora(*self._cut[key], segments)
+
+    def _runs_of(self, slots: slice) -> tuple[LoraRun, ...]:
         rows, columns = sum(self._ranks), sum(out for _, _, out in self._modules)
-        runs = tuple(
+        return tuple(
             LoraRun(
                 b[slots],
                 run.column,
@@ -285,7 +294,10 @@ class _JoinedStack:
             )
             for run, b in zip(self._runs, self._b, strict=True)
         )
-        return JoinedLora(self._a[slots], runs, segments)
+
+
+_CUT = 32
+"""Ranges of slots of which the views are kept: who runs changes every few steps, and by few."""
 
 
 @dataclass(frozen=True)

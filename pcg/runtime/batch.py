@@ -75,6 +75,7 @@ class Batch:
         input_ids: [T], int64.
         positions: of each token in its sequence, [T], int64.
         spans: cover all tokens, in order.
+        longer_spans: those of more than one token.
         layer: the layer that runs; the runner sets it.
         ranks: that run it, each on what it holds; the runner sets them.
         uniform_length: the spans' length where all are whole sequences of one length, else 0.
@@ -130,6 +131,7 @@ class Batch:
             )
         whole = len(set(lengths)) == 1 and not any(contexts)
         self.uniform_length: int = lengths[0] if whole else 0
+        self.longer_spans = [self.spans[i] for i in np.flatnonzero(self._lengths != 1).tolist()]
 
     @property
     def tokens(self) -> int:

@@ -47,6 +47,7 @@ def test_positions_rows_and_last_tokens(random: st.DataObject) -> None:
         assert list(found) == virtual_tokens
     else:
         assert batch.virtual_rows is None
+    assert batch.longer_spans == [span for span in spans if span.length > 1]
     alike = {span.length for span in spans}
     whole = len(alike) == 1 and all(not span.context for span in spans)
     assert batch.uniform_length == (alike.pop() if whole else 0)

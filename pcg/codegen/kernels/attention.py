@@ -69,6 +69,8 @@ class AttentionBatch(Protocol):
     """What attention asks of a batch: spans that cover all tokens in order, and the cache."""
 
     spans: Sequence[Span]
+    longer_spans: Sequence[Span]
+    """Those of more than one token."""
     uniform_length: int
     """Length of every span where all are equal and have no context, else 0."""
     keeps: bool
@@ -125,13 +127,11 @@ def attention(
         return _uniform(batch, q, k, v, scale, window, alibi)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q)) if batch.keeps else None
-    decodes = cache is not None and not batch.keeps and plain and alibi is None
-    if decodes:
-        assert cache is not None
+    spans = batch.spans
+    if cache is not None and not batch.keeps and plain and alibi is None:
         _decode(batch, q, *cache, out, scale, window)
-    for span in batch.spans:
-        if decodes and span.length == 1:
-            continue
+        spans = batch.longer_spans
+    for span in spans:
         new = slice(span.start, span.start + span.length)
         if cache is None:
             keys, values = k[new], v[new]

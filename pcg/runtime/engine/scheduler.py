@@ -235,10 +235,10 @@ class Scheduler:
         Returns:
             Whether it has them; it may have had to give its own up.
         """
-        table = _table(sequence)
-        need = pages_for(sequence.cached + tokens) - len(table.pages)
-        if need <= 0:
+        table, end = _table(sequence), sequence.cached + tokens
+        if end <= len(table.pages) * PAGE_TOKENS:
             return True
+        need = pages_for(end) - len(table.pages)
         while need > self.pool.free and not self.adapters.make_room(need):
             latest = left.pop()
             self._preempt(latest)
