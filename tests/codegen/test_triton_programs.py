@@ -50,7 +50,7 @@ def served(base: Any, backend: str) -> tuple[list[list[int]], list[torch.Tensor]
     """Tokens of requests, and the adapter that a job beside them trained."""
     executor = executor_of(base, backend)
     page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
-    engine = executor.engine(Limits(tokens=24, least_chunk=4), kv_cache_bytes=24 * page_bytes)
+    engine = executor.engine(Limits(tokens=24, least_chunk=4), kv_cache_bytes=200 * page_bytes)
     data = [Example(ids, ids) for ids in prompts((11, 7))]
     recipe = RECIPES["r4"]
     job = engine.finetune(data, "trained", peft=recipe, max_steps=1, batch_size=2, seed=1)
