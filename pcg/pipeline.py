@@ -34,6 +34,7 @@ from pcg.passes.compress import compress
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
+from pcg.passes.fuse_loss import fuse_loss
 from pcg.passes.join import join
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
@@ -218,7 +219,12 @@ def _rematerialize(state: Compilation) -> Compilation:
 
 
 def _fuse(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, serving_model=fuse(made(state.serving_model)).map(join))
+    model = fuse(made(state.serving_model)).map(join)
+    epilogue = state.training_epilogue
+    if state.backend == "triton" and epilogue is not None:
+        whole, loss, trained = epilogue
+        epilogue = fuse_loss(whole), fuse_loss(loss), trained
+    return dataclasses.replace(state, serving_model=model, training_epilogue=epilogue)
 
 
 def _emit(state: Compilation) -> Compilation:

@@ -414,6 +414,17 @@ def cross_entropy(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *dloss, logits, targets)
 
 
+def linear_cross_entropy(make: Maker, op: str) -> Sequence[str]:
+    x, bias = make.matrix(), make.coin()
+    dtype, size, (out,) = make.type(x).dtype, make.type(x).shape[-1], make.sizes(1)
+    inputs = [x, make.of(dtype, out, size), *([make.of(dtype, out)] if bias else [])]
+    inputs.append(make.of("i64", TOKENS))
+    if make.coin():
+        inputs.append(make.of("f32", TOKENS))
+    softcap = make.draw(st.sampled_from([0.0, 30.0]))
+    return make.add(op, *inputs, bias=bias, scale=0.5, softcap=softcap)
+
+
 def embedding(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, make.of("bf16", *make.sizes(2)), make.of("i64", TOKENS))
 
@@ -558,6 +569,7 @@ RECIPES: dict[str, Recipe] = {
     "inner": inner,
     "linear": linear,
     "linear_group": linear_group,
+    "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": linear_group,
     "outer": outer,
     "permute": permute,

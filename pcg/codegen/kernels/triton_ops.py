@@ -17,6 +17,7 @@ from pcg.codegen.kernels.fused import fused
 from pcg.codegen.kernels.templates import segmented_lora
 from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
 from pcg.codegen.kernels.templates.cache_rows import CacheRows, append
+from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
 from pcg.codegen.kernels.templates.paged_attention import HEAD_SIZES, paged_attention
 from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
 from pcg.codegen.kernels.templates.rank_rows import RankRows, rank_rows
@@ -28,7 +29,14 @@ from pcg.codegen.kernels.templates.token_tiles import (
     token_tiles,
 )
 
-__all__ = ["add_lora", "attention", "attention_backward", "fused", "pack_signs"]
+__all__ = [
+    "add_lora",
+    "attention",
+    "attention_backward",
+    "fused",
+    "linear_cross_entropy",
+    "pack_signs",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -609,6 +609,37 @@ def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attrib
     return ", ".join(arguments)
 
 
+class LinearCrossEntropy(Operator):
+    """The loss of a frozen head, and where there is `dloss` the gradient of its input.
+
+    Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
+    `softcap` c · tanh(l / c), and never exist for all tokens.
+    """
+
+    name = "linear_cross_entropy"
+    inputs = (3, 5)
+    is_product = True
+    suffixes = ("dx",)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x = types[0]
+        loss = tensor(widened(x).dtype, x.shape[0])
+        trains = len(types) == 4 + bool(attributes["bias"])
+        return (loss, x) if trains else (loss,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        given = list(inputs)
+        bias = given.pop(2) if attributes["bias"] else "None"
+        trains = len(given) == 4
+        arguments = [*given, *([] if trains else ["None"]), bias]
+        arguments += [f"{name}={attributes[name]!r}" for name in ("scale", "softcap")]
+        called = f"K.linear_cross_entropy({', '.join(arguments)})"
+        return called if trains else f"{called}[0]"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * len(outputs) * inputs[0].elements * inputs[1].shape[0]
+
+
 OPERATORS: tuple[Operator, ...] = (
     Attention(),
     AttentionBackward(),
@@ -617,6 +648,7 @@ OPERATORS: tuple[Operator, ...] = (
     Experts(),
     LayerNorm(),
     LayerNormBackward(),
+    LinearCrossEntropy(),
     RmsNorm(),
     RmsNormBackward(),
     Rope(),

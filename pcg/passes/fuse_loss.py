@@ -1,0 +1,103 @@
+"""Fuse a frozen head with its loss: logits are made, used and dropped some tokens at a time.
+
+    z = x Wᵀ (+ b)                      dl = dloss (softmax(l) - onehot)
+    l = scale · z, or                   dz = the same factors back
+    l = cap · tanh(z · scale / cap)     dx = dz W
+    loss = -log softmax(l)[target]
+
+become one operator, `linear_cross_entropy`. A graph whose head has a bypass network, or does more
+to its logits, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pcg.ir.graph import Graph, Node
+
+
+def fuse_loss(graph: Graph) -> Graph:
+    """The epilogue with its loss, and gradient where it has one, in one operator."""
+    loss = next((node for node in graph.nodes if node.op == "cross_entropy"), None)
+    if loss is None:
+        return graph
+    logits, targets = loss.inputs
+    *factors, head = _chain(graph, logits, ("mul", "div", "tanh"))
+    shape = _scale_and_cap(list(reversed(factors)))
+    if head.op != "linear" or shape is None or not _is_frozen(graph, head):
+        return graph
+    inputs, outputs = [*head.inputs, targets], [loss.output]
+    back = next((n for n in graph.nodes if n.op == "cross_entropy_backward"), None)
+    if back is not None:
+        last = _linear_backward(graph, back, logits, head)
+        if last is None:
+            return graph
+        inputs.append(back.inputs[0])
+        outputs.append(last.output)
+    attributes = {
+        "bias": len(head.inputs) == 3,
+        "scale": shape[0],
+        "softcap": shape[1],
+    }
+    fused = Node(
+        "linear_cross_entropy",
+        tuple(inputs),
+        tuple(outputs),
+        tuple(sorted(attributes.items())),
+        head.scope,
+    )
+    made = {value.name for value in outputs}
+    kept = [node for node in graph.nodes if node.name not in made]
+    # At the head's place, whose inputs are all there; what only the old ones read is dead.
+    nodes = [new for node in kept for new in ((fused, node) if node is head else (node,))]
+    return graph.replace(nodes=tuple(nodes)).without_dead_code()
+
+
+def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]:
+    """The nodes that a value comes from, back through unary ones to the first of another kind."""
+    while True:
+        node = graph.producers[value]
+        yield node
+        if node.op not in through or len(node.inputs) != 1:
+            return
+        value = node.inputs[0]
+
+
+def _scale_and_cap(factors: list[Node]) -> tuple[float, float] | None:
+    """Of logits that some operators make of the head's outputs; None where it is something else."""
+    before, after, tanhs = 1.0, 1.0, 0
+    for node in factors:
+        if node.op == "tanh":
+            tanhs += 1
+            continue
+        scalar = float(node.attribute("scalar"))  # type: ignore[arg-type]
+        if node.get("reversed"):
+            return None
+        factor = scalar if node.op == "mul" else 1.0 / scalar
+        if tanhs:
+            after *= factor
+        else:
+            before *= factor
+    if not tanhs:
+        return before, 0.0
+    return (before * after, after) if tanhs == 1 else None
+
+
+def _is_frozen(graph: Graph, head: Node) -> bool:
+    found = [graph.parameters_by_name.get(name) for name in head.inputs[1:]]
+    return all(parameter is not None and parameter.role != "adapter" for parameter in found)
+
+
+def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node | None:
+    """Where the head's input gets its gradient, from the loss alone; None where it is not so."""
+    if back.inputs[1] != logits:
+        return None
+    for node in graph.nodes:
+        if node.op == "linear_backward" and node.inputs[1] == head.inputs[1]:
+            value = node.inputs[0]
+            while (made := graph.producers.get(value)) is not None and made is not back:
+                if made.op not in ("mul", "div", "tanh_backward"):
+                    return None
+                value = made.inputs[0]
+            return node if made is back else None
+    return None
