@@ -11,7 +11,9 @@ from pcg.ir.program import ModelGraph, TrainingGraph
 
 _EMITTERS = {
     "torch": Emitter(torch_emitter.emit_function, torch_emitter.emit_module),
-    "triton": Emitter(triton_emitter.emit_function, triton_emitter.emit_module),
+    "triton": Emitter(
+        triton_emitter.emit_function, triton_emitter.emit_module, triton_emitter.SAMPLING
+    ),
 }
 
 

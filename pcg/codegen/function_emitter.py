@@ -47,10 +47,12 @@ class Emitter:
     Attributes:
         emit_function: one function; see below.
         emit_module: a Python file of emitted functions, by its title and a note.
+        sampling: functions that choose tokens; the runtime's own choose where there are none.
     """
 
     emit_function: Callable[..., str]
     emit_module: Callable[[str, str, Sequence[str]], str]
+    sampling: Sequence[str] = ()
 
 
 def emit_function(

@@ -28,6 +28,17 @@ import triton.language as tl
 
 from pcg.codegen.kernels import triton_ops as K
 '''
+SAMPLING = (
+    '''def greedy(logits):
+    """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
+    return K.greedy(logits)
+''',
+    '''def draw(logits, temperatures, uniform):
+    """A token of each row at its own number, and whether one could be drawn."""
+    return K.draw(logits, temperatures, uniform)
+''',
+)
+"""How a serving program chooses tokens."""
 _MOST_NAMED = 3
 """Operators that a kernel's name says."""
 

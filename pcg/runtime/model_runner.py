@@ -20,6 +20,7 @@ from pcg.parallel.token_parts import chosen_rows, rows_of_rank
 from pcg.runtime.adapter_batch import Bound
 from pcg.runtime.base_weights import BaseWeights
 from pcg.runtime.batch import Batch
+from pcg.runtime.sampling import Drawing
 from pcg.runtime.split_execution import Asking, alone
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -134,6 +135,12 @@ class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
     Over ranks all of them run the same batches, and have the same logits.
+
+    Attributes:
+        model: that runs.
+        ranks: that run it.
+        weights: as it reads them.
+        drawing: kernels that choose tokens; None where the program has none.
     """
 
     def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
@@ -141,6 +148,8 @@ class ModelRunner:
         self.ranks = ranks
         self.weights = lay_out(serving.model, weights)
         self._functions = load_functions(serving.source, "serving")
+        greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
+        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._parts_tokens = parts_tokens(serving.model)

@@ -18,7 +18,9 @@ Source: transformers `generation/logits_process.py`, which the tests compare aga
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from pcg.errors import GenerationError
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.stopping import StopChecker
 
-__all__ = ["SamplingParams", "StopChecker", "make_generator", "probabilities", "sample"]
+__all__ = ["Drawing", "SamplingParams", "StopChecker", "make_generator", "probabilities", "sample"]
 
 
 def make_generator(seed: int | None = None) -> torch.Generator:
@@ -40,21 +42,37 @@ def make_generator(seed: int | None = None) -> torch.Generator:
     return generator
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How a device chooses tokens, where its program has kernels for it.
+
+    Attributes:
+        greedy: each row's most likely token, [R, V] to [R]; of equal ones the first.
+        draw: tokens [R] of logits [R, V] at temperatures [R] and numbers u [R], and whether each
+            could be drawn, [R].
+    """
+
+    greedy: Callable[[Tensor], Tensor]
+    draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None] | None = None,
     history: Sequence[Sequence[int]] | None = None,
+    drawing: Drawing | None = None,
 ) -> Tensor:
     """Choose the next token of every row.
 
     Args:
-        logits: [R, V], fp32, of each row's last position. Not changed.
+        logits: [R, V], of each row's last position. Not changed.
         params: one a row.
         generators: one a row, on the CPU; None where the row is greedy. A sampled row's generator
             advances by one number.
         history: one a row, the tokens of its prompt and output so far; read only for rows with a
             repetition penalty.
+        drawing: kernels of the device; PyTorch's operators by default.
     Returns:
         [R], int64, on the device of `logits`.
     Raises:
@@ -64,15 +82,16 @@ def sample(
     _check_rows(logits, params, generators, history)
     logits = _penalize(logits, params, history)
     rows = [row for row, p in enumerate(params) if not p.greedy]
+    greedy = _PYTORCH.greedy if drawing is None else drawing.greedy
     if not rows:
-        return logits.argmax(dim=-1)
+        return greedy(logits)
     sampled_params = [params[row] for row in rows]
     every_row = len(rows) == len(params)
     sampled_SV = _filter(logits if every_row else logits[rows], sampled_params)
-    drawn_S = _draw(sampled_SV, rows, generators)
+    drawn_S = _draw(sampled_SV, rows, generators, drawing or _PYTORCH)
     if every_row:
         return drawn_S
-    tokens = logits.argmax(dim=-1)
+    tokens = greedy(logits)
     tokens[rows] = drawn_S
     return tokens
 
@@ -100,7 +119,7 @@ def _penalize(
     if not rows:
         return logits
     assert history is not None  # _check_rows
-    logits = logits.clone()
+    logits = logits.float().clone()
     vocab = logits.shape[-1]
     for row in rows:
         seen = sorted({token for token in history[row] if 0 <= token < vocab})
@@ -151,27 +170,40 @@ def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _draw(
-    logits_SV: Tensor, rows: Sequence[int], generators: Sequence[torch.Generator | None] | None
+    logits_SV: Tensor,
+    rows: Sequence[int],
+    generators: Sequence[torch.Generator | None] | None,
+    drawing: Drawing,
 ) -> Tensor:
     """Invert each row's cumulative distribution at one uniform number. Returns [S] int64."""
     assert generators is not None  # _check_rows
     uniform = torch.tensor(
         [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows],
         dtype=torch.float64,
-    )
-    # fp64: over a large vocabulary fp32 loses the tokens whose probability is below its rounding.
-    cumulative_SV = logits_SV.softmax(dim=-1).double().cumsum(dim=-1)
-    total_S1 = cumulative_SV[:, -1:]
-    bad = (~total_S1.isfinite()).flatten().nonzero().flatten().tolist()
+    ).to(logits_SV.device)
+    # Filters have divided by the temperatures.
+    drawn_S, are_drawn_S = drawing.draw(logits_SV, torch.ones_like(logits_SV[:, 0]), uniform)
+    bad = (~are_drawn_S).nonzero().flatten().tolist()
     if bad:
         raise GenerationError(
             f"the logits of row {rows[bad[0]]} hold NaN or no finite number, so no token can be "
             "drawn; check the adapter's weights and the dtype of the run"
         )
-    point_S1 = uniform.to(logits_SV.device)[:, None] * total_S1
-    drawn_S = torch.searchsorted(cumulative_SV, point_S1, right=True).squeeze(1)
+    return drawn_S
+
+
+def _invert(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`Drawing.draw` by PyTorch's operators."""
+    # fp64: over a large vocabulary fp32 loses the tokens whose probability is below its rounding.
+    cumulative = (logits / temperatures[:, None]).softmax(dim=-1).double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).squeeze(1)
     # Rounding can put the point on the total itself, past the last token that has a probability.
-    return torch.where(drawn_S < logits_SV.shape[-1], drawn_S, logits_SV.argmax(dim=-1))
+    drawn = torch.where(drawn < logits.shape[-1], drawn, logits.argmax(dim=-1))
+    return drawn, total.isfinite().squeeze(1)
+
+
+_PYTORCH = Drawing(partial(torch.argmax, dim=-1), _invert)
 
 
 def _check_rows(

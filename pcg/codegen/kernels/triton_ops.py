@@ -21,6 +21,7 @@ from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entr
 from pcg.codegen.kernels.templates.paged_attention import HEAD_SIZES, paged_attention
 from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
 from pcg.codegen.kernels.templates.rank_rows import RankRows, rank_rows
+from pcg.codegen.kernels.templates.sampling import draw, greedy
 from pcg.codegen.kernels.templates.sign_bits import pack_signs
 from pcg.codegen.kernels.templates.token_tiles import (
     DECODE_BLOCK,
@@ -33,7 +34,9 @@ __all__ = [
     "add_lora",
     "attention",
     "attention_backward",
+    "draw",
     "fused",
+    "greedy",
     "linear_cross_entropy",
     "pack_signs",
 ]

@@ -134,7 +134,8 @@ class ProgramDevice:
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
             history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        found = sample(logits.float(), params, [s.sampler for s in sequences], history)
+        samplers = [sequence.sampler for sequence in sequences]
+        found = sample(logits, params, samplers, history, self._runner.drawing)
         yield from zip(served.ready, of_first(self._runner.ranks, found).tolist(), strict=True)
 
     def back(self, unit: Backward) -> None:
