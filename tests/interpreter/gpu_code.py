@@ -128,7 +128,7 @@ def _function(kernel: Kernel, path: Path) -> object:
 
 def _jitted(module: object, name: str) -> object:
     found = getattr(module, name)
-    return getattr(found, "kernel", found)  # emitted ones carry their launch
+    return getattr(found, "kernel", None) or found  # emitted ones carry their launch
 
 
 def _code(kernel: Kernel, function: object, architecture: int) -> Code:

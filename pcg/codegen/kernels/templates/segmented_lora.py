@@ -60,65 +60,54 @@ PREFILL_PARTS = 8
 PREFILL_PROGRAMS = 256
 """Programs that prefill's shrink is cut into parts for: two for each SM of an H200 (132)."""
 
+COUNTS = ["slices", "slots", "places"]
+"""Arguments of any value: kernels are not compiled anew for those that 16 divides, or for 1."""
+
 
 # ------------------------------------------------------------------------------------- shrink
 
 
 @triton.jit
 def shrink_width(
-    x, stride, order, memory, rows, columns, s,
-    j, slot, first_place, count, first_rank, rank, low, high, most_rank, scale,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s, most_rank,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """s for BLOCK_M places and BLOCK_R ranks, summed over the columns low to high.
+    """s for some places and ranks, summed over the columns low to high.
 
     Args:
         x: first token.
-        stride: elements from a token to the next.
-        order: of the tokens.
+        token: first element in x of each place's, [M].
+        place: [M].
+        taken: whether there is one, [M].
+        start: of the slice, in x.
+        size: of the slice.
         memory: of the rows.
-        rows: first element of the matrix's row 0.
-        columns: start and size of the slice.
-        s: of the part, slice and place 0.
-        j: slice.
-        slot: of the tile.
-        first_place: of the tile.
-        count: places of the tile.
-        first_rank: of the program.
+        row: first element of each row, [R].
+        k: rank of each row, [R].
         rank: of the matrix.
         low: first column.
         high: end of the columns.
-        most_rank: elements of s from a place to the next.
         scale: of s.
-        BLOCK_M: places.
-        BLOCK_R: ranks.
+        s: of the part, slice and place 0.
+        most_rank: elements of s from a place to the next.
         BLOCK_K: columns of a step.
     """
-    m = tl.arange(0, BLOCK_M)
-    taken = m < count
-    token = tl.load(order + first_place + m, taken, 0)
-    token = tl.multiple_of(token.to(tl.int64) * stride, [8])
-    k = first_rank + tl.arange(0, BLOCK_R)
-    kept = k < rank
-    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
-    row = tl.multiple_of(tl.load(rows + k, kept, 0), [of_16_bytes])
-    start = tl.multiple_of(tl.load(columns), 8)
-    size = tl.multiple_of(tl.load(columns + 1), 8)
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    kept = (k < rank)[:, None]
+    total = tl.zeros((token.shape[0], k.shape[0]), tl.float32)
     for first in range(low, high, BLOCK_K):
         i = first + tl.arange(0, BLOCK_K)
         inside = (i < size)[None, :]
         own = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
-        a = tl.load(memory + row[:, None] + i[None, :], kept[:, None] & inside, 0.0)
+        a = tl.load(memory + row[:, None] + i[None, :], kept & inside, 0.0)
         if own.dtype == a.dtype:
             total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
         else:
             total = wide_product(own, tl.trans(a), total)
-    at = (first_place + m)[:, None] * most_rank + k[None, :]
+    at = place[:, None] * most_rank + k[None, :]
     tl.store(s + at, total * scale, taken[:, None] & (k < most_rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def shrink_kernel(
     x, stride, order, tiles, memory, rows, ranks, columns, scales, s,
     slices, slots, places, most_rank, part_columns,
@@ -130,45 +119,58 @@ def shrink_kernel(
     part = tl.program_id(1)
     j = tl.program_id(2) % slices
     first_rank = tl.program_id(2) // slices * BLOCK_R
+    slot = tl.load(tile)
+    first_place = tl.load(tile + 1)
     count = tl.load(tile + 2)
     if count == 0:
         return
-    slot = tl.load(tile)
+    # All that depends on the tile alone, before anything is asked of it: one wait for the memory.
     matrix = j * slots + slot
     rank = tl.load(ranks + matrix)
-    if first_rank >= rank:
-        return
     scale = 1.0
     if HAS_SCALES:
         scale = tl.load(scales + matrix)
-    first_place = tl.load(tile + 1)
-    columns += 2 * j
+    start = tl.multiple_of(tl.load(columns + 2 * j), 8)
+    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
+    m = tl.arange(0, BLOCK_M)
+    place = first_place + m
+    taken = m < count
+    token = tl.load(order + place, taken, 0).to(tl.int64) * stride
+    token = tl.multiple_of(token, [8])
     rows += matrix * most_rank
+    k = first_rank + tl.arange(0, 16)
+    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
+    row = tl.multiple_of(tl.load(rows + k), [of_16_bytes])
+    if first_rank >= rank:
+        return
     s += (part * slices + j) * places * most_rank
     low = part * part_columns
-    high = tl.minimum(low + part_columns, tl.load(columns + 1))
+    high = tl.minimum(low + part_columns, size)
     width = tl.minimum(rank - first_rank, BLOCK_R)
     if width <= 16:
         shrink_width(
-            x, stride, order, memory, rows, columns, s,
-            j, slot, first_place, count, first_rank, rank, low, high, most_rank, scale,
-            BLOCK_M, 16, BLOCK_K,
+            x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s,
+            most_rank, BLOCK_K,
         )  # fmt: skip
     if BLOCK_R >= 32:
         is_middle = (width > 16) & (width <= 32)
         if is_middle:
+            middle = first_rank + tl.arange(0, 32)
+            of_middle = tl.load(rows + middle, middle < most_rank, 0)
+            of_middle = tl.multiple_of(of_middle, [of_16_bytes])
             shrink_width(
-                x, stride, order, memory, rows, columns, s,
-                j, slot, first_place, count, first_rank, rank, low, high, most_rank, scale,
-                BLOCK_M, 32, BLOCK_K,
+                x, token, place, taken, start, size, memory, of_middle, middle, rank, low, high,
+                scale, s, most_rank, BLOCK_K,
             )  # fmt: skip
     if BLOCK_R == 64:
         is_widest = width > 32
         if is_widest:
+            widest = first_rank + tl.arange(0, 64)
+            of_widest = tl.load(rows + widest, widest < most_rank, 0)
+            of_widest = tl.multiple_of(of_widest, [of_16_bytes])
             shrink_width(
-                x, stride, order, memory, rows, columns, s,
-                j, slot, first_place, count, first_rank, rank, low, high, most_rank, scale,
-                BLOCK_M, 64, BLOCK_K,
+                x, token, place, taken, start, size, memory, of_widest, widest, rank, low, high,
+                scale, s, most_rank, BLOCK_K,
             )  # fmt: skip
 
 
@@ -225,6 +227,39 @@ def shrink(
 
 
 @triton.jit
+def expand_matrix(
+    total, memory, rows, row, rank, n, inside, s, at, part_stride, taken, scale, most_rank,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """total + scale · Bᵀ sᵀ of one matrix, [N, M].
+
+    Args:
+        total: [N, M].
+        memory: of the rows.
+        rows: first element of the matrix's row 0.
+        row: first element of the first 16 rows, [16].
+        rank: of the matrix.
+        n: columns, [N].
+        inside: which there are, [1, N].
+        s: of part 0.
+        at: element of s of each place's rank 0, [1, M].
+        part_stride: elements from a part to the next.
+        taken: which places there are, [1, M].
+        scale: of s.
+        most_rank: rows that the table takes.
+        PARTS: of s.
+    """
+    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
+    for first_rank in range(0, rank, 16):
+        k = first_rank + tl.arange(0, 16)
+        b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside, 0.0)
+        part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
+        row = tl.multiple_of(tl.load(rows + k + 16, k + 16 < most_rank, 0), [of_16_bytes])
+        total = wide_product(tl.trans(b), part * scale, total)
+    return total
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def expand_kernel(
     y, stride, order, tiles, memory, rows, ranks, columns, scales, s,
     slices, slots, places, most_rank,
@@ -236,52 +271,60 @@ def expand_kernel(
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
     """
     tile = tiles + 3 * tl.program_id(0)
-    first_slice = tl.program_id(2) * SUMMED
-    count = tl.load(tile + 2)
-    if count == 0:
-        return
-    size = tl.multiple_of(tl.load(columns + 2 * first_slice + 1), 8)
-    first = tl.program_id(1) * BLOCK_N
-    if first >= size:
-        return
+    j = tl.program_id(2) * SUMMED
     slot = tl.load(tile)
-    if SUMMED == 1:
-        only_rank = tl.load(ranks + first_slice * slots + slot)
-        if only_rank == 0:
-            return
-    m = tl.arange(0, BLOCK_M)
-    taken = (m < count)[None, :]
-    place = tl.load(tile + 1) + m
-    n = first + tl.arange(0, BLOCK_N)
-    inside = (n < size)[:, None]
-    part_stride = slices * places * most_rank
+    first_place = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
+    first = tl.program_id(1) * BLOCK_N
+    if (count == 0) | (first >= size):
+        return
+    # As in shrink, before anything is asked of it.
+    matrix = j * slots + slot
+    rank = tl.load(ranks + matrix)
     of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
+    row = tl.load(rows + matrix * most_rank + tl.arange(0, 16))
+    row = tl.multiple_of(row, [of_16_bytes])
+    scale = 1.0
+    if HAS_SCALES:
+        scale = tl.load(scales + matrix)
+    m = tl.arange(0, BLOCK_M)
+    place = first_place + m
+    taken = (m < count)[None, :]
     token = tl.load(order + place, m < count, 0)
     token = tl.multiple_of(token.to(tl.int64) * stride, [8])
-    start = tl.multiple_of(tl.load(columns + 2 * first_slice), 8)
+    if SUMMED == 1:
+        is_absent = rank == 0
+        if is_absent:
+            return
+    start = tl.multiple_of(tl.load(columns + 2 * j), 8)
+    n = first + tl.arange(0, BLOCK_N)
+    inside = n < size
     y += token[None, :] + (start + n)[:, None]
     if BLOCK_M == 16:  # under way while the product waits; in prefill it would cost registers
-        before = tl.load(y, inside & taken, 0.0)
+        before = tl.load(y, inside[:, None] & taken, 0.0)
+    part_stride = slices * places * most_rank
+    at = (j * places + place)[None, :] * most_rank
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for j in range(first_slice, first_slice + SUMMED):
-        matrix = j * slots + slot
+    total = expand_matrix(
+        total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
+        s, at, part_stride, taken, scale, most_rank, PARTS,
+    )  # fmt: skip
+    for _ in range(1, SUMMED):
+        matrix += slots
+        at += places * most_rank
         rank = tl.load(ranks + matrix)
-        scale = 1.0
+        row = tl.load(rows + matrix * most_rank + tl.arange(0, 16))
+        row = tl.multiple_of(row, [of_16_bytes])
         if HAS_SCALES:
             scale = tl.load(scales + matrix)
-        own = rows + matrix * most_rank
-        of_place = (j * places + place)[None, :] * most_rank
-        for first_rank in range(0, rank, 16):
-            k = first_rank + tl.arange(0, 16)
-            kept = k < rank
-            row = tl.multiple_of(tl.load(own + k, kept, 0), [of_16_bytes])
-            b = tl.load(memory + row[:, None] + n[None, :], kept[:, None] & (n < size)[None, :], 0)
-            at = of_place + k[:, None]
-            part = sum_of_parts(s, at, part_stride, taken, PARTS)
-            total = wide_product(tl.trans(b), part * scale, total)
+        total = expand_matrix(
+            total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
+            s, at, part_stride, taken, scale, most_rank, PARTS,
+        )  # fmt: skip
     if BLOCK_M != 16:
-        before = tl.load(y, inside & taken, 0.0)
-    tl.store(y, (before.to(tl.float32) + total).to(before.dtype), inside & taken)
+        before = tl.load(y, inside[:, None] & taken, 0.0)
+    tl.store(y, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
 
 
 def expand_add(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pcg.codegen.kernels.templates.rank_rows import RankRows
 from pcg.codegen.kernels.templates.segmented_lora import (
+    COUNTS,
     check_partial_sums,
     check_tokens,
     expand_add,
@@ -46,7 +47,7 @@ def shrink_backward(dx: Tensor, ds: Tensor, a: RankRows, tiles: TokenTiles) -> T
     return expand_add(dx, ds, a, tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["segments"])
 def outer_kernel(
     x, stride, order, segments, s, memory, rows, ranks, columns, scales,
     slices, slots, places, most_rank,
