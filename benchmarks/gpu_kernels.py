@@ -281,7 +281,9 @@ def _attention_peers(q: Any, k: Any, v: Any, scale: float) -> dict[str, Callable
     mask = None
     if is_causal:
         length = q.shape[2]
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
+        mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, length, length, device=str(q.device)
+        )
     options = {"scale": scale, "enable_gqa": True}
     return {
         "SDPA": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options),

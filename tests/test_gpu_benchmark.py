@@ -210,7 +210,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"HIDDEN": 64, "VOCABULARY": 200, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16}
     for name, value in sizes.items():
         monkeypatch.setattr(gpu_kernels, name, value)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**21)
@@ -234,6 +234,34 @@ def test_cases_of_kernels() -> None:
         assert set(row.peers_us.values()) == {10.0}
         assert row.bytes
         assert not row.note
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
+def test_case_of_lora(popularity: str) -> None:
+    pytest.importorskip("pcg.codegen.kernels.templates.segmented_lora")
+    row = gpu_kernels._lora(bench(), popularity, 5)
+    assert set(row.peers_us) == {"torch loop", "gather-bmm"}
+    assert not row.note
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("batch", "tokens", "keys"), [(2, 1, 48), (1, 32, 32)])
+def test_case_of_attention(batch: int, tokens: int, keys: int) -> None:
+    pytest.importorskip("pcg.codegen.kernels.templates.paged_attention")
+    row = gpu_kernels._attention(bench(), batch, tokens, keys)
+    assert set(row.peers_us) == {"SDPA", "FlexAttention"}
+    assert not row.note
+
+
+def test_targets_of_lora() -> None:
+    times = {("identical", 64): 11.0, ("identical", 1): 10.0}
+    row = bench().row("lora", "", 10.0, Work(8 * 10**6))
+    assert gpu_kernels._lora_aimed(bench(), row, "distinct", 64, times).met
+    identical = gpu_kernels._lora_aimed(bench(), row, "identical", 1, times)
+    assert (identical.reached, identical.met) == (pytest.approx(1.1), True)
+    assert gpu_kernels._lora_aimed(bench(), row, "skewed", 64, times).met is None
 
 
 def test_cases_of_groups() -> None:
