@@ -1,0 +1,235 @@
+"""A case of the GPU benchmark: what it gives, and how it is timed.
+
+Times are medians between CUDA events. Before each the L2 cache is overwritten, which also gives the
+host time to launch what comes, so that small kernels are not measured by their launches. What a
+decode step runs is replayed from a CUDA graph, ours and the peers' alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from time import monotonic
+from typing import Any, Protocol, TypeAlias
+
+from gpu_work import Ceilings, Work
+
+FLUSH_BYTES = 256 * 2**20
+"""Five times the L2 cache of an H200."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        case: its name.
+        setting: of the case.
+        ours_us: our time; None where there is none, and `note` says why.
+        peers_us: others' times in the same run, by name.
+        floor_us: what bytes and FLOPs take at the ceilings; None where none is counted.
+        bytes: counted.
+        flops: counted.
+        target: what the issue asks, in words; empty for nothing.
+        ours_bytes: peak memory of ours; 0 where it is not asked for.
+        peers_bytes: of the peers, by name.
+        reached: the number that the target is about.
+        met: whether it is.
+        note: what else there is to say.
+        failed: whether it could not be measured.
+    """
+
+    case: str
+    setting: str
+    ours_us: float | None = None
+    peers_us: Mapping[str, float] = field(default_factory=dict)
+    floor_us: float | None = None
+    bytes: int = 0
+    flops: int = 0
+    target: str = ""
+    reached: float | None = None
+    met: bool | None = None
+    ours_bytes: int = 0
+    peers_bytes: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+    failed: bool = False
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling that our time reaches."""
+        return None if not (self.ours_us and self.floor_us) else self.floor_us / self.ours_us
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Row:
+        return cls(**{key: value for key, value in fields.items() if key != "share"})
+
+    @classmethod
+    def failure(cls, case: str, setting: str, why: str) -> Row:
+        return cls(case, setting, note=why, failed=True)
+
+
+class Timer(Protocol):
+    """What times a call on the device."""
+
+    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+        """The median over repeats, after a warm-up, in microseconds.
+
+        Args:
+            run: what is timed; the same work at every call.
+            captured: whether it is recorded in a CUDA graph once, and that is what is timed.
+        """
+
+
+class CudaTimer:
+    """Times between CUDA events, the L2 cache cold.
+
+    Args:
+        seconds: to spend on the repeats of one call, about.
+        most: repeats.
+    """
+
+    def __init__(self, seconds: float, most: int) -> None:
+        import torch
+
+        self._seconds, self._most = seconds, most
+        self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+        run()  # compiles
+        if captured:
+            run = self._graph(run)
+        once_us = self._times(run, 2)[-1]
+        return statistics.median(self._times(run, self.repeats(once_us)))
+
+    def repeats(self, once_us: float) -> int:
+        """How often to run what takes so long: three times at least."""
+        return max(3, min(self._most, int(1e6 * self._seconds / max(once_us, 1.0))))
+
+    def _times(self, run: Callable[[], object], repeats: int) -> list[float]:
+        import torch
+
+        pairs = []
+        for _ in range(repeats):
+            self._flushed.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+
+    @staticmethod
+    def _graph(run: Callable[[], object]) -> Callable[[], object]:
+        import torch
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # outside of the capture, so that libraries make their workspaces
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a case is given.
+
+    Attributes:
+        timer: of calls on the device.
+        ceilings: measured before.
+        quick: whether to take few settings.
+        until: of `monotonic`: settings that would begin later are left out.
+        device: of all tensors.
+    """
+
+    timer: Timer
+    ceilings: Ceilings
+    quick: bool = False
+    until: float = float("inf")
+    device: str = "cuda"
+
+    def has_time(self) -> bool:
+        return monotonic() < self.until
+
+    def peers_us(
+        self, peers: Mapping[str, Callable[[], object]], captured: bool = False
+    ) -> tuple[dict[str, float], str]:
+        """Times of the peers by name, and what went wrong with those that have none."""
+        times, wrong = {}, []
+        for name, run in peers.items():
+            try:
+                times[name] = self.timer.median_us(run, captured)
+            except Exception as error:  # of theirs: ours is measured all the same
+                wrong.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
+        return times, "; ".join(wrong)
+
+    def row(self, case: str, setting: str, ours_us: float, work: Work, **more: Any) -> Row:
+        """A row with its floor; `more` are further fields."""
+        floor = self.ceilings.floor_us(work)
+        return Row(
+            case, setting, ours_us, more.pop("peers_us", {}), floor, work.bytes, work.flops, **more
+        )
+
+    def aimed(self, row: Row, target: str, least: float) -> Row:
+        """A row whose share of the ceiling has to be so much."""
+        assert row.share is not None
+        return replace(row, target=target, reached=row.share, met=row.share >= least)
+
+
+Setting: TypeAlias = tuple[str, Callable[[], Row]]
+"""What is measured, in words, and what measures it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows that belong together, measured in a process of their own.
+
+    Attributes:
+        name: of it, as `--only` takes it.
+        seconds: that it may take, start and compilation included.
+        settings: of the case; the most important ones first, for time may run out.
+    """
+
+    name: str
+    seconds: float
+    settings: Callable[[Bench], Iterable[Setting]]
+
+
+def measured(bench: Bench, case: Case) -> Iterator[Row]:
+    """A row for each setting of a case; where one cannot be measured, it says why."""
+    try:
+        settings = iter(case.settings(bench))
+    except Exception as error:
+        yield Row.failure(case.name, "all", _said(error))
+        return
+    while True:
+        try:
+            setting, measure = next(settings)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield Row.failure(case.name, "the rest", _said(error))
+            return
+        if not bench.has_time():
+            yield Row.failure(case.name, setting, f"the case's {case.seconds:.0f} s were over")
+            continue
+        try:
+            yield measure()
+        except Exception as error:  # of whatever library: the other settings go on
+            yield Row.failure(case.name, setting, _said(error))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,156 @@
+"""Kernels on a device, against fp64: `TRITON_INTERPRET=0 pytest -m gpu`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pcg.compiler as compiler
+from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
+from pcg.codegen.kernels.templates.sampling import draw, greedy
+from pcg.codegen.kernels.templates.sign_bits import pack_signs, relu_backward_packed
+from pcg.runtime.data import Example
+from tests.families import oracle
+from tests.families.families import BY_NAME
+from tests.families.test_numbers import prompts
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_kernels
+from gpu_case import Bench
+from gpu_work import Ceilings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "0",
+        reason="kernels are interpreted in this process; set TRITON_INTERPRET=0",
+    ),
+]
+
+DEVICE = "cuda"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def check(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """To so much of the largest."""
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error <= tolerance, f"off by {float(error):.1e} of the largest"
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_linear_cross_entropy(dtype: torch.dtype, vocabulary: int, softcap: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, 256, device=DEVICE, dtype=dtype)
+    weight = (torch.randn(vocabulary, 256, device=DEVICE) / 8).to(dtype)
+    targets = torch.randint(vocabulary, (300,), device=DEVICE)
+    targets[::7] = -100
+    dloss = torch.rand(300, device=DEVICE) + 0.5
+    loss, dx = linear_cross_entropy(x, weight, targets, dloss, softcap=softcap, chunk=128)
+    leaf = x.double().requires_grad_()
+    logits = leaf @ weight.double().t()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    wanted = F.cross_entropy(logits, targets, reduction="none")
+    wanted.backward(dloss.double())
+    assert dx is not None
+    assert leaf.grad is not None
+    check(loss, wanted.detach(), TOLERANCE[dtype])
+    check(dx, leaf.grad, TOLERANCE[dtype])
+    assert not dx[::7].any()
+    again = linear_cross_entropy(x, weight, targets, dloss, softcap=softcap, chunk=128)
+    assert torch.equal(again[0], loss)  # sums are in a fixed order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sign_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    y, dy = torch.randn(2, 1000, 1384, device=DEVICE).to(dtype)
+    signs = pack_signs(y)
+    bits = (signs[..., None] >> torch.arange(8, device=DEVICE, dtype=torch.uint8)) & 1
+    assert torch.equal(bits.flatten(-2) == 1, y > 0)
+    assert torch.equal(relu_backward_packed(dy, signs), dy.masked_fill(y <= 0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [128_256, 50_257])
+def test_the_most_likely_token(dtype: torch.dtype, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(33, vocabulary, device=DEVICE).to(dtype)
+    first = torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits])
+    assert torch.equal(greedy(logits), first)
+
+
+@pytest.mark.parametrize("vocabulary", [128_256, 50_257])
+def test_drawn_tokens(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(64, vocabulary, device=DEVICE)
+    uniform = torch.rand(64, device=DEVICE, dtype=torch.float64)
+    temperatures = torch.linspace(0.3, 2, 64, device=DEVICE)
+    logits[5, 7] = float("nan")
+    tokens, are_drawn = draw(logits, temperatures, uniform)
+    assert are_drawn.tolist() == [row != 5 for row in range(64)]
+    p = torch.softmax(logits.double() / temperatures[:, None], -1)[are_drawn]
+    own = tokens[are_drawn, None]
+    after, at = p.cumsum(-1).gather(1, own)[:, 0], p.gather(1, own)[:, 0]
+    assert (at > 0).all()
+    assert (after - at <= uniform[are_drawn] + 1e-6).all()
+    assert (after >= uniform[are_drawn] - 1e-6).all()
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "opt", "gpt2"])
+def test_whole_programs(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    base = oracle.random_model(family.config(2))
+    wrapped = oracle.with_adapter(base, "all-linear", rank=4, excluded=family.excluded)
+    oracle.save(wrapped, tmp_path / "a")
+    executor = compiler.compile(
+        base, {"a": str(tmp_path / "a")}, backend="triton", device=torch.device(DEVICE)
+    )
+    sequences, adapters = prompts((13, 7, 9)), [None, "a", "a"]
+    found = executor.logits(sequences, adapters)
+    for logits, sequence, adapter in zip(found, sequences, adapters, strict=True):
+        expected = oracle.logits(base if adapter is None else wrapped, sequence)
+        assert oracle.relative_error(logits.cpu(), expected) < 1e-5
+    runner = executor.training_runner("a")
+    targets = sum(len(sequence) - 1 for sequence in sequences)
+    loss = runner.forward_backward([Example(s, s) for s in sequences], targets)
+    expected_loss, gradients = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for path, parameter in runner.parameters.items():
+        error = (parameter.grad.cpu() - gradients[path]).norm() / gradients[path].norm()
+        assert error < 1e-5, path
+
+
+class Untimed:
+    """Calls what it is given."""
+
+    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+        run()
+        return 1.0
+
+
+BENCH = Bench(Untimed(), Ceilings(1.0, 1.0), device=DEVICE)
+"""Cases of the benchmark compare with fp64 before they measure."""
+
+
+@pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_segmented_lora(popularity: str, batch: int) -> None:
+    gpu_kernels._lora(BENCH, popularity, batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys"), [(1, 1, 4096), (16, 1, 1008), (1, 1024, 1024), (4, 512, 512)]
+)
+def test_paged_attention(batch: int, tokens: int, keys: int) -> None:
+    gpu_kernels._attention(BENCH, batch, tokens, keys)
