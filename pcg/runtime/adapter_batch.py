@@ -99,8 +99,10 @@ class AdapterStacks:
                 self._shelves[width] = Shelf(self._sites, self._cutter)
             if self._shelves[width].admit(some):
                 self._have_moved()
-        first, places = (-1, 0), self._places
-        found = [first if one is None else places[id(one)] for one in adapters]
+        # Pairs are compared for each adapter, and for each sequence whole numbers: these are fast.
+        in_order = sorted(wanted, key=self._places.__getitem__)
+        turns = {key: turn for turn, key in enumerate(in_order)}
+        found = [-1 if one is None else turns[id(one)] for one in adapters]
         return sorted(range(len(adapters)), key=found.__getitem__)
 
     def _have_moved(self) -> None:

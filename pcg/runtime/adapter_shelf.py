@@ -37,13 +37,14 @@ class Shelf:
         Args:
             wanted: those that run, each once.
         """
-        taken = {self.places[id(one)] for one in wanted if id(one) in self.places}
+        found = [(one, self.places.get(id(one))) for one in wanted]
+        taken = {place for _, place in found if place is not None}
         free = (place for place in range(len(wanted)) if place not in taken)
-        moves = [(one, next(free)) for one in wanted if id(one) not in self.places]
+        moves = [(one, next(free)) for one, place in found if place is None]
         taken.update(place for _, place in moves)
         # A few that run without the others, as prompts may, are not worth a copy.
-        if 2 * len(taken) > max(taken) - min(taken) + 1:
-            far = (one for one in wanted if self.places.get(id(one), 0) >= len(wanted))
+        if len(wanted) <= max(taken) < 2 * len(taken) + min(taken) - 1:
+            far = (one for one, place in found if place is not None and place >= len(wanted))
             moves += zip(far, free, strict=True)
         if moves:
             self._move(moves)

@@ -120,7 +120,7 @@ class Batch:
         positions = places + (self._contexts - self._starts).repeat(self._lengths)
         self.positions = self._on_device(positions)
         if cache is not None:
-            self._first_rows = _column([_first_row(table) for table in tables])
+            self._first_rows = _column([table.run_row for table in tables])
             self.rows = self._on_device(self._cache_rows(positions))
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
@@ -232,11 +232,6 @@ Numbers: TypeAlias = NDArray[np.int64]
 
 def _column(numbers: Sequence[int]) -> Numbers:
     return np.array(numbers, dtype=np.int64)
-
-
-def _first_row(table: PageTable) -> int:
-    """Row of the first token where the pages are a run, else -1."""
-    return table.first_row if table.is_run else -1
 
 
 def _table(span: Span) -> PageTable:

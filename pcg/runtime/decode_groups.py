@@ -81,14 +81,18 @@ def decode_groups(
     sizes = [run.size for run in runs]
     tokens = torch.from_numpy(singles.tokens[order]).to(device).split(sizes)
     most = max(run.longest for run in runs)
-    shown = _windows(most, dtype, device)
+    line = torch.full((2 * most,), float("-inf"), dtype=dtype, device=device)
+    line[:most] = 0.0
     hides = torch.from_numpy(most - counts).to(device).split(sizes)
     groups: list[DecodeGroup] = []
     start = 0
     for run, own, hidden in zip(runs, tokens, hides, strict=True):
         longest, mask, gathered = run.longest, None, None
         if run.total < longest * run.size:
-            mask = shown[:, :longest].index_select(0, hidden).view(run.size, 1, 1, longest)
+            # Row i of these shows its first most - i places. They are windows of one line, and to
+            # copy them out of it is a tenth of the time of comparing places with counts.
+            windows = line.as_strided((most, longest), (1, 1))
+            mask = windows.index_select(0, hidden).view(run.size, 1, 1, longest)
         row = run.row
         if row < 0:
             part = order[start : start + run.size]
@@ -99,17 +103,6 @@ def decode_groups(
         groups.append(DecodeGroup(own, row, run.stride, longest, mask, gathered))
         start += run.size
     return groups
-
-
-def _windows(most: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[most, most]: row i shows its first most - i places, and hides the others.
-
-    The rows overlap: they are windows of one line of zeros and what hides behind them. To copy them
-    out of it is a tenth of the time of comparing places with counts.
-    """
-    line = torch.full((2 * most,), float("-inf"), dtype=dtype, device=device)
-    line[:most] = 0.0
-    return line.as_strided((most, most), (1, 1))
 
 
 class _Run(NamedTuple):

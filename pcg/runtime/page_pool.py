@@ -60,6 +60,11 @@ class PageTable:
         return (self.pages[0] if self.pages else self.spare_start) * PAGE_TOKENS
 
     @property
+    def run_row(self) -> int:
+        """Row of the first token where the pages are a run, else -1."""
+        return -1 if self._breaks else self.first_row
+
+    @property
     def capacity(self) -> int:
         """Tokens that the pages hold."""
         return len(self.pages) * PAGE_TOKENS

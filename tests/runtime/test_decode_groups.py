@@ -30,7 +30,7 @@ def test_each_sequence_sees_its_own_rows(random: st.DataObject, window: int) -> 
     pool, tables = random_tables(random)
     lengths = [random.draw(st.integers(1, table.capacity)) for table in tables]
     rows = pool.size * PAGE_TOKENS
-    first_rows = [table.first_row if table.is_run else -1 for table in tables]
+    first_rows = [table.run_row for table in tables]
     columns = (np.array(x, dtype=np.int64) for x in (range(len(tables)), first_rows, lengths))
     groups = decode_groups(Singles(*columns, tables), window, rows, torch.float64, CPU)
     assert sorted(i for group in groups for i in group.tokens.tolist()) == list(range(len(tables)))

@@ -294,7 +294,7 @@ class Engine:
         ended: list[tuple[Sequence, str]] = []
         for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
             sequence.cached += count
-            if sequence.pending:
+            if sequence.cached < sequence.length:
                 continue
             if sequence.first_token_s is None:
                 sequence.first_token_s = now

@@ -67,19 +67,19 @@ def test_operations_grow_with_the_requests(policy: type[Policy], pages: int) -> 
 
 def test_what_outlives_a_step_does_not_grow_with_its_requests() -> None:
     """Objects that stay from step to step have the garbage collector go through all there are."""
-    added = []
-    for running in (8, 64):
-        engine = make_engine(running, 10 * running)
-        for _ in range(3):
+    running = 64
+    engine = make_engine(running, 10 * running)
+    for _ in range(3):
+        engine.step()
+    gc.disable()
+    try:
+        gc.collect()  # Tuples of what is not collected leave the collector here.
+        before = len(gc.get_objects())
+        for _ in range(8):
             engine.step()
-        gc.disable()
-        try:
-            gc.collect()  # Tuples of what is not collected leave the collector here.
-            before = len(gc.get_objects())
-            for _ in range(8):
-                engine.step()
-            gc.collect()
-            added.append(len(gc.get_objects()) - before)
-        finally:
-            gc.enable()
-    assert added[1] <= added[0] + 8, added
+        gc.collect()
+        added = len(gc.get_objects()) - before
+    finally:
+        gc.enable()
+    # An object for each token would be 8 times as many as there are requests.
+    assert added < running
