@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Segments:
         tokens: those that are in the batched product, from start; None likewise.
         places: the row of each of these; None likewise.
         loose: index in the stacks, first token and end, from start, of each other segment.
+        known: what kernels make of them, kept for all layers.
     """
 
     start: int
@@ -42,6 +44,7 @@ class Segments:
     tokens: Tensor | None = None
     places: Tensor | None = None
     loose: tuple[tuple[int, int, int], ...] = ()
+    known: dict[object, Any] = field(default_factory=dict, compare=False)
 
     @property
     def is_batched(self) -> bool:

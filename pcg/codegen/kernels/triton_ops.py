@@ -6,6 +6,8 @@ Names, shapes and meanings are those of `torch_ops`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -20,8 +22,9 @@ from pcg.codegen.kernels.templates.cache_rows import CacheRows, append
 from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
 from pcg.codegen.kernels.templates.paged_attention import HEAD_SIZES, paged_attention
 from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
-from pcg.codegen.kernels.templates.rank_rows import RankRows, rank_rows
+from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, rank_rows
 from pcg.codegen.kernels.templates.sampling import draw, greedy
+from pcg.codegen.kernels.templates.segmented_vectors import segmented_bias_add, segmented_scale
 from pcg.codegen.kernels.templates.sign_bits import pack_signs
 from pcg.codegen.kernels.templates.token_tiles import (
     DECODE_BLOCK,
@@ -34,11 +37,13 @@ __all__ = [
     "add_lora",
     "attention",
     "attention_backward",
+    "bias_add",
     "draw",
     "fused",
     "greedy",
     "linear_cross_entropy",
     "pack_signs",
+    "scale",
 ]
 
 
@@ -140,7 +145,7 @@ def add_lora(
     lora = a[0]
     if not hasattr(lora, "a_rows"):
         return torch_ops.add_lora(y, x, weight, a, b)
-    tiles = _tiles(lora.tokens, x.device)
+    tiles = _tiles(lora.tokens.known, lora.tokens.spans, x)
     down, up = _matrices(lora)
     # Not by their own names, which here are those of emitted programs.
     s = segmented_lora.shrink(x, down, tiles)
@@ -149,14 +154,14 @@ def add_lora(
     return y.split(sizes, -1) if len(sizes) > 1 else (y,)
 
 
-def _tiles(tokens: Any, device: torch.device) -> TokenTiles:
-    """The batch's tokens by adapter, made once for all sites."""
-    if "tiles" not in tokens.known:
-        adapters = len({slot for _, _, slot in tokens.spans})
-        count = sum(length for _, length, _ in tokens.spans)
+def _tiles(known: dict[Any, Any], spans: Sequence[tuple[int, int, int]], x: Tensor) -> TokenTiles:
+    """Tokens by adapter, made once for all sites: first token, tokens and slot of each span."""
+    if "tiles" not in known:
+        adapters = len({slot for _, _, slot in spans})
+        count = sum(length for _, length, _ in spans)
         block = DECODE_BLOCK if count <= DECODE_BLOCK * adapters else PREFILL_BLOCK
-        tokens.known["tiles"] = token_tiles(tokens.spans, block).to(device)
-    found: TokenTiles = tokens.known["tiles"]
+        known["tiles"] = token_tiles(spans, block).to(x.device)
+    found: TokenTiles = known["tiles"]
     return found
 
 
@@ -172,3 +177,45 @@ def _matrices(lora: Any) -> tuple[RankRows, RankRows]:
         )
     found: tuple[RankRows, RankRows] = lora.known["matrices"]
     return found
+
+
+# ------------------------------------------------------------------------------- vectors
+
+
+def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
+    """vector ⊙ (y - base) + base, each token by its own adapter's vector."""
+    if isinstance(vector, tuple):
+        return reduce(lambda scaled, one: scale(scaled, one, base), vector, y)
+    if not _is_stack(y, vector):
+        return torch_ops.scale(y, vector, base)
+    # What the base makes may be read elsewhere, too.
+    return segmented_scale(y.clone(), *_vectors(y, vector), base)
+
+
+def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
+    """y + bias, or y + (bias - base), each token with its own adapter's bias."""
+    if isinstance(bias, tuple):
+        return reduce(lambda total, one: bias_add(total, one, base), bias, y)
+    if not _is_stack(y, bias):
+        return torch_ops.bias_add(y, bias, base)
+    return segmented_bias_add(y, *_vectors(y, bias), base)
+
+
+def _is_stack(y: Tensor, vector: Any) -> bool:
+    """Whether a vector is a stack of adapters' own, with rows that kernels can read."""
+    segments = getattr(vector, "segments", None)
+    return segments is not None and y.dim() == 2 and not y.shape[1] % ALIGNMENT
+
+
+def _vectors(y: Tensor, vector: Any) -> tuple[RankRows, TokenTiles]:
+    """The stack's vectors as rows, and the tokens by their places in it."""
+    segments, (count, _, size) = vector.segments, vector.weight.shape
+    key = ("vectors", vector.present, size)
+    if key not in segments.known:
+        rows = (size * torch.arange(count, device=y.device)).view(1, count, 1)
+        ranks = torch.tensor([vector.present], dtype=torch.int32, device=y.device)
+        segments.known[key] = rank_rows(vector.weight.view(-1), rows, ranks, (0,), (size,))
+    starts = accumulate(segments.sizes[:-1], initial=segments.start)
+    spans = list(zip(starts, segments.sizes, range(count), strict=True))
+    rows = replace(segments.known[key], memory=vector.weight.view(-1))
+    return rows, _tiles(segments.known, spans, y)
