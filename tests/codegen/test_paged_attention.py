@@ -90,7 +90,7 @@ def test_any_batch_of_any_options(case: Case, shape: list[tuple[int, int]], seed
     check(case, shape, seed)
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("window", [0, 300, 700])
 def test_a_token_that_decodes_over_many_splits(window: int) -> None:
     check(Case(window=window, sinks=True, dtype=torch.bfloat16), [(1, 4 * SPLIT_KEYS + 100)])
 

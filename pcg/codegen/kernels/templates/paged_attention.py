@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.codegen.kernels.templates.attention_scores import LN2, LOG2E, LOWEST, bounded, places, seen
-from pcg.codegen.kernels.templates.attention_work import TILE_ROWS, AttentionWork
+from pcg.codegen.kernels.templates.attention_work import SPLIT_KEYS, TILE_ROWS, AttentionWork
 from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
 from pcg.errors import UnsupportedError
 
@@ -217,6 +217,14 @@ def attend_tiles(
 
 
 @triton.jit
+def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """Of a decoding token's splits, those that a window leaves work for: the first ones."""
+    if WINDOW > 0:
+        count = tl.minimum(count, tl.cdiv(tl.minimum(context + 1, WINDOW), SPLIT))
+    return count
+
+
+@triton.jit
 def attend_splits(
     q,
     keys,
@@ -251,18 +259,19 @@ def attend_splits(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """m, l and the sum of values of a decoding token's heads over one split of its keys."""
     item = tl.program_id(0)
     split = splits + item * COLUMNS
-    count = tl.load(split + 2)
-    if count == 0:
-        return
-    kv_head = tl.program_id(1)
     number = tl.load(split)
     which = tl.load(split + 1)
     start = tl.load(parts + number * COLUMNS)
     context = tl.load(parts + number * COLUMNS + 2)
+    count = used_splits(tl.load(split + 2), context, WINDOW, SPLIT)
+    if which >= count:
+        return
+    kv_head = tl.program_id(1)
 
     g = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = g < G
@@ -315,8 +324,10 @@ def reduce_splits(
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """out and lse of one head of a decoding token."""
     decode = decodes + tl.program_id(0) * COLUMNS
@@ -325,6 +336,7 @@ def reduce_splits(
         return
     head = tl.program_id(1)
     number = tl.load(decode)
+    count = used_splits(count, tl.load(parts + number * COLUMNS + 2), WINDOW, SPLIT)
     first_split = tl.load(decode + 1)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((), LOWEST, tl.float32)
@@ -379,7 +391,7 @@ def tile_blocks(size: int, dtype: torch.dtype) -> Blocks:
         dtype: of q; fp32 is multiplied without tensor cores.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
+        return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
     return Blocks(128, 64, 8, 3) if size <= 128 else Blocks(64, 32, 8, 3)
 
 
@@ -390,10 +402,9 @@ def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
     in flight while another is worked on; with four programs on a processor that hides the memory's
     latency.
     """
-    rows = 16 if group <= 16 else 32
     if dtype == torch.float32:
-        return Blocks(rows, 32, 4, 1)
-    return Blocks(rows, 64 if size <= 128 else 32, 4, 3)
+        return Blocks(16, 32 if size <= 128 else 16, 4, 1)
+    return Blocks(16 if group <= 16 else 32, 64 if size <= 128 else 32, 4, 3)
 
 
 def paged_attention(
@@ -458,13 +469,14 @@ def paged_attention(
         attend_splits[(count, keys.heads, triton.cdiv(sizes["G"], blocks.rows))](
             q, keys.base, values.base, totals, highest, sums, alibi, work.parts, work.pages,
             work.splits, *strides, **sizes, **options,
-            BLOCK_H=blocks.rows, BLOCK_N=blocks.keys,
+            BLOCK_H=blocks.rows, BLOCK_N=blocks.keys, SPLIT=SPLIT_KEYS,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         reduce_splits[(len(work.decodes), heads)](
             totals, highest, sums, out, lse, sinks, work.parts, work.decodes,
             H=heads, DV=values.size, BLOCK_DV=sizes["BLOCK_DV"], BLOCK_S=8,
-            COLUMNS=work.decodes.shape[1], SINKS=sinks is not None, LSE=keeps, num_warps=2,
+            COLUMNS=work.decodes.shape[1], WINDOW=window, SINKS=sinks is not None, LSE=keeps,
+            SPLIT=SPLIT_KEYS, num_warps=2,
         )  # fmt: skip
     return out, lse
 

@@ -434,7 +434,7 @@ def query_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
         architecture: 80 for sm_80 and so on.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
+        return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
     if size <= (128 if architecture >= 90 else 64):
         return Blocks(128, 64, 8, 3)
     return Blocks(64, 64 if size <= 128 else 32, 8, 3)
@@ -446,7 +446,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
     Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
+        return Blocks(32, 32, 4, 1) if size <= 64 else Blocks(16, 16, 8, 1)
     if size > 128:
         return Blocks(32, 32, 8, 2)
     if architecture < 90:
