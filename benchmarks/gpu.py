@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: benchmarks/gpu.py needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 1
-    timer = CudaTimer(seconds=0.1 if given.quick else 0.3, most=20 if given.quick else 100)
+    timer = CudaTimer(seconds=0.05 if given.quick else 0.15, most=20 if given.quick else 100)
     if given.case:
         name, *numbers = given.case
         bytes_per_s, flops_per_s, seconds = map(float, numbers)

@@ -2,7 +2,8 @@
 
 Times are medians between CUDA events. Before each the L2 cache is overwritten, which also gives the
 host time to launch what comes, so that small kernels are not measured by their launches. What a
-decode step runs is replayed from a CUDA graph, ours and the peers' alike.
+decode step runs is replayed from a CUDA graph, ours and the peers' alike, and what takes a few
+microseconds is in it several times, each with tensors of its own, as in a model's layers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Row:
         reached: the number that the target is about.
         met: whether it is.
         note: what else there is to say.
+        details: further numbers, for the file alone.
         failed: whether it could not be measured.
     """
 
@@ -53,6 +55,7 @@ class Row:
     ours_bytes: int = 0
     peers_bytes: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
     failed: bool = False
 
     @property
@@ -75,12 +78,13 @@ class Row:
 class Timer(Protocol):
     """What times a call on the device."""
 
-    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+    def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
         """The median over repeats, after a warm-up, in microseconds.
 
         Args:
             run: what is timed; the same work at every call.
             captured: whether it is recorded in a CUDA graph once, and that is what is timed.
+            times: that it does what the time is of.
         """
 
 
@@ -98,12 +102,12 @@ class CudaTimer:
         self._seconds, self._most = seconds, most
         self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+    def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
         run()  # compiles
         if captured:
             run = self._graph(run)
         once_us = self._times(run, 2)[-1]
-        return statistics.median(self._times(run, self.repeats(once_us)))
+        return statistics.median(self._times(run, self.repeats(once_us))) / times
 
     def repeats(self, once_us: float) -> int:
         """How often to run what takes so long: three times at least."""
@@ -160,16 +164,16 @@ class Bench:
         return monotonic() < self.until
 
     def peers_us(
-        self, peers: Mapping[str, Callable[[], object]], captured: bool = False
+        self, peers: Mapping[str, Callable[[], object]], captured: bool = False, times: int = 1
     ) -> tuple[dict[str, float], str]:
         """Times of the peers by name, and what went wrong with those that have none."""
-        times, wrong = {}, []
+        found, wrong = {}, []
         for name, run in peers.items():
             try:
-                times[name] = self.timer.median_us(run, captured)
+                found[name] = self.timer.median_us(run, captured, times)
             except Exception as error:  # of theirs: ours is measured all the same
                 wrong.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
-        return times, "; ".join(wrong)
+        return found, "; ".join(wrong)
 
     def row(self, case: str, setting: str, ours_us: float, work: Work, **more: Any) -> Row:
         """A row with its floor; `more` are further fields."""

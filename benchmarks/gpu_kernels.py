@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import gpu_work as work
@@ -120,7 +121,9 @@ def _signs(bench: Bench, packs: bool, shape: tuple[int, int] = (8192, 16384)) ->
 
 # --------------------------------------------------------------------------------- segmented LoRA
 
-BATCHES = (64, 32, 16, 8, 4, 2, 1)
+BATCHES = (64, 1, 32, 8, 16, 4, 2)
+LAYERS = 32
+"""Sites that are run one after the other, so that none finds its adapters in the L2 cache."""
 
 
 def slots_of(popularity: str, batch: int) -> list[int]:
@@ -159,51 +162,80 @@ def _lora_aimed(
 
 
 def _lora(bench: Bench, popularity: str, batch: int) -> Row:
-    import torch
-
-    from pcg.codegen.kernels.templates.rank_rows import rank_rows
-    from pcg.codegen.kernels.templates.segmented_lora import expand_add, shrink
-    from pcg.codegen.kernels.templates.token_tiles import DECODE_BLOCK, token_tiles
-
-    slots = slots_of(popularity, batch)
-    distinct = max(slots) + 1
-    x, y = _random(bench, batch, HIDDEN), _random(bench, batch, HIDDEN)
-    # Rows of A and of B, adapter by adapter, as pages of a pool hold them.
-    a, b = (
-        _random(bench, distinct, RANK, HIDDEN, scale=0.02),
-        _random(bench, distinct, RANK, HIDDEN, scale=0.02),
+    layers = [_LoraLayer(bench, popularity, batch) for _ in range(LAYERS)]
+    layers[0].check()
+    peers, wrong = bench.peers_us(
+        {
+            "torch loop": lambda: [layer.loop() for layer in layers],
+            "gather-bmm": lambda: [layer.gather() for layer in layers],
+        },
+        captured=True,
+        times=LAYERS,
     )
-    first = torch.arange(distinct * RANK, device=bench.device).view(1, distinct, RANK) * HIDDEN
-    ranks = torch.full((1, distinct), RANK, dtype=torch.int32, device=bench.device)
-    rows = [rank_rows(memory.flatten(), first, ranks, [0], [HIDDEN]) for memory in (a, b)]
-    spans = [(i, 1, slot) for i, slot in enumerate(slots)]
-    tiles = token_tiles(spans, DECODE_BLOCK).to(x.device)
-
-    def ours() -> torch.Tensor:
-        return expand_add(y, shrink(x, rows[0], tiles), rows[1], tiles)
-
-    chosen = torch.tensor(slots, device=bench.device)
-    bounds = [(slots.index(s), len(slots) - slots[::-1].index(s)) for s in range(distinct)]
-
-    def loop() -> None:
-        for slot, (begin, end) in enumerate(bounds):
-            y[begin:end].addmm_(x[begin:end] @ a[slot].t(), b[slot])
-
-    def gather() -> None:
-        s = torch.bmm(x[:, None], a[chosen].transpose(1, 2))
-        y[:, None].baddbmm_(s, b[chosen])
-
-    kept = y.clone()
-    found, y[:] = ours().clone(), kept
-    expected = kept.double() + torch.stack(
-        [x[i].double() @ a[s].double().t() @ b[s].double() for i, s in enumerate(slots)]
+    ours_us = bench.timer.median_us(
+        lambda: [layer.ours() for layer in layers], captured=True, times=LAYERS
     )
-    _check("segmented LoRA", found, expected, 1e-2)
-    peers, wrong = bench.peers_us({"torch loop": loop, "gather-bmm": gather}, captured=True)
-    ours_us = bench.timer.median_us(ours, captured=True)
+    distinct = max(layers[0].slots) + 1
     needed = work.lora_work(batch, distinct, HIDDEN, HIDDEN, RANK, BF16)
     setting = f"{popularity}, batch {batch}"
     return bench.row("lora", setting, ours_us, needed, peers_us=peers, note=wrong)
+
+
+class _LoraLayer:
+    """One site's adapters, and the step's tokens there."""
+
+    def __init__(self, bench: Bench, popularity: str, batch: int) -> None:
+        import torch
+
+        from pcg.codegen.kernels.templates.rank_rows import rank_rows
+        from pcg.codegen.kernels.templates.token_tiles import DECODE_BLOCK, token_tiles
+
+        self.slots = slots_of(popularity, batch)
+        distinct = max(self.slots) + 1
+        self.x, self.y = _random(bench, batch, HIDDEN), _random(bench, batch, HIDDEN)
+        # Rows of A and of B, adapter by adapter, as pages of a pool hold them.
+        self.a, self.b = (_random(bench, distinct, RANK, HIDDEN, scale=0.02) for _ in range(2))
+        first = torch.arange(distinct * RANK, device=bench.device).view(1, distinct, RANK) * HIDDEN
+        ranks = torch.full((1, distinct), RANK, dtype=torch.int32, device=bench.device)
+        self.rows_a, self.rows_b = (
+            rank_rows(memory.flatten(), first, ranks, [0], [HIDDEN]) for memory in (self.a, self.b)
+        )
+        spans = [(i, 1, slot) for i, slot in enumerate(self.slots)]
+        self.tiles = token_tiles(spans, DECODE_BLOCK).to(self.x.device)
+        self.chosen = torch.tensor(self.slots, device=bench.device)
+        counts = [self.slots.count(slot) for slot in range(distinct)]
+        ends = list(accumulate(counts))
+        self.bounds = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+    def ours(self) -> None:
+        from pcg.codegen.kernels.templates.segmented_lora import expand_add, shrink
+
+        expand_add(self.y, shrink(self.x, self.rows_a, self.tiles), self.rows_b, self.tiles)
+
+    def loop(self) -> None:
+        """One adapter after the other."""
+        for slot, (begin, end) in enumerate(self.bounds):
+            s = self.x[begin:end] @ self.a[slot].t()
+            self.y[begin:end].addmm_(s, self.b[slot])
+
+    def gather(self) -> None:
+        """Each token's matrices copied, and two batched products."""
+        import torch
+
+        s = torch.bmm(self.x[:, None], self.a[self.chosen].transpose(1, 2))
+        self.y[:, None].baddbmm_(s, self.b[self.chosen])
+
+    def check(self) -> None:
+        """AssertionError: ours or a peer's y is wrong."""
+        x, a, b = (tensor.double() for tensor in (self.x, self.a, self.b))
+        kept = self.y.clone()
+        expected = kept.double()
+        for i, slot in enumerate(self.slots):
+            expected[i] += x[i] @ a[slot].t() @ b[slot]
+        for run in (self.ours, self.loop, self.gather):
+            self.y.copy_(kept)
+            run()
+            _check(f"LoRA by {run.__name__}", self.y, expected, 1e-2)
 
 
 def _check(what: str, found: Any, expected: Any, tolerance: float) -> None:

@@ -337,7 +337,19 @@ def _serve(executor: Any, trains: bool, adapters: int) -> Row:
     for job in list(engine.jobs):
         engine.cancel_job(job.name)
     setting = "beside finetuning" if trains else "alone"
-    return Row("serve", setting, note=json.dumps(report.to_json()))
+    found = report.to_json()
+    return Row("serve", setting, note=_summary(found), details=found)
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    """What the table says of a report."""
+    return (
+        f"{report['output_throughput']:,.0f} tokens/s out, "
+        f"median TTFT {report['median_ttft_ms'] or 0:.0f} ms, "
+        f"TPOT {report['median_tpot_ms'] or 0:.1f} ms, "
+        f"SLOs attained {report['slo_attainment'] or 0:.1%}, "
+        f"finetuning {report['finetuning_throughput']:,.0f} tokens/s"
+    )
 
 
 CASES = (

@@ -134,7 +134,7 @@ def test_whole_programs(name: str, tmp_path: Path) -> None:
 class Untimed:
     """Calls what it is given."""
 
-    def median_us(self, run: Callable[[], object], captured: bool = False) -> float:
+    def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
         run()
         return 1.0
 
