@@ -12,11 +12,12 @@ are of one width there, as collectives lie between the products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph
@@ -25,6 +26,7 @@ from pcg.runtime.adapter_segments import segments_of
 from pcg.runtime.adapter_shelf import Shelf
 from pcg.runtime.adapter_stack import Cutter, Sites
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.page_pool import PageTable
 from pcg.runtime.served_weights import ServedWeights
 
 
@@ -78,6 +80,23 @@ class AdapterStacks:
     def _sites_of(self, graph: Graph) -> Sites:
         """What of a graph's adapters lies in stacks."""
         return Sites.of(graph)
+
+    def in_pages(
+        self, pages: Tensor | None, table: Callable[[Adapter], PageTable]
+    ) -> AdapterStacks:
+        """The same where an engine gives adapters pages of its cache.
+
+        Args:
+            pages: memory of the cache, [pages, bytes of one]; None where it is not one of pages.
+            table: an adapter's pages.
+        Returns:
+            Itself, as stacks are memory of their own.
+        """
+        return self
+
+    def pages_of(self, adapter: Adapter, page_bytes: int) -> int:
+        """Pages of a cache that an adapter takes."""
+        return -(-adapter.size_bytes // page_bytes)
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:

@@ -2,7 +2,8 @@
 
 A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, a page
 `PAGE_TOKENS` of them in every layer. Heads come first, so that what one head reads of a sequence
-lies together where its pages do.
+lies together where its pages do. For kernels that follow block tables, a page is instead one run of
+bytes, keys and values of each layer in turn, and adapters lie in pages as well.
 """
 
 from __future__ import annotations
@@ -38,16 +39,40 @@ class KvCache:
 
     Attributes:
         pool: of the pages.
-        keys: of each layer, [kv_heads, rows, head_dim].
+        pages: all memory, [pages, bytes of one], u8; None where pages are no runs of bytes.
+        keys: of each layer, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
+            PAGE_TOKENS, head_dim].
         values: likewise.
     """
 
     def __init__(
-        self, types: Sequence[tuple[TensorType, TensorType]], pages: int, device: torch.device
+        self,
+        types: Sequence[tuple[TensorType, TensorType]],
+        pages: int,
+        device: torch.device,
+        *,
+        in_pages: bool = False,
     ) -> None:
+        """Take memory.
+
+        Args:
+            types: of each layer's keys and values.
+            pages: how many.
+            device: of the memory.
+            in_pages: whether a page is one run of bytes.
+        """
         self.pool = PagePool(pages)
+        self.pages: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        if in_pages:
+            self.pages = _untouched((pages, bytes_of_page(types)), torch.uint8, device)
+            offset = 0
+            for pair in types:
+                for store, type_ in zip((self.keys, self.values), pair, strict=True):
+                    store.append(_in_pages(self.pages, type_, offset))
+                    offset += PAGE_TOKENS * bytes_of_row(type_)
+            return
         for pair in types:
             for store, type_ in zip((self.keys, self.values), pair, strict=True):
                 dtype = getattr(torch, TORCH_NAMES[type_.dtype])
@@ -58,6 +83,15 @@ class KvCache:
     @property
     def rows(self) -> int:
         return self.pool.size * PAGE_TOKENS
+
+
+def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
+    """One layer's keys or values, that far into each page."""
+    own = pages.view(getattr(torch, TORCH_NAMES[type_.dtype]))
+    heads, size = type_.features
+    shape = (len(pages), heads, PAGE_TOKENS, size)
+    strides = (own.shape[1], PAGE_TOKENS * size, size, 1)
+    return own.as_strided(shape, strides, offset // own.itemsize)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,5 +132,5 @@ class KvGradients:
 
 def _zeros(rows: Tensor, tokens: int) -> Tensor:
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    heads, _, size = rows.shape
+    heads, _, size = rows.shape[-3:]
     return torch.zeros((tokens, heads, size), dtype=wide, device=rows.device)

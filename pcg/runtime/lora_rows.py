@@ -6,8 +6,8 @@ kernels find them by tables of their first elements:
     rows   [matrices, slots, most_rank]   A of each output of a site, then B of each
     ranks  [matrices, slots]              0 where an adapter has nothing there
 
-An adapter takes a slot and a run of the memory when it first runs, and gives them up when others
-need them and it does not run.
+An adapter takes a slot of the tables and room for its rows when it first runs, and gives them up
+when others need them and it does not run (`pcg/runtime/row_room.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from torch import Tensor
 from pcg.ir.graph import Parameter
 from pcg.runtime.adapter_stack import Lora
 from pcg.runtime.adapters import Adapter
-from pcg.runtime.free_runs import FreeRuns
+from pcg.runtime.row_room import RowRoom
 from pcg.runtime.served_weights import ServedWeights
 
 _ALIGNMENT = 8
 """Elements that rows are a multiple of, so that kernels load 16 bytes of bf16 at once."""
-_UNIT = 512
-"""Elements that the memory is given out in."""
-_LEAST_UNITS = 64
 _LEAST_SLOTS = 16
 _RANK_STEP = 16
 """Ranks of the tables are a multiple of it, as kernels take so many at once."""
@@ -107,13 +104,13 @@ class LoraSite:
 
 
 class LoraMemory:
-    """The memory and its tables.
+    """The adapters that run, and tables of where their rows lie.
 
     Args:
         sites: in order.
         weights: of adapters.
-        device: of the memory.
-        dtype: of adapters.
+        device: of the tables.
+        room: for the rows.
     """
 
     def __init__(
@@ -121,29 +118,33 @@ class LoraMemory:
         sites: Sequence[LoraSite],
         weights: ServedWeights,
         device: torch.device,
-        dtype: torch.dtype,
+        room: RowRoom,
     ) -> None:
-        self._sites = tuple(sites)
+        self.sites = tuple(sites)
         self._weights = weights
         self._device = device
+        self._room = room
         self._first: list[int] = []
         matrices = 0
-        for site in self._sites:
+        for site in self.sites:
             self._first.append(matrices)
             matrices += 2 * len(site.modules)
         self._slots: dict[int, int] = {}
-        self._runs: dict[int, tuple[int, int]] = {}
         self._free_slots: list[int] = []
-        self._free = FreeRuns()
-        self._memory = torch.empty(0, dtype=dtype, device=device)
         self._rows = torch.zeros((matrices, 0, _RANK_STEP), dtype=torch.int64, device=device)
         self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
-        self._known: list[dict[str, Any]] = [{} for _ in self._sites]
+        self._known: list[dict[str, Any]] = []
+        self._known_of: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Of the memory."""
-        return self._memory.nbytes
+        return self._room.memory.nbytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the adapters' dtype."""
+        return self._room.memory.itemsize
 
     def slot(self, adapter: Adapter) -> int:
         """Of an adapter that was admitted."""
@@ -155,12 +156,15 @@ class LoraMemory:
         Returns:
             Whether any came.
         """
+        new = []
         for adapter in wanted:
-            if id(adapter) in self._slots:
+            if id(adapter) in self._slots and self._room.holds(adapter):
                 # The latest that ran goes to the end.
                 self._slots[id(adapter)] = self._slots.pop(id(adapter))
+            else:
+                self._drop(id(adapter))
+                new.append(adapter)
         running = {id(adapter) for adapter in wanted}
-        new = [adapter for adapter in wanted if id(adapter) not in self._slots]
         for adapter in new:
             self._bring(adapter, running)
         return bool(new)
@@ -171,11 +175,16 @@ class LoraMemory:
 
     def bound(self, tokens: TokenSpans) -> list[tuple[LoraSite, LoraRows]]:
         """What emitted functions read at each site."""
+        memory = self._room.memory
+        addresses = (memory.data_ptr(), self._rows.data_ptr(), self._ranks.data_ptr())
+        if addresses != self._known_of:
+            # What kernels know is of tensors that were there before.
+            self._known_of, self._known = addresses, [{} for _ in self.sites]
         found = []
-        for site, first, known in zip(self._sites, self._first, self._known, strict=True):
+        for site, first, known in zip(self.sites, self._first, self._known, strict=True):
             count = len(site.modules)
             rows = LoraRows(
-                self._memory,
+                memory,
                 self._rows[first : first + count],
                 self._rows[first + count : first + 2 * count],
                 self._ranks[first : first + count],
@@ -192,34 +201,27 @@ class LoraMemory:
     def _bring(self, adapter: Adapter, running: set[int]) -> None:
         parts = [
             self._weights.part(adapter, parameter.source.format(layer=site.layer))
-            for site in self._sites
+            for site in self.sites
             for parameter in site.matrices
         ]
-        dtype = self._memory.dtype
-        whole = [part.to(dtype).flatten() for part in parts if part is not None]
-        flat = torch.cat(whole) if whole else torch.empty(0, dtype=dtype)
-        units = max(-(-len(flat) // _UNIT), 1)
         slot = self._free_slot(running)
-        start = self._take(units, running)
-        first = start * _UNIT
-        self._memory[first : first + len(flat)].copy_(flat, non_blocking=True)
-        self._runs[id(adapter)], self._slots[id(adapter)] = (start, units), slot
-        self._widen(max((len(part) for part in parts if part is not None), default=0))
+        matrices = [part for part in parts if part is not None]
+        firsts = iter(self._room.put(adapter, matrices, lambda: self._drop_idle(running)))
+        self._slots[id(adapter)] = slot
+        self._widen(max(map(len, matrices), default=0))
         rows = torch.zeros(self._rows.shape[::2], dtype=torch.int64)
         ranks = torch.zeros(len(parts), dtype=torch.int32)
         for matrix, part in enumerate(parts):
             if part is not None:
-                rank, size = part.shape
-                rows[matrix, :rank] = first + size * torch.arange(rank)
-                ranks[matrix] = rank
-                first += rank * size
+                rows[matrix, : len(part)] = next(firsts)
+                ranks[matrix] = len(part)
         self._rows[:, slot] = rows.to(self._device)
         self._ranks[:, slot] = ranks.to(self._device)
 
     def _drop(self, key: int) -> None:
         slot = self._slots.pop(key, None)
         if slot is not None:
-            self._free.add(*self._runs.pop(key))
+            self._room.drop(key)
             self._free_slots.append(slot)
 
     def _drop_idle(self, running: set[int]) -> bool:
@@ -230,8 +232,6 @@ class LoraMemory:
         self._drop(key)
         return True
 
-    # ------------------------------------------------------------------------------- room
-
     def _free_slot(self, running: set[int]) -> int:
         if not self._free_slots and not self._drop_idle(running):
             count = self._rows.shape[1]
@@ -239,22 +239,7 @@ class LoraMemory:
             self._rows = torch.nn.functional.pad(self._rows, (0, 0, 0, more))
             self._ranks = torch.nn.functional.pad(self._ranks, (0, more))
             self._free_slots += reversed(range(count, count + more))
-            self._renew()
         return self._free_slots.pop()
-
-    def _take(self, units: int, running: set[int]) -> int:
-        """The first of so many units of the memory."""
-        while self._free.longest < units and self._drop_idle(running):
-            pass
-        if self._free.longest < units:
-            held = len(self._memory) // _UNIT
-            more = max(held, units, _LEAST_UNITS)
-            self._memory = torch.nn.functional.pad(self._memory, (0, more * _UNIT))
-            self._free.add(held, more)
-            self._renew()
-        start = self._free.fitting(units)
-        self._free.take(start, units)
-        return start
 
     def _widen(self, rank: int) -> None:
         """Have the tables take a rank."""
@@ -262,8 +247,17 @@ class LoraMemory:
         if rank > most:
             more = -(-rank // _RANK_STEP) * _RANK_STEP - most
             self._rows = torch.nn.functional.pad(self._rows, (0, more))
-            self._renew()
 
-    def _renew(self) -> None:
-        """What kernels know is of tensors that were there before."""
-        self._known = [{} for _ in self._sites]
+
+def row_shapes(adapter: Adapter, sites: Sequence[LoraSite]) -> list[tuple[int, int]]:
+    """Rows of an adapter's matrices at some sites, and their elements, in the order of tables."""
+    shapes = []
+    for site in sites:
+        for parameter in site.matrices:
+            module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
+            weights = adapter.weights.get(module)
+            if weights is not None and kind in weights.served:
+                is_a = any(parameter is a for a, _, _ in site.modules)
+                out = next((size for _, b, size in site.modules if b is parameter), 0)
+                shapes.append((weights.rank, site.in_size if is_a else out))
+    return shapes

@@ -32,6 +32,7 @@ from pcg.codegen.kernels.templates.token_tiles import (
     TokenTiles,
     token_tiles,
 )
+from pcg.errors import UnsupportedError
 
 __all__ = [
     "add_lora",
@@ -62,7 +63,7 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence, past ones in the cache included."""
-    if not _has_kernels(q, v.shape[-1]):
+    if not _has_kernels(batch, q, v.shape[-1]):
         return torch_ops.attention(batch, q, k, v, alibi=alibi, sinks=sinks, **options)
     keys, values = _seen(batch, k, v)
     if keys.paged:
@@ -87,7 +88,7 @@ def attention_backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
-    if not _has_kernels(q, dout.shape[-1]):
+    if not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(
             batch, dout, out, lse, q, k, v, alibi=alibi, sinks=sinks, **options
         )
@@ -100,18 +101,31 @@ def attention_backward(
     )
 
 
-def _has_kernels(q: Tensor, value_size: int) -> bool:
-    """Whether attention's kernels know the sizes of heads, and the dtype."""
-    known = q.shape[-1] in HEAD_SIZES and value_size in HEAD_SIZES
-    return known and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+def _has_kernels(batch: Any, q: Tensor, value_size: int) -> bool:
+    """Whether attention's kernels know the sizes of heads, and the dtype.
+
+    Raises:
+        UnsupportedError: they do not, and nothing else reads the cache's pages.
+    """
+    sizes = {q.shape[-1], value_size}
+    known = sizes <= {*HEAD_SIZES} and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not known and batch.cached is not None and batch.cached[0].dim() == 4:
+        raise UnsupportedError(
+            f"attention kernels know no heads of {max(sizes)} in {q.dtype}; sizes are "
+            f"{', '.join(map(str, HEAD_SIZES))} in float32, bfloat16 or float16: compile with "
+            "backend='torch' (--backend torch)"
+        )
+    return known
 
 
 def _seen(batch: Any, k: Tensor | None, v: Tensor | None) -> tuple[CacheRows, CacheRows]:
     """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
     cached = batch.cached
     if cached is not None:
-        keys, values = cached
-        return CacheRows.of_cache(keys), CacheRows.of_cache(values)
+        keys, values = map(
+            CacheRows.of_pages if cached[0].dim() == 4 else CacheRows.of_cache, cached
+        )
+        return keys, values
     assert k is not None
     assert v is not None
     return CacheRows.of_batch(k), CacheRows.of_batch(v)

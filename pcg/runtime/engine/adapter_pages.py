@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from pcg.errors import PcgError
 from pcg.runtime.engine.request import ServedAdapter
@@ -28,18 +29,19 @@ class AdapterPages:
 
     Args:
         pool: of all pages.
-        page_bytes: of one.
+        pages_of: that an adapter takes.
 
     Attributes:
         on_page_in: is told of an adapter that comes.
         on_evict: is told of one that goes.
     """
 
-    def __init__(self, pool: PagePool, page_bytes: int) -> None:
+    def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
         self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
         self.on_evict: Callable[[ServedAdapter], None] = lambda adapter: None
         self._pool = pool
-        self._page_bytes = page_bytes
+        self._pages_of = pages_of
+        self._known: WeakKeyDictionary[ServedAdapter, int] = WeakKeyDictionary()
         self._residents: dict[int, _Resident] = {}
         self._idle: OrderedDict[int, _Resident] = OrderedDict()
         self._idle_pages = 0
@@ -49,7 +51,16 @@ class AdapterPages:
 
     def pages_of(self, adapter: ServedAdapter | None) -> int:
         """Pages that an adapter takes."""
-        return 0 if adapter is None else -(-adapter.size_bytes // self._page_bytes)
+        if adapter is None:
+            return 0
+        pages = self._known.get(adapter)
+        if pages is None:
+            pages = self._known[adapter] = self._pages_of(adapter)
+        return pages
+
+    def table(self, adapter: ServedAdapter) -> PageTable:
+        """The pages of one that is on the device."""
+        return self._residents[id(adapter)].table
 
     def has(self, adapter: ServedAdapter | None) -> bool:
         """Whether it is on the device."""

@@ -14,7 +14,8 @@ from pcg.parallel.ranks import of_first
 from pcg.runtime.adapter_batch import AdapterStacks, Bound
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, Span
-from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.engine.units import Backward, Forward
 from pcg.runtime.kv_cache import KvCache
@@ -37,14 +38,15 @@ class ProgramDevice:
         runner: ModelRunner,
         stacks: AdapterStacks,
         cache: KvCache,
+        adapters: AdapterPages,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         most_positions: int | None,
         device: torch.device,
     ) -> None:
         self.cache = cache
-        self._runner = runner
-        self._stacks = stacks
+        self._adapters = adapters
+        self.use(runner, stacks)
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._most_positions = most_positions
@@ -52,7 +54,12 @@ class ProgramDevice:
 
     def use(self, runner: ModelRunner, stacks: AdapterStacks) -> None:
         """Go on with a program that serves other sites, too."""
-        self._runner, self._stacks = runner, stacks
+        self._runner = runner
+        self._stacks = stacks.in_pages(self.cache.pages, self._adapters.table)
+
+    def pages_of(self, adapter: ServedAdapter, page_bytes: int) -> int:
+        """Pages of the cache that an adapter takes."""
+        return self._stacks.pages_of(cast("Adapter", adapter), page_bytes)
 
     def open(self, request: Request, number: int) -> Sequence:
         """A request's state, before anything ran.

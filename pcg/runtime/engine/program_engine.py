@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pcg.errors import UnsupportedError
 from pcg.runtime.engine.adapter_pages import AdapterPages
@@ -28,6 +28,7 @@ from pcg.runtime.page_pool import pages_for
 from pcg.runtime.served_adapter import Published
 
 if TYPE_CHECKING:
+    from pcg.runtime.adapters import Adapter
     from pcg.runtime.executor import Executor
 
 KV_CACHE_BYTES = 4 * 2**30
@@ -69,11 +70,16 @@ class ProgramEngine(Engine):
         runner, stacks = executor.serving
         types = kv_types(runner.model)
         page_bytes = bytes_of_page(types)
-        cache = KvCache(types, max(1, kv_cache_bytes // page_bytes), executor.device)
+        pages = max(1, kv_cache_bytes // page_bytes)
+        # Kernels follow block tables, so pages are runs of bytes that adapters share.
+        in_pages = executor.program.backend == "triton"
+        cache = KvCache(types, pages, executor.device, in_pages=in_pages)
+        adapters = AdapterPages(cache.pool, lambda adapter: device.pages_of(adapter, page_bytes))
         device = ProgramDevice(
             runner,
             stacks,
             cache,
+            adapters,
             executor.tokenizer,
             executor.eos_ids,
             executor.max_positions,
@@ -82,7 +88,6 @@ class ProgramEngine(Engine):
         executor.register(self)
         self.executor = executor
         limits = Limits() if limits is None else limits
-        adapters = AdapterPages(cache.pool, page_bytes)
         prefixes = Prefixes(cache.pool) if prefix_caching else None
         scheduler = Scheduler(cache.pool, adapters, limits, policy, prefixes)
         super().__init__(
@@ -184,11 +189,11 @@ class ProgramEngine(Engine):
     @classmethod
     def for_requests(cls, executor: Executor, requests: Sequence[Request]) -> Self:
         """An engine for some requests alone, with as much memory as they need at most."""
-        runner, _ = executor.serving
+        runner, stacks = executor.serving
         page_bytes = bytes_of_page(kv_types(runner.model))
         needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
-        adapters = {id(r.adapter): r.adapter for r in requests if r.adapter is not None}
-        sizes = [-(-adapter.size_bytes // page_bytes) for adapter in adapters.values()]
+        adapters = {id(r.adapter): cast("Adapter", r.adapter) for r in requests if r.adapter}
+        sizes = [stacks.pages_of(adapter, page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(executor, kv_cache_bytes=pages * page_bytes, log=EventLog(0))

@@ -58,7 +58,7 @@ class SimulatedEngine(Engine):
                 as the requests of workloads have lengths and no tokens.
         """
         pool, clock = PagePool(pages), SimulatedClock()
-        adapters = AdapterPages(pool, page_bytes)
+        adapters = AdapterPages(pool, lambda adapter: -(-adapter.size_bytes // page_bytes))
         prefixes = Prefixes(pool) if prefix_caching else None
         limits = Limits() if limits is None else limits
         scheduler = Scheduler(pool, adapters, limits, policy, prefixes)

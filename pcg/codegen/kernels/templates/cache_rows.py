@@ -52,6 +52,13 @@ class CacheRows:
         return cls(rows, heads, size, PAGE_TOKENS * token, head, token)
 
     @classmethod
+    def of_pages(cls, pages: Tensor) -> Self:
+        """A layer's cache whose pages lie apart, [pages, K, tokens of a page, D]."""
+        _, heads, _, size = pages.shape
+        page, head, token, _ = pages.stride()
+        return cls(pages, heads, size, page, head, token)
+
+    @classmethod
     def of_batch(cls, x: Tensor) -> Self:
         """The keys or values of a batch that keeps no cache, [T, K, D]."""
         token, head, _ = x.stride()

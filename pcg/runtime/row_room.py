@@ -1,0 +1,176 @@
+"""Where rows of adapters' matrices lie: in a memory of their own, or in pages of the KV cache.
+
+In pages rows follow one another, and one that does not fit into the rest of a page begins the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pcg.errors import UnsupportedError
+from pcg.runtime.adapters import Adapter
+from pcg.runtime.free_runs import FreeRuns
+from pcg.runtime.page_pool import PageTable
+
+_UNIT = 512
+"""Elements that a memory of their own is given out in."""
+_LEAST_UNITS = 64
+
+
+class RowRoom(Protocol):
+    """A memory, and who has which part of it."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Flat, of the adapters' dtype."""
+
+    def put(
+        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
+    ) -> list[Tensor]:
+        """Write an adapter's matrices into its room.
+
+        Args:
+            adapter: whose they are.
+            matrices: [rows, size] each.
+            drop: has another adapter give up its room; False where none can.
+        Returns:
+            The first element of each row of each matrix, int64.
+        """
+
+    def holds(self, adapter: Adapter) -> bool:
+        """Whether what was written of an adapter is still there."""
+
+    def drop(self, key: int) -> None:
+        """Free the room of an adapter, by its identity."""
+
+
+class OwnRoom:
+    """A memory that grows as adapters come."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+        self._free = FreeRuns()
+        self._runs: dict[int, tuple[int, int]] = {}
+
+    @property
+    def memory(self) -> Tensor:
+        return self._memory
+
+    def put(
+        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
+    ) -> list[Tensor]:
+        flat = _joined(matrices, self._memory.dtype)
+        units = max(-(-len(flat) // _UNIT), 1)
+        while self._free.longest < units and drop():
+            pass
+        if self._free.longest < units:
+            held = len(self._memory) // _UNIT
+            more = max(held, units, _LEAST_UNITS)
+            self._memory = torch.nn.functional.pad(self._memory, (0, more * _UNIT))
+            self._free.add(held, more)
+        start = self._free.fitting(units)
+        self._free.take(start, units)
+        self._runs[id(adapter)] = start, units
+        first = start * _UNIT
+        self._memory[first : first + len(flat)].copy_(flat, non_blocking=True)
+        found = []
+        for matrix in matrices:
+            rows, size = matrix.shape
+            found.append(first + size * torch.arange(rows))
+            first += rows * size
+        return found
+
+    def holds(self, adapter: Adapter) -> bool:
+        return id(adapter) in self._runs
+
+    def drop(self, key: int) -> None:
+        run = self._runs.pop(key, None)
+        if run is not None:
+            self._free.add(*run)
+
+
+class PageRoom:
+    """Pages of the KV cache's memory, those that each adapter was given.
+
+    Args:
+        pages: the memory, [pages, bytes of one], u8.
+        table: the pages of an adapter; another table is of another time that it came.
+        dtype: of the adapters.
+    """
+
+    def __init__(
+        self, pages: Tensor, table: Callable[[Adapter], PageTable], dtype: torch.dtype
+    ) -> None:
+        self._pages = pages.view(dtype)
+        self._memory = self._pages.view(-1)
+        self._table = table
+        self._tables: dict[int, PageTable] = {}
+
+    @property
+    def memory(self) -> Tensor:
+        return self._memory
+
+    def put(
+        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
+    ) -> list[Tensor]:
+        table, size = self._table(adapter), self._pages.shape[1]
+        image = torch.empty((len(table.pages), size), dtype=self._pages.dtype)
+        pages = torch.tensor(table.pages, dtype=torch.int64)
+        found = [torch.empty(len(matrix), dtype=torch.int64) for matrix in matrices]
+        for i, row, count, page, offset in _packed([m.shape for m in matrices], size):
+            end = offset + count * matrices[i].shape[1]
+            image[page, offset:end] = matrices[i][row : row + count].flatten()
+            starts = offset + matrices[i].shape[1] * torch.arange(count)
+            found[i][row : row + count] = pages[page] * size + starts
+        self._pages[pages.to(self._pages.device)] = image.to(self._pages.device)
+        self._tables[id(adapter)] = table
+        return found
+
+    def holds(self, adapter: Adapter) -> bool:
+        return self._tables.get(id(adapter)) is self._table(adapter)
+
+    def drop(self, key: int) -> None:
+        self._tables.pop(key, None)
+
+
+def pages_of_rows(shapes: Sequence[tuple[int, int]], page_elements: int) -> int:
+    """Pages that the rows of some matrices take.
+
+    Args:
+        shapes: rows of each, and their elements.
+        page_elements: of a page.
+    Raises:
+        UnsupportedError: a row is longer than a page.
+    """
+    return max((page + 1 for _, _, _, page, _ in _packed(shapes, page_elements)), default=0)
+
+
+def _packed(
+    shapes: Sequence[Sequence[int]], page_elements: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Runs of rows: matrix, first row, rows, page of the adapter's, and element of the page."""
+    page, offset = 0, 0
+    for i, (rows, size) in enumerate(shapes):
+        if size > page_elements and rows:
+            raise UnsupportedError(
+                f"an adapter's row of {size} elements is longer than a page of the KV cache, "
+                f"{page_elements}; compile with backend='torch'"
+            )
+        row = 0
+        while row < rows:
+            count = min(rows - row, (page_elements - offset) // size)
+            if not count:
+                page, offset = page + 1, 0
+                continue
+            yield i, row, count, page, offset
+            row, offset = row + count, offset + count * size
+
+
+def _joined(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if not matrices:
+        return torch.empty(0, dtype=dtype)
+    return torch.cat([matrix.to(dtype).flatten() for matrix in matrices])
