@@ -383,7 +383,7 @@ def test_targets_of_decode() -> None:
 
 
 @pytest.mark.usefixtures("small_model")
-@pytest.mark.parametrize("peer", ["eager", "checkpointing"])
+@pytest.mark.parametrize("peer", ["eager", pytest.param("checkpointing", marks=pytest.mark.slow)])
 def test_cases_of_finetuning(peer: str) -> None:
     row = gpu_model._finetune(bench(), peer, {})
     assert row.ours_us
