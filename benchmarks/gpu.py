@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(f"  {row.case}, {row.setting}: {_time(row.ours_us) or row.note}", file=sys.stderr)
     Console().print(table(rows, found))
-    given.output.parent.mkdir(exist_ok=True)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result(rows, found, monotonic() - began), indent=2)
     given.output.write_text(text + "\n")
     return int(any(row.failed for row in rows))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,74 @@ def test_it_ends_in_nine_minutes() -> None:
     assert sum(case.seconds for case in gpu.CASES) + gpu.START_S <= gpu.LIMIT_S < 9 * 60
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Row:
+    """The command with two cases that give this row each, and what it asks of a GPU made up."""
+    row = Bench(MadeUp(), CEILINGS).row("some", "first", 20.0, Work(10**7))
+    cases = [
+        Case(
+            name,
+            5,
+            lambda bench: [("first", lambda: bench.row("some", "first", 20.0, Work(10**7)))],
+        )
+        for name in ("one", "other")
+    ]
+    device = SimpleNamespace(name="H200", total_memory=10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu, "CudaTimer", lambda **_: MadeUp())
+    monkeypatch.setattr(gpu, "ceilings", lambda _: CEILINGS)
+    monkeypatch.setattr(gpu, "CASES", tuple(cases))
+    return row
+
+
+def test_the_command_runs_the_cases_asked_for_and_writes_what_they_gave(
+    as_on_a_gpu: Row,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = f"print('noise'); print('gpu-row ' + {json.dumps(as_on_a_gpu.to_json())!r})"
+    asked: list[list[str]] = []
+
+    def command(case: Case, *numbers: Any) -> list[str]:
+        asked.append(command_of(case, *numbers))
+        return [sys.executable, "-c", program]
+
+    command_of = gpu.command_of
+    monkeypatch.setattr(gpu, "command_of", command)
+    output = tmp_path / "new" / "gpu.json"
+    assert gpu.main(["--only", "other", "--quick", "--output", str(output)]) == 0
+    ((_, file, *arguments),) = asked
+    assert Path(file).name == "gpu.py"
+    assert arguments == ["--case", "other", "1000000000000.0", "100000000000000.0", "5", "--quick"]
+    written = json.loads(output.read_text())
+    assert [Row.from_json(fields) for fields in written["rows"]] == [as_on_a_gpu]
+    assert written["environment"]["gpu"] == "H200"
+    captured = capsys.readouterr()
+    assert "first" in captured.out
+    assert "noise" in captured.err
+
+
+def test_a_case_in_its_process_prints_its_rows(
+    as_on_a_gpu: Row, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--case", "one", "1e12", "1e14", "60"]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith("gpu-row ")
+    assert Row.from_json(json.loads(line.removeprefix("gpu-row "))) == as_on_a_gpu
+
+
+def test_without_time_nothing_is_begun(
+    as_on_a_gpu: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "LIMIT_S", 5.0)
+    assert gpu.main(["--output", str(tmp_path / "gpu.json")]) == 1
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["failed"] for row in written["rows"]] == [True, True]
+
+
 def test_it_is_refused_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,7 +383,7 @@ def test_targets_of_decode() -> None:
 
 
 @pytest.mark.usefixtures("small_model")
-@pytest.mark.parametrize("peer", ["eager", "checkpointing"])
+@pytest.mark.parametrize("peer", ["eager", pytest.param("checkpointing", marks=pytest.mark.slow)])
 def test_cases_of_finetuning(peer: str) -> None:
     row = gpu_model._finetune(bench(), peer, {})
     assert row.ours_us
@@ -323,9 +392,11 @@ def test_cases_of_finetuning(peer: str) -> None:
 
 
 @pytest.mark.usefixtures("small_model")
-def test_cases_of_serving() -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_cases_of_serving(trains: bool) -> None:
     executor = gpu_model.executor_of(bench(), "lora")
     gpu_model.with_adapters(executor, 2)
-    row = gpu_model._serve(executor, False, 2)
+    row = gpu_model._serve(executor, trains, 2)
     assert row.details["completed"] == row.details["submitted"] > 0
     assert "tokens/s out, median TTFT" in row.note
+    assert row.setting == ("beside finetuning" if trains else "alone")

@@ -68,7 +68,7 @@ def check(found: tuple[Tensor, Tensor | None], wanted: tuple[Tensor, Tensor], li
         assert error <= tolerance * max(1.0, float(reference.abs().max()))
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(
     tokens=st.integers(1, 20),
     vocabulary=st.integers(2, 150),

@@ -24,7 +24,7 @@ from tests.families.test_numbers import prompts
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_kernels
-from gpu_case import Bench
+from gpu_case import Bench, CudaTimer
 from gpu_work import Ceilings
 
 pytestmark = [
@@ -154,3 +154,17 @@ def test_segmented_lora(popularity: str, batch: int) -> None:
 )
 def test_paged_attention(batch: int, tokens: int, keys: int) -> None:
     gpu_kernels._attention(BENCH, batch, tokens, keys)
+
+
+def test_the_benchmarks_timer() -> None:
+    """Copies, one by one or recorded, take longer than any GPU's memory could."""
+    tensors = torch.randn(5, 2**26, device=DEVICE)  # 256 MiB each
+    timer = CudaTimer(seconds=0.05, most=10)
+
+    def copies() -> None:
+        for i in range(4):
+            tensors[i].copy_(tensors[4])
+
+    for captured in (False, True):
+        copy_us = timer.median_us(copies, captured, times=4)
+        assert 2 * tensors[0].nbytes / copy_us * 1e6 < 20e12
