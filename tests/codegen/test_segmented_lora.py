@@ -102,6 +102,7 @@ def test_shrink(
     slices = len(case.ranks)
     a = scattered(case.ranks, [0] * slices, [in_] * slices, case.most_rank, dtype, case.generator)
     x, tiles, scales = drawn(case, x_dtype, in_), case.tiles, scales_of(case)
+    x[[token for token, slot in enumerate(case.slots) if slot < 0]] = torch.nan  # nobody's
     with sanitized():
         s = shrink(x, a, tiles, scales, parts)
     rounded = x if dtype == torch.float32 else x.to(dtype)
@@ -188,7 +189,22 @@ def test_the_weights_gradient_of_many_jobs(
     assert torch.equal(bits[untouched], bits_before[untouched])
 
 
-@settings(max_examples=8)
+@pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 1.0, 2.0**20])
+def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float) -> None:
+    case = Case(((3, 0), (2, 1)), ((16, 5),), (24,), 16, False, 0)
+    b = scattered(case.ranks, [0], [24], 16, torch.float16, case.generator)
+    s = torch.randn(1, 1, 5, 16, generator=case.generator) * magnitude
+    s[..., 3:, 5:] = 0
+    # Each token's has a range of its own.
+    s *= torch.tensor([1.0, 2.0**-10, 0.0, 2.0**10, 1.0])[:, None]
+    found = expand_add(torch.zeros(5, 24), s, b, case.tiles)
+    expected, total = reference_expand(
+        torch.zeros(5, 24), s[0], b, case, torch.ones(1, 2, dtype=torch.float64)
+    )
+    check_close(found, expected, total, 2.0**-20)
+
+
+@settings(max_examples=5)
 @given(cases(1, 17), dtypes)
 def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, runs=((2, 0), (1, 1), (18, 2), *case.runs), block=16)
@@ -243,6 +259,8 @@ def test_what_kernels_cannot_take_is_refused() -> None:
     a, tiles = rank_rows(torch.zeros(64), rows, ranks, [0], [16]), token_tiles([(0, 2, 0)], 16)
     with pytest.raises(CodegenError, match=r"is no \[tokens, 16 columns or more"):
         shrink(torch.zeros(2, 8), a, tiles)
+    with pytest.raises(CodegenError, match=r"x in torch\.float64"):
+        shrink(torch.zeros(2, 16).double(), a, tiles)
     with pytest.raises(CodegenError, match="rows must be contiguous"):
         shrink(torch.zeros(2, 20)[:, :16], a, tiles)
     with pytest.raises(CodegenError, match="make it by shrink with the same tiles"):
@@ -295,10 +313,10 @@ def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Ker
     return Kernel(_MODULE, "expand_kernel", _TYPES | types, constants, _ODD, warps, stages)
 
 
-def _outer(dtype: str, parts: int) -> Kernel:
+def _outer(dtype: str) -> Kernel:
     types = {"x": f"*{dtype}", "segments": "*i32", "memory": "*fp32"}
     blocks = {"BLOCK_T": 64, "BLOCK_N": 128} if dtype != "fp32" else {"BLOCK_T": 32, "BLOCK_N": 64}
-    constants = {"HAS_SCALES": True, "ADDS": True, "PARTS": parts, "BLOCK_R": 16, **blocks}
+    constants = {"HAS_SCALES": True, "ADDS": True, "BLOCK_R": 16, **blocks}
     module = f"{_MODULE}_backward"
     return Kernel(module, "outer_kernel", _TYPES | types, constants, _ODD, 4, 3)
 
@@ -308,19 +326,19 @@ _KERNELS = {
     "prefill shrink": _shrink(64, 64),
     "decode expand": _expand(16, 16),
     "prefill expand": _expand(64, 1),
-    "outer": _outer("bf16", 1),
+    "outer": _outer("bf16"),
 }
 
 _RARE_KERNELS = {
     "prefill expand of parts": _expand(64, 8),
     "prefill expand of parts and slices": _expand(64, 8, 3),
-    "outer of parts": _outer("bf16", 8),
+    "fp16 outer": _outer("fp16"),
     "fp16 expand": _expand(64, 1, 1, "fp16"),
     "fp32 shrink": _shrink(64, 64, "fp32", "fp32"),
     "fp32 shrink of bf16": _shrink(64, 64, "fp32"),
     "fp32 expand": _expand(64, 1, 1, "fp32"),
     "fp32 decode expand": _expand(16, 16, 1, "fp32"),
-    "fp32 outer": _outer("fp32", 1),
+    "fp32 outer": _outer("fp32"),
 }
 
 
@@ -333,10 +351,10 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
             # 16 ranks by 16 tokens are too few for a wgmma.
             assert hopper.count("HMMA" if name == "decode shrink" else "HGMMA"), name
         for code in (ampere, hopper):
-            code.check_in_registers(254 if "fp16" in name else 184)
+            code.check_in_registers(240 if "fp16" in name else 184)
             assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has
             # What is narrower: tables, and sums of fp32 that a thread has two of.
-            assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 8, name
+            assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, name
             assert not code.count("LDG", "U16"), name
             assert not code.count("STG", "U16"), name
 

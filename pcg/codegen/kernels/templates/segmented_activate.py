@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.codegen.kernels.templates.rank_rows import RankRows
+from pcg.codegen.kernels.templates.segmented_lora import COUNTS
 from pcg.codegen.kernels.templates.token_tiles import TokenTiles
 from pcg.codegen.kernels.templates.wide_product import sum_of_parts
 from pcg.errors import CodegenError
@@ -70,7 +71,7 @@ def activation(x, FUNCTION: tl.constexpr):
     return y, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def activate_kernel(
     s, dz, out, tiles, widths, memory, rows, ranks, scales, slices, slots, places, most_rank,
     row_stride,
@@ -169,7 +170,7 @@ def _activate(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "places"], do_not_specialize_on_alignment=["segments"])
 def sum_kernel(
     ds, segments, widths, memory, rows, ranks, scales, slots, places, most_rank, row_stride,
     HAS_SCALES: tl.constexpr, ADDS: tl.constexpr,

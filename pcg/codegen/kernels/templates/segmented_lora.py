@@ -124,7 +124,6 @@ def shrink_kernel(
     count = tl.load(tile + 2)
     if count == 0:
         return
-    # All that depends on the tile alone, before anything is asked of it: one wait for the memory.
     matrix = j * slots + slot
     rank = tl.load(ranks + matrix)
     scale = 1.0
@@ -254,6 +253,7 @@ def expand_matrix(
         k = first_rank + tl.arange(0, 16)
         b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside, 0.0)
         part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
+        # Under way while the product is made.
         row = tl.multiple_of(tl.load(rows + k + 16, k + 16 < most_rank, 0), [of_16_bytes])
         total = wide_product(tl.trans(b), part * scale, total)
     return total
@@ -279,7 +279,6 @@ def expand_kernel(
     first = tl.program_id(1) * BLOCK_N
     if (count == 0) | (first >= size):
         return
-    # As in shrink, before anything is asked of it.
     matrix = j * slots + slot
     rank = tl.load(ranks + matrix)
     of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
@@ -370,6 +369,11 @@ def check_tokens(x: Tensor, rows: RankRows) -> None:
     ends = [start + size for start, size in zip(rows.starts, rows.sizes, strict=True)]
     if x.dim() != 2 or x.shape[1] < max(ends):
         raise CodegenError(f"{tuple(x.shape)} is no [tokens, {max(ends)} columns or more]")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CodegenError(
+            f"x in {x.dtype}; the segmented kernels take torch.float32, torch.bfloat16 and "
+            "torch.float16: use the torch backend"
+        )
     if x.stride(1) != 1 or x.stride(0) % ALIGNMENT or x.data_ptr() % 16:
         raise CodegenError(
             f"strides {x.stride()} and address {x.data_ptr():#x} of x: rows must be contiguous, "

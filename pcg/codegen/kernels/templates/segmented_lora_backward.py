@@ -31,7 +31,7 @@ from pcg.codegen.kernels.templates.segmented_lora import (
     shrink,
 )
 from pcg.codegen.kernels.templates.token_tiles import TokenTiles
-from pcg.codegen.kernels.templates.wide_product import sum_of_parts, wide_product
+from pcg.codegen.kernels.templates.wide_product import wide_product
 from pcg.errors import CodegenError
 
 
@@ -51,7 +51,7 @@ def shrink_backward(dx: Tensor, ds: Tensor, a: RankRows, tiles: TokenTiles) -> T
 def outer_kernel(
     x, stride, order, segments, s, memory, rows, ranks, columns, scales,
     slices, slots, places, most_rank,
-    HAS_SCALES: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows by BLOCK_N columns of a segment's gradient of a slice.
@@ -75,7 +75,6 @@ def outer_kernel(
     n = first + tl.arange(0, BLOCK_N)
     k = first_rank + tl.arange(0, BLOCK_R)
     inside = n < size
-    part_stride = slices * places * most_rank
     s += j * places * most_rank
     total = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for done in range(0, count, BLOCK_T):
@@ -86,8 +85,8 @@ def outer_kernel(
         at = token[:, None] + (start + n)[None, :]
         own = tl.load(x + at, taken[:, None] & inside[None, :], 0.0)
         of_place = (first_place + t)[:, None] * most_rank + k[None, :]
-        part = sum_of_parts(s, of_place, part_stride, taken[:, None], PARTS)
-        total = wide_product(tl.trans(own), part, total)
+        of_token = tl.load(s + of_place, taken[:, None], 0.0)
+        total = wide_product(tl.trans(own), of_token, total)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
     row = tl.load(rows + matrix * most_rank + k, k < rank, 0)
@@ -124,6 +123,8 @@ def segment_outer(
     check_partial_sums(s, gradients, tiles)
     if gradients.memory.dtype != torch.float32:
         raise CodegenError(f"gradients in {gradients.memory.dtype}; they are kept in torch.float32")
+    if s.shape[0] > 1:
+        s = s.sum(0)  # once, as every block of columns reads it
     is_wide = x.dtype == torch.float32
     block_n = 64 if is_wide else 128  # 128 by 16 is 16 registers a thread, and as many of x
     columns = triton.cdiv(max(gradients.sizes), block_n)
@@ -133,7 +134,7 @@ def segment_outer(
             x, x.stride(0), tiles.order, tiles.segments, s, gradients.memory, gradients.rows,
             gradients.ranks, gradients.columns, scales,
             gradients.slices, gradients.slots, tiles.room.places, gradients.most_rank,
-            HAS_SCALES=scales is not None, ADDS=adds, PARTS=s.shape[0],
+            HAS_SCALES=scales is not None, ADDS=adds,
             BLOCK_T=32 if is_wide else 64, BLOCK_N=block_n, BLOCK_R=16,
             num_warps=4, num_stages=3,
         )  # fmt: skip

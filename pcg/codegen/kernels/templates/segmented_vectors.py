@@ -28,7 +28,7 @@ from pcg.codegen.kernels.templates.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.errors import CodegenError
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["tiles"])
 def vector_kernel(
     y, stride, order, tiles, memory, rows, ranks, columns, base, scales, slots, most_rank,
     ADDS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr,
@@ -134,7 +134,7 @@ def _change(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["segments"])
 def inner_kernel(
     dy, dy_stride, y, y_stride, order, segments, memory, rows, ranks, columns, base, scales,
     slots, most_rank,
