@@ -32,19 +32,20 @@ class Case:
     dtype: torch.dtype = torch.float32
     arena: bool = False
     """Whether keys and values are parts of pages of one tensor, [pages, 16, K, D + Dv]."""
+    device: str = "cpu"
 
     @property
     def heads(self) -> int:
         return self.kv_heads * self.group
 
     def keywords(self) -> dict[str, object]:
-        slopes = 2.0 ** -torch.arange(1, self.heads + 1)
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1, device=self.device)
         return {
             "scale": 0.9 * self.size**-0.5,
             "window": self.window,
             "softcap": self.softcap,
             "alibi": slopes if self.alibi else None,
-            "sinks": torch.linspace(-1, 2, self.heads) if self.sinks else None,
+            "sinks": torch.linspace(-1, 2, self.heads, device=self.device) if self.sinks else None,
         }
 
     def tensors(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +57,8 @@ class Case:
         )
         widths = [heads * size for heads, size in shapes]
         generator = torch.Generator().manual_seed(seed)
-        fused = torch.randn(tokens, sum(widths), generator=generator).to(self.dtype)
+        fused = torch.randn(tokens, sum(widths), generator=generator)
+        fused = fused.to(self.device, self.dtype)
         q, k, v = (
             x.unflatten(1, shape) for x, shape in zip(fused.split(widths, 1), shapes, strict=True)
         )
@@ -64,16 +66,16 @@ class Case:
 
     def cache(self, pages: int) -> tuple[CacheRows, CacheRows]:
         """Of NaNs: what no sequence wrote is not to be used."""
-        nan = float("nan")
+        nan, kind = float("nan"), {"dtype": self.dtype, "device": self.device}
         if not self.arena:
             k, v = (
-                torch.full((self.kv_heads, pages * PAGE_TOKENS, size), nan, dtype=self.dtype)
+                torch.full((self.kv_heads, pages * PAGE_TOKENS, size), nan, **kind)
                 for size in (self.size, self.value_size)
             )
             return CacheRows.of_cache(k), CacheRows.of_cache(v)
         both = self.size + self.value_size
         shape = (pages, PAGE_TOKENS, self.kv_heads, both)
-        arena = torch.full(shape, nan, dtype=self.dtype)
+        arena = torch.full(shape, nan, **kind)
         page, token, head, _ = arena.stride()
         return (
             CacheRows(arena, self.kv_heads, self.size, page, head, token),
@@ -109,8 +111,8 @@ def reference(
     scores = options["scale"] * torch.einsum("nhd,mhd->hnm", q.double(), k)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    i = context + torch.arange(count)[:, None]
-    j = torch.arange(len(k))
+    i = context + torch.arange(count, device=q.device)[:, None]
+    j = torch.arange(len(k), device=q.device)
     if options["alibi"] is not None:
         scores = scores + options["alibi"].double()[:, None, None] * (j - i)
     hidden = j > i
@@ -161,7 +163,7 @@ class Paged:
             slots += rows[part.context :]
             new = slice(part.start, part.start + part.length)
             self.wanted.append((torch.cat((old_k, self.k[new])), torch.cat((old_v, self.v[new]))))
-        self.slots = torch.tensor(slots)
+        self.slots = torch.tensor(slots, device=case.device)
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """out and lse of the whole batch."""

@@ -55,7 +55,7 @@ NAMED = {
 
 def check(case: Case, shape: Sequence[tuple[int, int]], seed: int = 0) -> None:
     batch = Paged(case, shape, seed)
-    work = AttentionWork.build(batch.parts, case.group, CPU)
+    work = AttentionWork.build(batch.parts, case.group, torch.device(case.device))
     with sanitized():
         append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
         out, lse = paged_attention(
@@ -72,6 +72,14 @@ def check(case: Case, shape: Sequence[tuple[int, int]], seed: int = 0) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_decode_chunks_and_prompts_in_one_batch(name: str) -> None:
     check(NAMED[name], MIXED if NAMED[name].group < 9 else MIXED[::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMED)
+def test_on_a_gpu(name: str) -> None:
+    case = dataclasses.replace(NAMED[name], device="cuda")
+    check(case, MIXED)
+    check(case, ((1, 9000), (300, 2000), (1, 500), (130, 0), (2, 4000)))
 
 
 SHAPES = st.lists(
@@ -199,3 +207,6 @@ def test_other_heads_are_refused() -> None:
         paged_attention(batch.q, batch.keys, odd, work, scale=1.0)
     with pytest.raises(UnsupportedError, match="2 KV heads cannot serve 3 heads"):
         paged_attention(batch.q[:, :3], batch.keys, batch.values, work, scale=1.0)
+    keys, values = CacheRows.of_batch(batch.k), CacheRows.of_batch(batch.v)
+    with pytest.raises(UnsupportedError, match="without pages, but block tables of 16 columns"):
+        paged_attention(batch.q, keys, values, work, scale=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -14,13 +15,13 @@ from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
 from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows, append
 from pcg.codegen.kernels.templates.paged_attention import paged_attention
 from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
+from pcg.errors import UnsupportedError
 from tests.codegen.attention_cases import TOLERANCE, Case, cases, reference, rows_of
 from tests.interpreter import bf16
 from tests.interpreter.sanitizer import sanitized
 
 bf16.install()
 
-CPU = torch.device("cpu")
 NAMED = {
     "mha": Case(kv_heads=3, group=1),
     "gqa": Case(group=4, dtype=torch.bfloat16),
@@ -63,15 +64,23 @@ def backward_keywords(case: Case) -> dict[str, object]:
     return {name: value for name, value in case.keywords().items() if name != "sinks"}
 
 
+def upstream(case: Case, tokens: int) -> Tensor:
+    """dout."""
+    shape = (tokens, case.heads, case.value_size)
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return found.to(case.device, case.dtype)
+
+
 def check_whole(case: Case, lengths: Sequence[int]) -> None:
     """Sequences without a cache."""
+    device = torch.device(case.device)
     qkv = q, k, v = case.tensors(sum(lengths))
     parts = [Part(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
-    work = AttentionWork.build(parts, case.group, CPU, backward=True)
+    work = AttentionWork.build(parts, case.group, device, backward=True)
     keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
     with sanitized():
         out, lse = paged_attention(q, keys, values, work, keeps=True, **case.keywords())
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+        dout = upstream(case, len(q))
         found = [
             paged_attention_backward(
                 dout, out, lse, q, keys, values, work, **backward_keywords(case)
@@ -107,10 +116,9 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
     """
     lengths = [sum(parts) for parts in chunks]
     origins = [sum(lengths[:i]) for i in range(len(lengths))]
+    device = torch.device(case.device)
     qkv = q, k, v = case.tensors(sum(lengths))
-    dout = torch.randn(
-        len(q), case.heads, case.value_size, generator=torch.Generator().manual_seed(1)
-    ).to(case.dtype)
+    dout = upstream(case, len(q))
     needed = [-(-length // PAGE_TOKENS) for length in lengths]
     order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
@@ -129,12 +137,12 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
                 slots += rows_of(parts[-1])[done[i] :]
                 tokens += range(origins[i] + done[i], origins[i] + done[i] + length)
                 done[i] += length
-        work = AttentionWork.build(parts, case.group, CPU, backward=True)
-        append(k[tokens], v[tokens], torch.tensor(slots), keys, values)
+        work = AttentionWork.build(parts, case.group, device, backward=True)
+        append(k[tokens], v[tokens], torch.tensor(slots, device=device), keys, values)
         out, lse = paged_attention(q[tokens], keys, values, work, keeps=True, **case.keywords())
         windows.append((tokens, work, out, lse))
-    total = tuple(torch.zeros(x.shape) for x in (k, v))
-    found = [torch.full(x.shape, float("nan"), dtype=case.dtype) for x in qkv]
+    total = tuple(torch.zeros(x.shape, device=device) for x in (k, v))
+    found = [torch.full_like(x, float("nan")) for x in qkv]
     for tokens, work, out, lse in reversed(windows):
         with sanitized():
             own = paged_attention_backward(
@@ -181,3 +189,27 @@ def test_any_windows_of_any_options(case: Case, chunks: list[list[int]], seed: i
 def test_what_a_sliding_window_hides_gets_nothing() -> None:
     """Blocks of keys that no token of the window sees are left alone."""
     check_windows(Case(kv_heads=1, group=1, window=10), [[70, 20]])
+
+
+def test_lists_and_sums_have_to_fit() -> None:
+    case = Case()
+    q, k, v = case.tensors(3)
+    keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
+    forward, both = (
+        AttentionWork.build([Part(0, 3)], case.group, q.device, backward=backward)
+        for backward in (False, True)
+    )
+    out, lse = paged_attention(q, keys, values, both, keeps=True, **case.keywords())
+    keywords = backward_keywords(case)
+    with pytest.raises(UnsupportedError, match="for forward alone"):
+        paged_attention_backward(out, out, lse, q, keys, values, forward, **keywords)
+    with pytest.raises(UnsupportedError, match="sums are for keys and values in a cache"):
+        paged_attention_backward(out, out, lse, q, keys, values, both, sums=(k, v), **keywords)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMED)
+def test_on_a_gpu(name: str) -> None:
+    case = dataclasses.replace(NAMED[name], device="cuda")
+    check_whole(case, (300, 1, 77))
+    check_windows(case, [[200, 170, 3], [1, 1], [150]])

@@ -85,8 +85,8 @@ def kernels(
 
     backward = {"dout_token": "i32", "dout_head": "i32", **STRIDES}
     simple = Blocks(0, 0, 4, 3)
-    tiled, split = tile_blocks(largest, dtype), split_blocks(largest, dtype, group)
-    queries = query_blocks(largest, dtype, architecture)
+    tiled, split = tile_blocks(largest, dtype, paged), split_blocks(largest, dtype, group)
+    queries = query_blocks(largest, dtype, paged, architecture)
     keyed = key_blocks(largest, dtype, architecture)
     found = [
         made(

@@ -381,18 +381,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def tile_blocks(size: int, dtype: torch.dtype) -> Blocks:
+def tile_blocks(size: int, dtype: torch.dtype, paged: bool) -> Blocks:
     """Of `attend_tiles`: the most rows whose sums stay in registers, with any options.
-
-    Three stages, as two are taken up by what is read in the block table.
 
     Args:
         size: of a head, the larger of keys' and values', a power of two.
         dtype: of q; fp32 is multiplied without tensor cores.
+        paged: whether keys and values lie in pages: to read the block table is one stage more.
     """
     if dtype == torch.float32:
         return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
-    return Blocks(128, 64, 8, 3) if size <= 128 else Blocks(64, 32, 8, 3)
+    stages = 3 if paged else 2
+    return Blocks(128, 64, 8, stages) if size <= 128 else Blocks(64, 32, 8, stages)
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
@@ -437,8 +437,14 @@ def paged_attention(
         out [T, H, Dv] in q's dtype, and the log-sum-exp [T, H] in fp32 where it is wanted. Tokens
         of no part have no defined values.
     Raises:
-        UnsupportedError: the heads' sizes are not among `HEAD_SIZES`, or no KV head serves them.
+        UnsupportedError: the heads' sizes are not among `HEAD_SIZES`, or no KV head serves them, or
+            one of keys and work knows pages and the other does not.
     """
+    if keys.paged != (work.pages.shape[1] > 0):
+        raise UnsupportedError(
+            f"keys {'in' if keys.paged else 'without'} pages, but block tables of "
+            f"{work.pages.shape[1]} columns; build the lists from parts with their pages"
+        )
     tokens, heads, _ = q.shape
     sizes = head_constants(q, keys, values)
     out = q.new_empty((tokens, heads, values.size))
@@ -453,7 +459,7 @@ def paged_attention(
     strides = (*q.stride()[:2], *keys.strides, *values.strides, work.pages.shape[1], scale)
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
     if len(work.tiles):
-        blocks = tile_blocks(size, q.dtype)
+        blocks = tile_blocks(size, q.dtype, keys.paged)
         attend_tiles[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
             q, keys.base, values.base, out, lse, alibi, sinks, work.parts, work.pages, work.tiles,
             *strides, **sizes, **options,

@@ -32,6 +32,7 @@ from pcg.codegen.kernels.templates.attention_scores import LOG2E, bounded, place
 from pcg.codegen.kernels.templates.attention_work import KEY_BLOCK, TILE_ROWS, AttentionWork
 from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
 from pcg.codegen.kernels.templates.paged_attention import Blocks, head_constants
+from pcg.errors import UnsupportedError
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -423,7 +424,7 @@ def key_gradients(
     tl.store(at, dvalue.to(dv.dtype.element_ty), inside_e & own)
 
 
-def query_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
+def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
     """Of `query_gradients`: the most rows whose sums stay in registers, with any options.
 
     Hopper's products read both sides from shared memory, Ampere's from registers.
@@ -431,13 +432,15 @@ def query_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
     Args:
         size: of a head, the larger of keys' and values', a power of two.
         dtype: of q; fp32 is multiplied without tensor cores.
+        paged: whether keys and values lie in pages: to read the block table is one stage more.
         architecture: 80 for sm_80 and so on.
     """
     if dtype == torch.float32:
         return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
+    stages = 3 if paged else 2
     if size <= (128 if architecture >= 90 else 64):
-        return Blocks(128, 64, 8, 3)
-    return Blocks(64, 64 if size <= 128 else 32, 8, 3)
+        return Blocks(128, 64, 8, stages)
+    return Blocks(64, 64 if size <= 128 else 32, 8, stages)
 
 
 def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
@@ -446,7 +449,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
     Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1) if size <= 64 else Blocks(16, 16, 8, 1)
+        return Blocks(16, 16, 8, 1)
     if size > 128:
         return Blocks(32, 32, 8, 2)
     if architecture < 90:
@@ -496,7 +499,14 @@ def paged_attention_backward(
             values lie in a cache.
     Returns:
         [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, those of what is final.
+    Raises:
+        UnsupportedError: the work is not for backward, or sums are given without a cache, or not
+            given with one.
     """
+    if not len(work.key_blocks):
+        raise UnsupportedError("these lists are for forward alone; build them with backward=True")
+    if keys.paged != (sums is not None):
+        raise UnsupportedError("sums are for keys and values in a cache, and needed with one alone")
     tokens, heads, _ = q.shape
     sizes = head_constants(q, keys, values)
     delta = torch.empty_like(lse)
@@ -516,7 +526,7 @@ def paged_attention_backward(
         "PAGE": PAGE_TOKENS,
     }
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
-    blocks = query_blocks(size, q.dtype, architecture_of(q))
+    blocks = query_blocks(size, q.dtype, keys.paged, architecture_of(q))
     query_gradients[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
         q, keys.base, values.base, dout, lse, delta, dq, alibi, work.parts, work.pages,
         work.tiles, *strides, work.pages.shape[1], scale, **sizes, **options,
