@@ -31,6 +31,7 @@ from pcg.runtime.training_pass import pass_through
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk in fp32; backward holds their gradient beside them."""
+_ALL_TOKENS = 2**31
 
 
 class TrainingRunner:
@@ -70,6 +71,8 @@ class TrainingRunner:
             self.parameters = self._encoder.parameters
         vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
         self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
+            self._chunk = _ALL_TOKENS  # it makes logits for some at a time by itself
 
     def forward_backward(
         self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
