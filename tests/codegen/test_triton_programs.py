@@ -14,6 +14,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
+from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
@@ -105,3 +106,37 @@ def test_a_program_for_triton_runs_on_no_cpu(monkeypatch: pytest.MonkeyPatch) ->
         compiler.compile(base, backend="triton", device="cpu")
     with pytest.raises(UnsupportedError, match="backend='cuda'; use one of torch, triton"):
         compiler.compile(base, backend="cuda")
+
+
+def test_adapters_come_and_go_in_pages_of_the_cache() -> None:
+    """More adapters than there is room for: each is written anew where it comes to lie."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1))
+    prompt, params = prompts((5,))[0], SamplingParams(max_new_tokens=2, ignore_eos=True)
+    names = [f"a{number}" for number in range(4)]
+
+    def tokens_of(backend: str) -> list[tuple[int, ...]]:
+        executor = compiler.compile(base, backend=backend)
+        for seed, name in enumerate(names):
+            adapter = executor.add_adapter(name, RECIPES["r4"], seed=seed)
+            for tensor in adapter.tensors:
+                generator = torch.Generator().manual_seed(seed)
+                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.3)
+        page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+        pages = 2 * executor.serving[1].pages_of(executor.adapters["a0"], page_bytes) + 2
+        engine = executor.engine(Limits(running=1), kv_cache_bytes=pages * page_bytes)
+        for name in (*names, *names):
+            engine.submit(Request(tuple(prompt), params, executor.adapters[name]))
+        found = {}
+        while not engine.is_idle:
+            for chunk in engine.step():
+                if chunk.completion is not None:
+                    found[chunk.index] = tuple(chunk.completion.token_ids)
+            engine.check_integrity()
+        evicted = [event for event in engine.log if event.kind is Kind.EVICTED]
+        assert len(evicted) >= len(names)
+        return [found[index] for index in sorted(found)]
+
+    ours = tokens_of("triton")
+    assert ours == tokens_of("torch")
+    assert ours[: len(names)] == ours[len(names) :]
+    assert len(set(ours)) > 1
