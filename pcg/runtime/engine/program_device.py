@@ -15,7 +15,7 @@ from pcg.runtime.adapter_batch import AdapterStacks, Bound
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.batch import Batch, Span
 from pcg.runtime.engine.adapter_pages import AdapterPages
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.engine.units import Backward, Forward
 from pcg.runtime.kv_cache import KvCache
@@ -56,10 +56,6 @@ class ProgramDevice:
         """Go on with a program that serves other sites, too."""
         self._runner = runner
         self._stacks = stacks.in_pages(self.cache.pages, self._adapters.table)
-
-    def pages_of(self, adapter: ServedAdapter, page_bytes: int) -> int:
-        """Pages of the cache that an adapter takes."""
-        return self._stacks.pages_of(cast("Adapter", adapter), page_bytes)
 
     def open(self, request: Request, number: int) -> Sequence:
         """A request's state, before anything ran.

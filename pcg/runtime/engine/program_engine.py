@@ -17,7 +17,7 @@ from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.program_device import ProgramDevice
-from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.finetune_options import Data, FinetuneOptions
@@ -74,7 +74,7 @@ class ProgramEngine(Engine):
         # Kernels follow block tables, so pages are runs of bytes that adapters share.
         in_pages = executor.program.backend == "triton"
         cache = KvCache(types, pages, executor.device, in_pages=in_pages)
-        adapters = AdapterPages(cache.pool, lambda adapter: device.pages_of(adapter, page_bytes))
+        adapters = AdapterPages(cache.pool, functools.partial(_pages_of, executor, page_bytes))
         device = ProgramDevice(
             runner,
             stacks,
@@ -197,3 +197,8 @@ class ProgramEngine(Engine):
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(executor, kv_cache_bytes=pages * page_bytes, log=EventLog(0))
+
+
+def _pages_of(executor: Executor, page_bytes: int, adapter: ServedAdapter) -> int:
+    """Pages that an adapter takes in the program that serves now."""
+    return executor.serving[1].pages_of(cast("Adapter", adapter), page_bytes)
