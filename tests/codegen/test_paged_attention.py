@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 MIXED = ((1, 70), (40, 50), (1, 0), (20, 0), (3, 64))
 """Decoding, a chunk behind a context, a whole prompt, a few tokens."""
 NAMED = {
-    "mha": Case(kv_heads=3, group=1),
+    "mha": Case(group=1),
     "gqa": Case(group=4, dtype=torch.bfloat16),
     "mqa": Case(kv_heads=1, group=8, dtype=torch.float16),
     "group-7": Case(kv_heads=1, group=7, size=128, value_size=128, dtype=torch.bfloat16),
@@ -48,7 +48,15 @@ NAMED = {
     "sinks": Case(sinks=True),
     "arena": Case(arena=True, dtype=torch.float16),
     "everything": Case(
-        group=3, size=80, value_size=16, window=33, softcap=2.0, alibi=True, sinks=True, arena=True
+        kv_heads=1,
+        group=3,
+        size=80,
+        value_size=16,
+        window=33,
+        softcap=2.0,
+        alibi=True,
+        sinks=True,
+        arena=True,
     ),
 }
 
@@ -71,7 +79,7 @@ def check(case: Case, shape: Sequence[tuple[int, int]], seed: int = 0) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_decode_chunks_and_prompts_in_one_batch(name: str) -> None:
-    check(NAMED[name], MIXED if NAMED[name].group < 9 else MIXED[::2])
+    check(NAMED[name], MIXED if NAMED[name].group < 9 else MIXED[::4])
 
 
 @pytest.mark.gpu
@@ -92,7 +100,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(cases(), SHAPES, st.integers(0, 9))
 def test_any_batch_of_any_options(case: Case, shape: list[tuple[int, int]], seed: int) -> None:
     check(case, shape, seed)
@@ -124,7 +132,7 @@ def test_whole_sequences_without_a_cache(case: Case, lengths: list[int]) -> None
 def test_a_token_gets_the_same_whoever_else_is_there() -> None:
     """To the bit: alone, repeated, and in a batch, in a graph's room or not."""
     case = NAMED["gqa"]
-    batch = Paged(case, ((1, 700), (50, 30), (1, 90)))
+    batch = Paged(case, ((1, 540), (40, 30), (1, 20)))
     append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
 
     def run(parts: list[Part], room: Room | None = None) -> torch.Tensor:
@@ -135,7 +143,7 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
 
     together = run(batch.parts)
     assert torch.equal(together, run(batch.parts))
-    assert torch.equal(together, run(batch.parts, Room(5, 60, 5, 8, 4, 0)))
+    assert torch.equal(together, run(batch.parts, Room(4, 50, 3, 5, 3, 0)))
     for part in batch.parts:
         own = slice(part.start, part.start + part.length)
         assert torch.equal(together[own], run([part])[own])

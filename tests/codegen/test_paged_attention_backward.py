@@ -23,7 +23,7 @@ from tests.interpreter.sanitizer import sanitized
 bf16.install()
 
 NAMED = {
-    "mha": Case(kv_heads=3, group=1),
+    "mha": Case(group=1),
     "gqa": Case(group=4, dtype=torch.bfloat16),
     "mqa": Case(kv_heads=1, group=8, dtype=torch.float16),
     "group-7": Case(kv_heads=1, group=7, size=128, value_size=128, dtype=torch.bfloat16),
@@ -37,7 +37,15 @@ NAMED = {
     "sinks": Case(kv_heads=1, sinks=True),
     "arena": Case(arena=True, dtype=torch.float16),
     "everything": Case(
-        group=3, size=80, value_size=16, window=33, softcap=2.0, alibi=True, sinks=True, arena=True
+        kv_heads=1,
+        group=3,
+        size=80,
+        value_size=16,
+        window=33,
+        softcap=2.0,
+        alibi=True,
+        sinks=True,
+        arena=True,
     ),
 }
 

@@ -13,7 +13,7 @@ order, and m, l and the sum of values are rescaled as m grows (online softmax).
     reduce_splits    the splits of a token in their order. Grid: decoding tokens, heads.
 
 The heads of a group are rows beside the tokens (attention_work.py), so that keys and values are
-read once for all of them.
+read once for all of them. (A long file, as Triton's kernels name every stride.)
 
 Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding; pages from vLLM (arXiv 2309.06180).

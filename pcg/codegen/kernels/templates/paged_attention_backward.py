@@ -14,6 +14,7 @@ and get no gradient.
 One program alone writes what it writes, in one order: the same bits every time. With a cache, a
 window adds its gradients to the sums of the pass over all keys that it saw; those of its own tokens
 are final then, and are written in q's dtype, too (FlexLLM v2 §6.1). Windows run from the last.
+(A long file, as Triton's kernels name every stride.)
 
 Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2, as two kernels instead of atomics.
