@@ -63,8 +63,10 @@ def own_columns(case: Case) -> list[tuple[int, int, int, slice]]:
     ]
 
 
-@settings(max_examples=25)
-@given(cases(2, 1), dtypes, dtypes, st.booleans(), st.booleans())
+@pytest.mark.parametrize("has_base", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@settings(max_examples=12)
+@given(case=cases(2, 1), y_dtype=dtypes, dtype=dtypes)
 def test_scale_and_bias(
     case: Case, y_dtype: torch.dtype, dtype: torch.dtype, has_base: bool, adds: bool
 ) -> None:
@@ -92,8 +94,9 @@ def test_scale_and_bias(
     assert found is y
 
 
-@settings(max_examples=25)
-@given(cases(2, 1), dtypes, st.sampled_from(("y", "y and base", "dy alone")), st.booleans())
+@pytest.mark.parametrize("of", ["y", "y and base", "dy alone"])
+@settings(max_examples=12)
+@given(case=cases(2, 1), dtype=dtypes, adds=st.booleans())
 def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str, adds: bool) -> None:
     generator, width = case.generator, sum(case.sizes)
     vectors = scattered(case.ranks, case.starts, case.sizes, 1, torch.float32, generator)
