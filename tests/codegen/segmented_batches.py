@@ -65,16 +65,16 @@ class Case:
 
 
 def cases(most_slices: int = 2, most_rank: int = 64) -> st.SearchStrategy[Case]:
-    """Batches of 0 to a few dozen tokens, 3 slots, and ranks of every kind."""
-    rank = st.sampled_from([r for r in (0, 1, 4, 8, 8, 16, 17, 32, 40, 64) if r <= most_rank])
-    run = st.tuples(st.sampled_from((1, 1, 2, 3, 16, 19)), st.integers(-1, 2))
+    """Batches of 1 to a few dozen tokens, 3 slots, and ranks of every kind."""
+    rank = st.sampled_from([r for r in (1, 8, 16, 4, 17, 64, 40, 32, 0) if r <= most_rank])
+    run = st.tuples(st.sampled_from((1, 19, 2, 3, 16)), st.sampled_from((0, 1, 2, -1)))
 
     def of(slices: int) -> st.SearchStrategy[Case]:
         ranks = st.tuples(*[st.tuples(*[rank] * 3)] * slices)
         sizes = st.tuples(*[st.sampled_from((8, 24, 136))] * slices)
         return st.builds(
             Case,
-            st.lists(run, max_size=5).map(tuple),
+            st.lists(run, min_size=1, max_size=5).map(tuple),
             ranks,
             sizes,
             st.sampled_from((16, 64)),

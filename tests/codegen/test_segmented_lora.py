@@ -94,7 +94,7 @@ def by_token(s: Tensor, case: Case, tiles: TokenTiles) -> Tensor:
 # ----------------------------------------------------------------------------------------- tests
 
 
-@settings(max_examples=20)
+@settings(max_examples=25)
 @given(cases(), dtypes, dtypes, st.sampled_from((8, 136, 264)), st.sampled_from((None, 1)))
 def test_shrink(
     case: Case, x_dtype: torch.dtype, dtype: torch.dtype, in_: int, parts: int | None
@@ -110,7 +110,7 @@ def test_shrink(
     check_close(by_token(s, case, tiles), expected, magnitude, WIDE + SUMS)
 
 
-@settings(max_examples=20)
+@settings(max_examples=25)
 @given(cases(), dtypes, dtypes)
 def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype) -> None:
     b = scattered(case.ranks, case.starts, case.sizes, case.most_rank, dtype, case.generator)
@@ -129,7 +129,7 @@ def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype) -> Non
     assert torch.equal(found[none], before[none])
 
 
-@settings(max_examples=12)
+@settings(max_examples=15)
 @given(cases(), dtypes, dtypes)
 def test_the_inputs_gradient_of_many_jobs(
     case: Case, x_dtype: torch.dtype, dtype: torch.dtype
@@ -154,7 +154,7 @@ def test_the_inputs_gradient_of_many_jobs(
     check_close(dx, expected, magnitude, WIDE + SUMS + ROUNDING[x_dtype])
 
 
-@settings(max_examples=20)
+@settings(max_examples=25)
 @given(cases(), dtypes, st.booleans(), st.booleans())
 def test_the_weights_gradient_of_many_jobs(
     case: Case, dtype: torch.dtype, adds: bool, is_scaled: bool
@@ -187,6 +187,21 @@ def test_the_weights_gradient_of_many_jobs(
     # Slots without tokens, and what lies between rows.
     bits, bits_before = rows.memory.view(torch.int32), before.memory.view(torch.int32)
     assert torch.equal(bits[untouched], bits_before[untouched])
+
+
+@pytest.mark.parametrize("runs", [(), ((3, -1),)])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_batch_without_adapters(runs: tuple[tuple[int, int], ...], is_padded: bool) -> None:
+    case = Case(runs, ((8, 64),), (24,), 16, is_padded, 0)
+    a = scattered(case.ranks, [0], [24], 64, torch.float32, case.generator)
+    x, tiles = drawn(case, torch.bfloat16, 24), case.tiles
+    y, memory = x.clone(), a.memory.clone()
+    with sanitized():
+        s = shrink(x, a, tiles)
+        expand_add(y, s, a, tiles)
+        segment_outer(s, x, a, tiles)
+    assert torch.equal(y, x)
+    assert torch.equal(a.memory.view(torch.int32), memory.view(torch.int32))
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 1.0, 2.0**20])

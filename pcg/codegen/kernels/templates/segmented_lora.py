@@ -12,10 +12,10 @@ ds is shrink over B's rows with scale, dx is expand_add over A's without.
 
 Sums are in fp32 and in a fixed order, and y is rounded once. Products run on tensor cores where one
 factor has 16 bits: x is converted to the dtype of rows of 16 bits, and where the other factor, s or
-a row, is fp32, it keeps 16 bits at least (`wide_product`). A rank costs what
-it needs, in steps of 16, whatever the others' are: programs beyond it leave at once, and rows
-beyond it are not loaded. s is zero from a rank to the next multiple of 16, and undefined beyond;
-most_rank is a multiple of 16, so that s is loaded 16 bytes at once.
+a row, is fp32, it keeps 16 bits at least (`wide_product`). A rank costs what it needs, in steps of
+16, whatever the others' are: programs beyond it leave at once, and rows beyond it are not loaded. s
+is zero from a rank to the next multiple of 16, and undefined beyond; most_rank is a multiple of 16,
+so that s is loaded 16 bytes at once.
 
 Grids: shrink (tiles, parts, slices · blocks of ranks), expand (tiles, blocks of columns, slices).
 A token's bits depend on its own x and adapter, on the sizes of the tensors, on the tiles' block and
@@ -183,7 +183,7 @@ def shrink(
     """s = scale · x Aᵀ of each token's own adapter, summed up in parts.
 
     Args:
-        x: [tokens, columns], rows contiguous, strides and address multiples of 16 bytes.
+        x: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         a: rows of A; of B for ds, with x the output's gradient.
         tiles: the tokens by slot, on the device.
         scales: of s, [slices, slots], fp32.
@@ -198,6 +198,7 @@ def shrink(
     if not is_wide:
         # Not in the kernel, where tensor cores would read what is converted from registers.
         x = x.to(a.memory.dtype)
+        check_tokens(x, a)
     block_k = DECODE_COLUMNS if is_decode else PREFILL_COLUMNS // (2 if is_wide else 1)
     block_r = 16 if is_decode else min(64, max(16, triton.next_power_of_2(a.most_rank)))
     rank_blocks = triton.cdiv(a.most_rank, block_r)
@@ -332,7 +333,7 @@ def expand_add(
     """y + scale · s Bᵀ of each token's own adapter, written over y.
 
     Args:
-        y: [tokens, columns], rows contiguous, strides and address multiples of 16 bytes.
+        y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         s: of `shrink`.
         b: rows of B; of A for dx. Slices have columns of their own, or all the same ones, whose
             y is the sum over slices.

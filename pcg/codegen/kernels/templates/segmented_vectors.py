@@ -77,7 +77,7 @@ def segmented_scale(
     """v ⊙ (y - base) + base, each token by its own adapter's vector, written over y.
 
     Args:
-        y: [tokens, columns], rows contiguous, strides and address multiples of 16 bytes.
+        y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         vectors: of rank 1, or 0 where a slot has none.
         tiles: the tokens by slot, on the device.
         base: [columns].
@@ -199,7 +199,7 @@ def segment_inner(
     Slots without tokens in the batch are left as they are.
 
     Args:
-        dy: [tokens, columns], rows contiguous, strides and address multiples of 16 bytes.
+        dy: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         y: likewise; what was scaled.
         gradients: where the vectors' gradients lie, in fp32.
         tiles: the tokens by slot, on the device.
