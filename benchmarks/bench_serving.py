@@ -226,7 +226,7 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     rate_per_s = 0.3 * capacity(executor)
     runner, stacks = executor.serving
     measured = calibrated(runner, stacks, executor.device, executor.max_positions, MachineClock())
-    tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64))
+    tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64, sampled=8))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
     workload = spread(workload, PowerLaw(8, 1.0), seed=3)
@@ -273,12 +273,13 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
 
 
 def _row(report: ServingReport, most: float) -> dict[str, Any]:
-    tpot = report.tpot
+    tpot, itl = report.tpot, report.itl
     return {
         "finetuning_tokens_per_s": round(report.finetuning_throughput, 1),
         "kept": round(report.finetuning_throughput / most, 3) if most else None,
         "slo_attainment": report.slo_attainment,
         "p99_tpot_ms": None if tpot is None else round(1e3 * tpot.p99_s, 1),
+        "p99_itl_ms": None if itl is None else round(1e3 * itl.p99_s, 1),
         "output_tokens_per_s": round(report.output_throughput, 1),
     }
 

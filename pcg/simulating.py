@@ -64,10 +64,11 @@ class SimulatedProgram:
     shapes: tuple[tuple[int, int], ...]
 
     def latencies(self) -> Latencies:
-        """What an engine begins to plan by: three steps, as it measures them on a machine."""
+        """What an engine begins to plan by: five steps, as it measures them on a machine."""
 
-        def seconds(tokens: int, context: int) -> float:
-            return self.costs.step_seconds(StepShape.of([Piece(tokens, context, True)]))
+        def seconds(tokens: int, context: int, rows: int) -> float:
+            shape = StepShape.of([Piece(tokens, context)])
+            return self.costs.step_seconds(replace(shape, sampled=rows))
 
         return fitted_latencies(seconds, self.costs.layers)
 

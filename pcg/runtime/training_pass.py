@@ -70,6 +70,7 @@ class TrainingPass:
     """One mini-batch, or a part of one, from its first token to its gradients.
 
     Attributes:
+        layers: of the model.
         tokens: of all sequences, virtual ones too.
         targets: that are learned.
         forwarded: tokens that went forward.
@@ -117,8 +118,8 @@ class TrainingPass:
         self.loss = 0.0
         self.is_done = False
         self._windows: list[Window] = []
-        self._layers = len(runner.training.layers)
-        self._layer = self._layers - 1
+        self.layers = len(runner.training.layers)
+        self._layer = self.layers - 1
         self._window = -1
         self._sums: KvGradients | None = None
 
@@ -132,7 +133,7 @@ class TrainingPass:
     def asking_forward(self, tokens: int) -> Asking[None]:
         """The same, asking the caller for the base's products."""
         window = self.begin(tokens)
-        for layer in range(self._layers):
+        for layer in range(self.layers):
             yield from self.asking_layer(layer, window)
         self.end(window)
 
@@ -277,6 +278,10 @@ class ForwardUnit(Forward):
     @property
     def context(self) -> int:
         return self.whole.context
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers if self.whole.trains else 0
 
     def run(self, tokens: int) -> None:
         self.whole.forward(tokens)

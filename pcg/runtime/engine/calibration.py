@@ -1,10 +1,13 @@
 """Measure how long a step takes on this machine, to begin with: steps correct it as they are seen.
 
-Prompts of two lengths and a batch that decodes give the three numbers of a forward:
+Prompts of two lengths, one behind others, and one with logits of all its tokens give four numbers
+of a forward:
 
-    t(n tokens, k keys) = a₀ + a₁ n + a₂ k
+    t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-A backward unit is taken for a layer's share of twice the forward: two products for one.
+A backward unit is taken for a layer's share of twice the forward: two products for one. So is a
+trained token's loss for twice a row of logits, and a window for twice what the first row takes, for
+which the head's weights are read.
 """
 
 from __future__ import annotations
@@ -53,13 +56,17 @@ def calibrated(
     table = cache.pool.open("calibration")
     cache.pool.extend(table, pages_for(long))
 
-    def seconds(tokens: int, context: int) -> float:
+    def seconds(tokens: int, context: int, rows: int) -> float:
         ids = torch.full((tokens,), ANY_TOKEN, device=device)
         took = []
         for _ in range(_ROUNDS + 1):
             batch = Batch(ids, [Span(0, tokens, context, table)], cache)
+            bound = stacks.bind([None], [tokens])
             started = clock.now_s()
-            runner.logits(batch, stacks.bind([None], [tokens]), batch.last_tokens)
+            hidden = runner.hidden(batch, bound)
+            if rows:
+                last = torch.arange(tokens - rows, tokens, device=device)
+                runner.logits_of(hidden, batch, bound, last, stacks.bind([None], [rows]))
             _wait(device)
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
@@ -76,23 +83,24 @@ def _of_first(ranks: Ranks, latency: Latency) -> Latency:
 
 
 def fitted_latencies(
-    seconds: Callable[[int, int], float], layers: int, long: int = _LONG
+    seconds: Callable[[int, int, int], float], layers: int, long: int = _LONG
 ) -> Latencies:
-    """Latencies of what three steps take.
+    """Latencies of what five steps take.
 
     Args:
-        seconds: of a step of so many tokens of one sequence behind so many others.
+        seconds: of a step of so many tokens of one sequence behind so many others, with logits of
+            so many of them.
         layers: of the model.
         long: tokens of the longest step.
     """
     short = min(_SHORT, long)
+    steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]
     measured = [
-        (Load.of(short, 0), seconds(short, 0)),
-        (Load.of(short, long - short), seconds(short, long - short)),
-        (Load.of(long, 0), seconds(long, 0)),
+        (Load.of(n, behind) + Load(sampled=r), seconds(n, behind, r)) for n, behind, r in steps
     ]
-    constant_s, token_s, key_s = _fitted(measured)
-    forward = Latency(constant_s, token_s, key_s)
+    constant_s, token_s, key_s, row_s = _fitted(measured)
+    head_s = max(measured[0][1] - seconds(short, 0, 0), row_s)
+    forward = Latency(constant_s, token_s, key_s, row_s, _BACKWARD * row_s, _BACKWARD * head_s)
     share = _BACKWARD / layers
     return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))
 
@@ -102,12 +110,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float]:
+def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:
     """Coefficients above 0 that come nearest: noise must not make anything free."""
-    rows = torch.tensor([[1.0, load.tokens, load.keys] for load, _ in measured]).double()
+    rows = torch.tensor([[1.0, x.tokens, x.keys, x.sampled] for x, _ in measured]).double()
     took = torch.tensor([seconds for _, seconds in measured]).double()
-    least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0]).double()
+    least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0, 0.0]).double()
     found = torch.linalg.lstsq(rows, took.unsqueeze(-1)).solution.squeeze(-1)
-    constant_s, token_s, key_s = torch.maximum(found, least).tolist()
+    constant_s, token_s, key_s, row_s = torch.maximum(found, least).tolist()
     # A key costs at least a millionth of a token, so that long contexts are never free.
-    return constant_s, token_s, max(key_s, token_s * 1e-6)
+    return constant_s, token_s, max(key_s, token_s * 1e-6), max(row_s, token_s * 1e-2)

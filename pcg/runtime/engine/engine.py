@@ -235,9 +235,15 @@ class Engine:
         plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
-        limits, is_served = self.scheduler.limits, bool(plan.chunks)
-        seconds = plan.seconds(self._reserve_s)
-        step = Step(limits, self._latencies, seconds, plan.load, is_served)
+        step = Step(
+            self.scheduler.limits,
+            self._latencies,
+            plan.promised_s,
+            plan.slack_s - self._reserve_s,
+            plan.load,
+            is_served=bool(plan.chunks),
+            is_awaited=plan.is_awaited,
+        )
         self.sharing.begin(step)
         windows = self._windows(step)
         if step.load.tokens:
@@ -256,19 +262,19 @@ class Engine:
             for job in self.jobs.active:
                 self.jobs.settle(job)
         self._backward(step, now)
-        if seconds is not None and (step.windows or step.units):
-            self._keep_reserve(plan, seconds, self.clock.now_s() - now)
+        if plan.promised_s is not None and (windows or step.units):
+            self._keep_reserve(plan.promised_s, step, self.clock.now_s() - now)
         self.worked = bool(step.load.tokens or step.units)
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _keep_reserve(self, plan: StepPlan, planned_s: float, took_s: float) -> None:
+    def _keep_reserve(self, promised_s: float, step: Step, took_s: float) -> None:
         """Keep as much of the slack as steps with finetuning overran what was planned.
 
         A step is foretold as it is on average, and what follows from a unit, as an optimizer's
         step, is not. A request whose last step overran can make up for it no more.
         """
-        over_s = min(took_s - planned_s, _MOST_RESERVE * (plan.promised_s or 0.0))
+        over_s = min(took_s - step.seconds(self.sharing.burst), _MOST_RESERVE * promised_s)
         self._reserve_s = max(over_s, _RESERVE_KEPT * self._reserve_s)
 
     def _give_up_late(self, now: float) -> None:
@@ -322,8 +328,7 @@ class Engine:
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
             if tokens > 0:
                 found.append((unit, tokens))
-                step.load += Load.of(tokens, unit.context)
-                step.windows += 1
+                step.load += Load.of_window(tokens, unit.context)
                 job.tokens += tokens
         return found
 

@@ -1,18 +1,20 @@
 """How long work takes: f(c, s) of FlexLLM's hybrid token scheduler, corrected as steps are seen.
 
-    forward of a step          f = a₀ + a₁ · tokens + a₂ · keys
-    backward of a unit         g = b₀ + b₁ · tokens + b₂ · keys          (one layer of one window)
+    forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows
+    backward of a unit   g = b₀ + b₁ tokens + b₂ keys    (one layer of one window)
 
-keys: the sum over tokens of the tokens that each attends to. The coefficients are fitted to what
-was observed by recursive least squares with forgetting, relative to what was foretold, so that
-short steps count as much as long ones.
+keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is the
+loss of a trained token, forward and back through the head; a₅ what a window takes however short it
+is, as the head's weights are read for it, and operators of its own run. The coefficients are fitted
+to what was observed by recursive least squares with forgetting, relative to what was foretold, so
+that short steps count as much as long ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Vector = tuple[float, float, float]
+Vector = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +24,35 @@ class Load:
     Attributes:
         tokens: that go through the program.
         keys: that attention reads for them, summed over tokens.
+        sampled: rows of logits.
+        trained: of the tokens, those whose loss is taken.
+        windows: of finetuning.
     """
 
     tokens: int = 0
     keys: int = 0
+    sampled: int = 0
+    trained: int = 0
+    windows: int = 0
 
     def __add__(self, other: Load) -> Load:
-        return Load(self.tokens + other.tokens, self.keys + other.keys)
+        return Load(
+            self.tokens + other.tokens,
+            self.keys + other.keys,
+            self.sampled + other.sampled,
+            self.trained + other.trained,
+            self.windows + other.windows,
+        )
 
     @classmethod
     def of(cls, tokens: int, context: int) -> Load:
         """Of new tokens behind a context."""
         return cls(tokens, keys_of(tokens, context))
+
+    @classmethod
+    def of_window(cls, tokens: int, context: int) -> Load:
+        """Of a window's tokens behind a context, and their loss."""
+        return cls(tokens, keys_of(tokens, context), 0, tokens, 1)
 
 
 def keys_of(tokens: int, context: int) -> int:
@@ -44,35 +63,59 @@ def keys_of(tokens: int, context: int) -> int:
 class Latency:
     """Foretells the seconds of one kind of work, and learns from what it took."""
 
-    def __init__(self, constant_s: float, token_s: float, key_s: float) -> None:
-        """Begin with an estimate.
+    def __init__(
+        self,
+        constant_s: float,
+        token_s: float,
+        key_s: float,
+        sampled_s: float = 0.0,
+        trained_s: float = 0.0,
+        window_s: float = 0.0,
+    ) -> None:
+        """Begin with an estimate; what takes nothing by it is not learned.
 
         Args:
             constant_s: of any amount.
             token_s: of a token.
             key_s: of a key that a token attends to.
+            sampled_s: of a row of logits.
+            trained_s: of a token's loss.
+            window_s: of any window.
         """
-        self._scales: Vector = (constant_s, token_s, key_s)
-        self._factors = [1.0, 1.0, 1.0]
+        self._scales: Vector = (constant_s, token_s, key_s, sampled_s, trained_s, window_s)
+        self._factors = [1.0] * len(self._scales)
         # Factors of the estimate are known to about 1 at first.
-        self._covariance = [[float(i == j) for j in range(3)] for i in range(3)]
+        places = range(len(self._scales))
+        self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]
+        # Nothing gets less certain than the estimate was: variances of the factors together.
+        self._most_spread = sum(self._covariance[i][i] for i in places)
 
     @property
     def coefficients_s(self) -> Vector:
-        """Seconds of anything, of a token, of a key."""
-        a, b, c = (f * s for f, s in zip(self._factors, self._scales, strict=True))
-        return a, b, c
+        """Seconds of anything, a token, a key, a row of logits, a token's loss, a window."""
+        return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
         """What a load takes."""
-        a, b, c = self.coefficients_s
-        return a + b * load.tokens + c * load.keys
+        a, b, c, d, e, w = self.coefficients_s
+        of_rows = d * load.sampled + e * load.trained + w * load.windows
+        return a + b * load.tokens + c * load.keys + of_rows
 
-    def tokens_within(self, seconds: float, context: int, load: Load) -> int:
-        """The most tokens behind a context that fit into a time beside a load; may be negative."""
-        _, token_s, key_s = self.coefficients_s
+    def tokens_within(
+        self, seconds: float, context: int, load: Load, is_trained: bool = False
+    ) -> int:
+        """The most tokens behind a context that fit into a time beside a load; may be negative.
+
+        Args:
+            seconds: of all.
+            context: tokens before them.
+            load: beside them; what comes with the tokens, however many, is in it: a row of logits
+                behind a prompt, a window.
+            is_trained: whether the loss of each is taken.
+        """
+        _, token_s, key_s, _, trained_s, _ = self.coefficients_s
         left = seconds - self.seconds(load)
-        per_token = token_s + key_s * context
+        per_token = token_s + key_s * context + trained_s * is_trained
         if left <= 0 or per_token <= 0:
             return 0 if left <= 0 else 2**31
         # left = s · per_token + key_s · s² / 2
@@ -86,28 +129,30 @@ class Latency:
         foretold = self.seconds(load)
         if foretold <= 0 or seconds <= 0:
             return
-        a, b, c = self._scales
         # Relative: an error of a tenth weighs the same for every load.
-        x = (a / foretold, b * load.tokens / foretold, c * load.keys / foretold)
-        spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._covariance]
+        amounts = (1, load.tokens, load.keys, load.sampled, load.trained, load.windows)
+        x = [s * amount / foretold for s, amount in zip(self._scales, amounts, strict=True)]
+        covariance, places = self._covariance, range(len(x))
+        spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
         # While loads are alike, forgetting would only make what they do not show uncertain.
-        forget = _FORGET if sum(self._covariance[i][i] for i in range(3)) < _MOST_SPREAD else 1.0
-        gain_by = forget + sum(s * v for s, v in zip(spread, x, strict=True))
+        is_certain = sum(covariance[i][i] for i in places) < self._most_spread
+        forget = _FORGET if is_certain else 1.0
+        gain_by = forget * _NOISE + sum(s * v for s, v in zip(spread, x, strict=True))
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / foretold - 1.0))
-        for i in range(3):
+        for i in places:
             self._factors[i] += spread[i] / gain_by * error
             self._factors[i] = max(self._factors[i], _LEAST_FACTOR)
         self._covariance = [
-            [(self._covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in range(3)]
-            for i in range(3)
+            [(covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in places]
+            for i in places
         ]
 
 
 _FORGET = 0.98
 """What an observation still weighs after the next one: about fifty count."""
+_NOISE = 0.1
+"""Variance of relative errors: what one observation says beside what is known of the factors."""
 _MOST_ERROR = 1.0
 """Relative error above which an observation is an outlier: something else held the machine up."""
 _LEAST_FACTOR = 0.02
 """Of the first estimate; nothing becomes free."""
-_MOST_SPREAD = 3.0
-"""Variances of the factors together, as at first: nothing gets less certain than the estimate."""

@@ -126,16 +126,12 @@ class ProfiledCosts:
         self._step = _fitted([(_of_step(shape), took) for shape, took in profile.steps])
         self._unit = _fitted([(_of_load(load), took) for load, took in profile.units])
         self._update_s = statistics.fmean(profile.updates)
-        plain = [(_of_load(Load(s.tokens, s.pairs)), took) for s, took in profile.steps]
-        self._plain = _fitted(plain)
 
     def latencies(self) -> Latencies:
-        """What an engine begins to plan by: it knows of tokens and keys alone."""
-        forward, backward = (
-            Latency(max(a, 1e-6), max(b, 1e-9), max(c, 1e-15))
-            for a, b, c in (self._plain, self._unit)
-        )
-        return Latencies(forward, backward)
+        """What an engine begins to plan by: the same, and nothing is free."""
+        constant_s, token_s, key_s, sampled_s, window_s, trained_s = map(max, self._step, _LEAST_S)
+        forward = Latency(constant_s, token_s, key_s, sampled_s, trained_s, window_s)
+        return Latencies(forward, Latency(*map(max, self._unit, _LEAST_S[:3])))
 
     def step_seconds(self, shape: StepShape) -> float:
         return _dot(self._step, _of_step(shape))
@@ -149,6 +145,10 @@ class ProfiledCosts:
     def copy_seconds(self, size_bytes: int) -> float:
         """None: an adapter of the host's device is where it is."""
         return 0.0
+
+
+_LEAST_S = (1e-6, 1e-9, 1e-15, 1e-9, 1e-6, 1e-9)
+"""Of a step's coefficients, for what is learned relative to them."""
 
 
 def _of_step(shape: StepShape) -> list[float]:

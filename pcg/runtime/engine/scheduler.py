@@ -27,6 +27,9 @@ from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable, pages_for
 
+_LAST_ROW = Load(sampled=1)
+"""A prompt's last token is sampled after."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -73,6 +76,8 @@ class StepPlan:
         admitted: those that begin, or begin again.
         tokens: of all of them.
         keys: that attention reads for these.
+        sampled: rows of logits: of sequences whose pending tokens all run.
+        is_awaited: whether a request waits for its first token, in the step or for its turn.
     """
 
     promised_s: float | None = None
@@ -81,26 +86,21 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
-
-    def seconds(self, reserve_s: float = 0.0) -> float | None:
-        """That the step may take: a token's time at most, and so that of the slack some is left.
-
-        None where nothing is promised.
-        """
-        if self.promised_s is None:
-            return None
-        return min(self.promised_s, self.slack_s - reserve_s)
+    sampled: int = 0
+    is_awaited: bool = False
 
     @property
     def load(self) -> Load:
         """Of all chunks."""
-        return Load(self.tokens, self.keys)
+        return Load(self.tokens, self.keys, self.sampled)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Have a sequence's next tokens run."""
         self.chunks.append((sequence, tokens))
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
+        self.sampled += tokens == sequence.pending
+        self.is_awaited |= sequence.first_token_s is None
 
 
 class Scheduler:
@@ -222,6 +222,7 @@ class Scheduler:
             if tokens and self._has_pages(sequence, tokens, prompts):
                 self._run(plan, sequence, tokens)
         self._admit(plan, now_s)
+        plan.is_awaited |= bool(self.waiting)
         self._prefetch()
         return plan
 
@@ -276,9 +277,9 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Tokens of a prompt that fit into the step; 0 for none."""
         room = self.limits.tokens - plan.tokens
-        seconds = plan.seconds()
-        if self.forward is not None and seconds is not None:
-            fitting = self.forward.tokens_within(seconds, sequence.cached, plan.load)
+        if self.forward is not None and plan.promised_s is not None:
+            seconds, load = min(plan.promised_s, plan.slack_s), plan.load + _LAST_ROW
+            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0

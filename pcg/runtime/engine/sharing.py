@@ -14,6 +14,7 @@ two run at once on parts of a GPU; here a part of each step's time stands for a 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,26 +35,38 @@ class Step:
     Attributes:
         limits: of any step.
         latencies: of work here; None where they are not known.
-        seconds: that it may take before a promise is broken; None where nothing is promised.
+        promised_s: the least promised time a token; None where nothing is promised.
+        slack_s: that the step may take before a promise is broken; it grows with steps that took
+            less than was promised.
         load: of requests, and of the finetuning tokens that were added so far.
         is_served: whether requests are in it.
-        windows: of finetuning, so far.
+        is_awaited: whether a request waits for its first token.
         units: that went back, so far.
     """
 
     limits: Limits
     latencies: Latencies | None
-    seconds: float | None
+    promised_s: float | None = None
+    slack_s: float = math.inf
     load: Load = field(default_factory=Load)
     is_served: bool = False
-    windows: int = 0
+    is_awaited: bool = False
     units: int = 0
 
-    @property
-    def most_seconds(self) -> float:
-        """That the step may take: what is promised, and what one that comes may have to wait."""
+    def most_seconds(self, burst: float = 1.0) -> float:
+        """That a step may take whose requests have all the slack that they can use.
+
+        So many promised times a token, and no longer than a request that comes may have to wait.
+        """
         idle = self.limits.idle_step_s
-        return idle if self.seconds is None else min(self.seconds, idle)
+        return idle if self.promised_s is None else burst * min(self.promised_s, idle)
+
+    def seconds(self, burst: float = 1.0) -> float:
+        """That the step may take: so long, and no longer than there is slack.
+
+        While a request waits for its first token, one promised time at most.
+        """
+        return min(self.most_seconds(1.0 if self.is_awaited else burst), self.slack_s)
 
 
 class Sharing(ABC):
@@ -62,10 +75,12 @@ class Sharing(ABC):
     Attributes:
         trains: whether finetuning comes to its end; a job waits forever otherwise.
         needs_latencies: whether it goes by how long work takes, promises or not.
+        burst: promised times a token that a step may last where its requests have the slack.
     """
 
     trains = True
     needs_latencies = False
+    burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
         """Whether the next step may serve requests.
@@ -91,24 +106,97 @@ class Sharing(ABC):
 
 
 class CoServing(Sharing):
-    """As much as fits within the promises: s = argmax f(c, s) ≤ SLO, and units in what is left."""
+    """As much as fits within the promises: s = argmax f(c, s) ≤ SLO, and units in what is left.
+
+    A window of s tokens takes C for itself, forward and in each layer's backward, and m a token:
+
+        efficiency    e(s) = s · m / (C + s · m)
+
+    A step that has room for s, where it would have room for S with all the slack that a step can
+    use, takes a window where
+
+        e(s) ≥ d · min(e(S), 0.93)
+
+    and otherwise leaves it to the next ones, for which slack is saved. d falls from 0.99 with every
+    step that takes none, so that windows come however small the rooms stay, and rises again with
+    larger ones. What is left of a batch is split evenly over the windows that it needs.
+
+    Attributes:
+        burst: a step may last so many promised times a token where the slack of all its requests
+            allows it, as those before took less, and none waits for its first token.
+    """
+
+    def __init__(self, burst: float = 4.0) -> None:
+        """Save nothing yet.
+
+        Args:
+            burst: gaps between a request's tokens may get so many promised times long, while their
+                mean stays within the promise; 1 keeps every step within it. What larger ones train
+                more, and what they cost, is in docs/engine.md.
+        Raises:
+            FinetuneError: it is below 1.
+        """
+        if not burst >= 1:
+            raise FinetuneError(f"burst={burst:g}; use at least 1 promised time a token")
+        self.burst = burst
+        self._demanded = _DEMANDED
+        self._last = 0
 
     def forward(self, step: Step, unit: Forward) -> int:
-        room = step.limits.tokens - step.load.tokens
-        if step.latencies is None:
+        latencies = step.latencies
+        if latencies is None:
+            room = step.limits.tokens - step.load.tokens
             return room if step.is_served else unit.remaining
-        seconds = step.most_seconds
-        fitting = step.latencies.forward.tokens_within(seconds, unit.context, step.load)
-        # One layer of the window has to fit into a step on its way back, too.
-        back = step.latencies.backward.tokens_within(seconds / 2, unit.context, Load())
-        return min(room, fitting, max(back, 1))
+        there = self._window(step, unit, latencies, step.seconds(self.burst))
+        if there < 1:
+            return 0
+        most = self._window(step, unit, latencies, step.most_seconds(self.burst))
+        enough = min(_efficiency(unit, latencies, most), _ENOUGH)
+        of_most = _efficiency(unit, latencies, there) / enough
+        if of_most < self._demanded:
+            self._demanded *= _GROWING if there > self._last else _STILL
+            self._last = there
+            return 0
+        self._demanded, self._last = min(_DEMANDED, _MORE * of_most), 0
+        return there
+
+    def _window(self, step: Step, unit: Forward, latencies: Latencies, seconds: float) -> int:
+        """Tokens of a window in a step that may take so long, if the rest has windows like it."""
+        room = step.limits.tokens - step.load.tokens
+        load = step.load + Load(windows=1)
+        fitting = latencies.forward.tokens_within(seconds, unit.context, load, is_trained=True)
+        # One layer of the window has to fit into any step on its way back, too.
+        back = latencies.backward.tokens_within(step.most_seconds() / 2, unit.context, Load())
+        most = min(room, fitting, max(back, 1))
+        return -(-unit.remaining // -(-unit.remaining // most)) if most > 0 else 0
 
     def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
         if step.latencies is None:
             return not step.is_served and not step.units
-        left = step.most_seconds - elapsed_s
+        left = step.seconds(self.burst) - elapsed_s
         is_first = not step.is_served and left > 0
         return is_first or step.latencies.backward.seconds(unit.load) <= left
+
+
+def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
+    """Of a window's time, forward and back, what its tokens take; the rest is its constant."""
+    forward, backward, layers = latencies.forward, latencies.backward, unit.layers
+    window, of_tokens = Load(windows=1), Load.of_window(tokens, unit.context)
+    constant_s = forward.seconds(window) - forward.seconds(Load())
+    constant_s += layers * backward.seconds(Load())
+    tokens_s = forward.seconds(of_tokens) - forward.seconds(window)
+    tokens_s += layers * (backward.seconds(of_tokens) - backward.seconds(Load()))
+    return tokens_s / (constant_s + tokens_s) if tokens_s > 0 else 1.0
+
+
+_ENOUGH = 0.93
+"""Efficiency of a window that no larger one is waited for; what is left to gain is little."""
+_DEMANDED = 0.99
+"""Of the efficiency of the largest window, that one has at least, while steps may offer it."""
+_GROWING, _STILL = 0.995, 0.95
+"""Of what is demanded, after a step with no window, with more room than the last or not."""
+_MORE = 1.1
+"""Of what a window had, demanded of the next."""
 
 
 class TemporalSharing(Sharing):
@@ -131,7 +219,7 @@ class TemporalSharing(Sharing):
         self._served = self._served + 1 if step.is_served else 0
 
     def forward(self, step: Step, unit: Forward) -> int:
-        return 0 if step.is_served or step.windows else unit.remaining
+        return 0 if step.is_served or step.load.windows else unit.remaining
 
     def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
         return not step.is_served
@@ -150,6 +238,7 @@ class SpatialSharing(CoServing):
     needs_latencies = True
 
     def __init__(self, share: float = 0.5) -> None:
+        super().__init__(burst=1.0)
         if not 0 < share < 1:
             raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
         self.share = share
@@ -176,7 +265,7 @@ class SpatialSharing(CoServing):
         assert latencies is not None
         before_s = latencies.forward.seconds(step.load)
         fitting = latencies.forward.tokens_within(
-            before_s + self._earned_s, unit.context, step.load
+            before_s + self._earned_s, unit.context, step.load + Load(windows=1), is_trained=True
         )
         least = min(step.limits.least_chunk, unit.remaining)
         back = latencies.backward.tokens_within(self._step_s, unit.context, Load())
@@ -184,7 +273,7 @@ class SpatialSharing(CoServing):
         tokens = min(room, fitting, max(back, least), unit.remaining)
         if tokens < least:
             return 0
-        after_s = latencies.forward.seconds(step.load + Load.of(tokens, unit.context))
+        after_s = latencies.forward.seconds(step.load + Load.of_window(tokens, unit.context))
         self._earned_s -= after_s - before_s
         return tokens
 

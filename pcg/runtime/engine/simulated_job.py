@@ -16,6 +16,7 @@ class SimulatedPass:
 
     Attributes:
         windows: that went forward and have layers left to go back, each by its sequences.
+        layers: of the model.
         layer: whose backward comes next.
     """
 
@@ -29,6 +30,7 @@ class SimulatedPass:
             rank: of the adapter.
         """
         self.windows: Windows = []
+        self.layers = layers
         self.layer = layers - 1
         self._lengths = list(lengths)
         self._place = 0
@@ -106,6 +108,10 @@ class SimulatedForward(Forward):
     @property
     def context(self) -> int:
         return self.whole.context
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers
 
     def run(self, tokens: int) -> None:
         self.whole.forward(tokens)

@@ -30,6 +30,11 @@ class Forward(ABC):
     def context(self) -> int:
         """Tokens that the next one sees before it."""
 
+    @property
+    @abstractmethod
+    def layers(self) -> int:
+        """That a window of them goes back through, at most; 0 where gradients are not wanted."""
+
     @abstractmethod
     def run(self, tokens: int) -> None:
         """Take so many of them forward."""

@@ -108,6 +108,10 @@ class Tokens(Forward):
     def context(self) -> int:
         return 0
 
+    @property
+    def layers(self) -> int:
+        return 2
+
     def run(self, tokens: int) -> None:
         self._remaining -= tokens
 
@@ -130,7 +134,7 @@ def step_of(tokens: int) -> Step:
     """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
     latencies = Latencies(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
     limits = Limits(tokens=1000, least_chunk=4)
-    return Step(limits, latencies, 0.05, Load(tokens), is_served=tokens > 0)
+    return Step(limits, latencies, 0.05, 0.05, Load(tokens), is_served=tokens > 0)
 
 
 def test_spatial_sharing_gives_a_part_of_the_time() -> None:
@@ -152,17 +156,63 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
 
 def test_co_serving_keeps_to_the_promise() -> None:
     """Of 50 ms, 10 go to requests: 40 tokens fit, and units of 2 ms a token while there is time."""
-    rule, step = CoServing(), step_of(10)
-    assert rule.forward(step, Tokens(1000)) == 12  # a layer of them goes back within 25 ms
+    rule, step = CoServing(burst=1), step_of(10)
+    # A layer of 12 goes back within 25 ms; 1000 make 84 such windows.
+    assert rule.forward(step, Tokens(1000)) == 12
     assert rule.backward(step, Layer(12), 0.02)
     assert not rule.backward(step, Layer(12), 0.03)
     full = step_of(50)
     assert rule.forward(full, Tokens(1000)) == 0
 
 
+def window_step(slack_s: float, is_awaited: bool = False) -> Step:
+    """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
+    forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
+    latencies = Latencies(forward, Latency(1e-3, 1e-4, 0.0))
+    return Step(Limits(), latencies, 0.05, slack_s, Load(10), True, is_awaited)
+
+
+def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
+    """Of 200 ms, 10 are the requests' and 10 the window's; while one waits, of 50 ms."""
+    assert CoServing(burst=4).forward(window_step(1.0), Tokens(180)) == 180
+    assert CoServing(burst=1).forward(window_step(1.0), Tokens(180)) == 30
+    rule = CoServing(burst=4)
+    awaited = [rule.forward(window_step(1.0, True), Tokens(180)) for _ in range(40)]
+    assert {*awaited} == {0, 30}
+    assert rule.backward(window_step(1.0), Layer(10), 0.19)
+    assert not rule.backward(window_step(1.0, True), Layer(10), 0.049)
+
+
+def test_a_batch_is_split_evenly() -> None:
+    """Rooms of 180 and 30 tokens take as many windows as they must, and no tiny last one."""
+    for burst, remaining, sizes in ((4, 200, [100, 100]), (1, 100, [25] * 4), (1, 31, [16, 15])):
+        rule, unit = CoServing(burst), Tokens(remaining)
+        found = []
+        while unit.remaining:
+            found.append(rule.forward(window_step(1.0), unit))
+            unit.run(found[-1])
+        assert found == sizes
+
+
+def test_windows_wait_for_slack_and_come_without() -> None:
+    """While rooms grow the window waits for a large one; where they stay small it comes soon."""
+    rule = CoServing(burst=4)
+    grown = [rule.forward(window_step(0.05 + 0.02 * i), Tokens(1000)) for i in range(5)]
+    # Of a window of 100 tokens 0.91 is theirs, and 0.93 · 0.97 is demanded by then.
+    assert grown == [0, 0, 0, 0, 100]
+    rule = CoServing(burst=4)
+    same = [rule.forward(window_step(0.0305), Tokens(1000)) for _ in range(200)]
+    # Once it is known that no more comes of waiting, every few steps take one.
+    assert {*same} == {0, 10}
+    assert same.index(10) < 40
+    assert same[100:].count(10) >= 25
+
+
 def test_what_cannot_be_shared() -> None:
     with pytest.raises(FinetuneError, match="frequency=0; use at least 1"):
         TemporalSharing(0)
+    with pytest.raises(FinetuneError, match=r"burst=0\.5; use at least 1 promised time"):
+        CoServing(0.5)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)
     with pytest.raises(FinetuneError, match="the engine has no latencies"):
