@@ -9,6 +9,8 @@ Each value is an expression over the place that is asked for, (group, column) am
 features, so what reads a value at another column (rotary embedding) or with other features (a
 reshape) makes it again there. Arithmetic is in fp32 at least; each operator's result is rounded to
 its dtype, as in PyTorch.
+
+The file is long by a few lines: the writer of a kernel, and of the places that its values are at.
 """
 
 from __future__ import annotations
