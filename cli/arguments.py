@@ -124,6 +124,15 @@ Backend = Annotated[
         metavar="NAME",
     ),
 ]
+ModelBackend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Of a model: torch (any device) or triton (NVIDIA GPUs). A program has its own.",
+        show_default=False,
+        metavar="NAME",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Device, Dtype, Json, Model, Targets
+from .arguments import Device, Dtype, Json, Model, ModelBackend, Targets
 from .bench_workload import ARRIVALS, POPULARITIES, WorkloadOptions
 from .console import busy, count_text, err, out, print_json
 from .executors import open_executor
@@ -259,6 +259,7 @@ def serve_command(
     ] = None,
     json: Json = False,
     dtype: Dtype = None,
+    backend: ModelBackend = None,
     device: Device = None,
 ) -> None:
     """Serve a workload, beside finetuning or not, and report how it went.
@@ -290,7 +291,7 @@ def serve_command(
         trace,
     )
     rank_list = _ranks(ranks)
-    executor = _executor(model, load_format, dtype, device, seed)
+    executor = _executor(model, load_format, dtype, backend, device, seed)
     workload = options.workload(executor.max_positions)
     names = workload.adapters
     if trace is None or not set(names) - {f"adapter-{i}" for i in range(adapters)}:
@@ -354,14 +355,29 @@ def _ranks(text: str) -> list[int]:
 
 
 def _executor(
-    model: str, load_format: str, dtype: str | None, device: str | None, seed: int
+    model: str,
+    load_format: str,
+    dtype: str | None,
+    backend: str | None,
+    device: str | None,
+    seed: int,
 ) -> Executor:
     if load_format == "auto":
-        return open_executor(model, {}, weights=None, dtype=dtype, device=device, trust_edits=False)
+        return open_executor(
+            model,
+            {},
+            weights=None,
+            dtype=dtype,
+            backend=backend,
+            device=device,
+            trust_edits=False,
+        )
     with busy(f"compiling {model}"):
         from pcg import compiler
 
-        return compiler.compile_random(model, dtype=dtype, device=device, seed=seed)
+        return compiler.compile_random(
+            model, backend=backend or "torch", dtype=dtype, device=device, seed=seed
+        )
 
 
 def _add_adapters(

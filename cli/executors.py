@@ -22,6 +22,7 @@ def open_executor(
     dtype: str | None,
     device: str | None,
     trust_edits: bool,
+    backend: str | None = None,
     tp: int | None = None,
     sequence_parallel: bool = False,
 ) -> Executor:
@@ -34,6 +35,7 @@ def open_executor(
         dtype: of a model.
         device: of the weights.
         trust_edits: accept a program whose source was edited.
+        backend: of a model.
         tp: number of ranks, of which this process is one; of a program its own where None.
         sequence_parallel: of a model, whether they hold parts of the tokens; a program has its own.
 
@@ -42,10 +44,11 @@ def open_executor(
         PcgError: what is wrong with the folder, the weights or an adapter.
     """
     if (Path(where).expanduser() / "manifest.json").is_file():
-        if dtype is not None:
-            raise typer.BadParameter(
-                "a program's dtype is chosen by pcg compile", param_hint="--dtype"
-            )
+        for option, value in (("dtype", dtype), ("backend", backend)):
+            if value is not None:
+                raise typer.BadParameter(
+                    f"a program's {option} is chosen by pcg compile", param_hint=f"--{option}"
+                )
         with busy(f"loading {where}"):
             from pcg import compiler
 
@@ -68,6 +71,7 @@ def open_executor(
             dict(adapters) or None,
             tp=tp or 1,
             sequence_parallel=sequence_parallel,
+            backend=backend or "auto",
             dtype=dtype,
             device=device,
         )

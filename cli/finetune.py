@@ -19,6 +19,7 @@ from .arguments import (
     Device,
     Dtype,
     Json,
+    ModelBackend,
     OptimizerName,
     OptimizerOptions,
     Rank,
@@ -254,6 +255,7 @@ def finetune_command(
     sequence_parallel: SequenceParallel = False,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
+    backend: ModelBackend = None,
     device: Device = None,
     trust_edits: TrustEdits = False,
 ) -> None:
@@ -279,6 +281,7 @@ def finetune_command(
     place = {
         "weights": weights,
         "dtype": dtype,
+        "backend": backend,
         "device": device,
         "trust_edits": trust_edits,
         "tp": degree,

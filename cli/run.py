@@ -14,6 +14,7 @@ from .arguments import (
     Device,
     Dtype,
     Json,
+    ModelBackend,
     Ranks,
     Runnable,
     SequenceParallel,
@@ -107,6 +108,7 @@ def run_command(
     sequence_parallel: SequenceParallel = False,
     weights: WeightsPlace = None,
     dtype: Dtype = None,
+    backend: ModelBackend = None,
     device: Device = None,
     trust_edits: TrustEdits = False,
 ) -> None:
@@ -134,6 +136,7 @@ def run_command(
         "place": {
             "weights": weights,
             "dtype": dtype,
+            "backend": backend,
             "device": device,
             "trust_edits": trust_edits,
             "tp": degree,

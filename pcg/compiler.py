@@ -236,6 +236,7 @@ def compile(
 def compile_random(
     model: str | os.PathLike[str] | Mapping[str, Any],
     *,
+    backend: str = "torch",
     dtype: str | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
@@ -244,6 +245,7 @@ def compile_random(
 
     Args:
         model: as `compile_program` takes it; its weights are not read.
+        backend: "torch" or "triton".
         dtype: torch's name of the dtype; the configuration's own by default.
         device: of the weights; the GPU where there is one, else the CPU.
         seed: of the weights.
@@ -251,7 +253,7 @@ def compile_random(
         PcgError: what cannot be read or traced is named.
     """
     source = resolve(model)
-    program = compile_program(model, None, dtype=dtype)
+    program = compile_program(model, None, backend=backend, dtype=dtype)
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
     return make_executor(program, weights, None, source.directory, device)
 

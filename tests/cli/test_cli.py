@@ -414,6 +414,7 @@ def test_run_applies_the_chat_template(program: Path) -> None:
         (("-p", "x", "--use", "base", "--use", "base"), "given 2 times for 1 prompt"),
         (("--prompt-file", "nothing.txt"), "No such file"),
         (("-p", "x", "--dtype", "float32"), "chosen by pcg compile"),
+        (("-p", "x", "--backend", "torch"), "backend is chosen by pcg compile"),
     ],
 )
 def test_run_usage(program: Path, args: tuple[str, ...], message: str) -> None:
