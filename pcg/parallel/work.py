@@ -17,8 +17,15 @@ from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
 from pcg.ir.operators.bypass import ColumnNorm
 from pcg.ir.operators.collective import Collective, PlacedPart, Transition
-from pcg.ir.operators.linear import ExpandAdd, Linear, LoraLinear, Shrink
-from pcg.ir.operators.model import CONTEXT, AttentionBackward, WindowAttentionBackward
+from pcg.ir.operators.linear import ExpandAdd, Linear, LinearBackward, LoraLinear, Shrink
+from pcg.ir.operators.model import (
+    CONTEXT,
+    AttentionBackward,
+    CrossEntropy,
+    CrossEntropyBackward,
+    LinearCrossEntropy,
+    WindowAttentionBackward,
+)
 from pcg.ir.operators.operator import Attributes, Operator, Types
 from pcg.ir.operators.parts import ColumnNormPart, ExpandAddPart
 from pcg.ir.types import TOKENS, Size, TensorType
@@ -144,6 +151,9 @@ def parts_of(
         whole_inputs = (*inputs[:4], *outputs[1:], *inputs[4:])
         yield AttentionBackward.name, whole_inputs, outputs, own
         return
+    if op == LinearCrossEntropy.name:
+        yield from _parts_of_loss(inputs, outputs, attributes)
+        return
     if op != LoraLinear.name:
         yield op, inputs, outputs, attributes
         return
@@ -155,6 +165,20 @@ def parts_of(
         yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
         yield Shrink.name, (x, a), (s,), {}
         yield ExpandAdd.name, (out, s, b), (out,), {}
+
+
+def _parts_of_loss(
+    inputs: Types, outputs: Types, attributes: Attributes
+) -> Iterator[tuple[str, Types, Types, Attributes]]:
+    """A head's product, its loss, and the way back where there is one."""
+    x, weight, *rest = inputs
+    bias, (targets, *dloss) = (rest[:1], rest[1:]) if attributes["bias"] else ([], rest)
+    (logits,) = Linear().infer((x, weight, *bias), {})
+    yield Linear.name, (x, weight, *bias), (logits,), {}
+    yield CrossEntropy.name, (logits, targets), outputs[:1], {}
+    if dloss:
+        yield CrossEntropyBackward.name, (*dloss, logits, targets), (logits,), {}
+        yield LinearBackward.name, (logits, weight), outputs[1:], {}
 
 
 def _entry(op: str) -> Operator:

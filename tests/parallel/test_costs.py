@@ -382,8 +382,33 @@ def test_every_operator_that_runs_is_measured() -> None:
         except CostModelError:  # collectives, and operators of a typed graph
             continue
     # As what they stand for.
-    sums = {"column_norm_part", "expand_add_part", "lora_linear", "window_attention_backward"}
+    sums = {
+        "column_norm_part",
+        "expand_add_part",
+        "linear_cross_entropy",
+        "lora_linear",
+        "window_attention_backward",
+    }
     assert computed - kernels == sums
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_fused_loss_costs_what_its_parts_do(trains: bool) -> None:
+    model = ProfileModel(quick())
+    x, weight, logits = (
+        tensor("f32", TOKENS, 64),
+        tensor("f32", 512, 64),
+        tensor("f32", TOKENS, 512),
+    )
+    bias, targets, loss = tensor("f32", 512), tensor("i64", TOKENS), tensor("f32", TOKENS)
+    parts = seconds(model, "linear", x, weight, bias)
+    parts += seconds(model, "cross_entropy", logits, targets)
+    if trains:
+        parts += seconds(model, "cross_entropy_backward", loss, logits, targets)
+        parts += seconds(model, "linear_backward", logits, weight)
+    given = (x, weight, bias, targets, *((loss,) if trains else ()))
+    attributes = {"bias": True, "scale": 1.0, "softcap": 0.0}
+    assert seconds(model, "linear_cross_entropy", *given, **attributes) == pytest.approx(parts)
 
 
 def test_all_that_a_rank_runs_has_a_cost_in_a_profile() -> None:
