@@ -30,20 +30,7 @@ def operators(graph: Graph) -> list[str]:
     return [" ".join(node.op for node in group.nodes) for group in groups]
 
 
-USUAL = {
-    "llama3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "opt",
-    "gpt2",
-    "gptj",
-    "gpt_neox",
-    "phi",
-    "falcon-alibi",
-    "cohere-qk_norm",
-    "mpt",
-}
+USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
 EVERY = [
     pytest.param(f.name, marks=[] if f.name in USUAL else [pytest.mark.slow]) for f in FAMILIES
 ]
