@@ -63,7 +63,7 @@ ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
 PAGES_OF_REQUEST = 16
 RUNNING = (64, 256, 1024, 4096)
-Make: TypeAlias = Callable[[int], tuple[Device, PagePool]]
+Make: TypeAlias = Callable[[int], tuple[Device, PagePool, AdapterPages]]
 MODEL, DEVICE, RANK = "meta-llama/Llama-3.1-8B", "A100-80", 16
 
 
@@ -96,6 +96,7 @@ class StubProgram:
     """Asks for no product, and reads of a batch what emitted attention reads once a step."""
 
     ranks = ALONE
+    drawing = None
 
     def asking_hidden(self, batch: Batch, adapters: Any) -> Asking[list[torch.Tensor]]:
         batch.decode_groups(0)
@@ -109,12 +110,18 @@ class StubProgram:
         return torch.zeros(len(ids if rows is None else rows), 2)
 
 
-def engine_alone(pages: int) -> tuple[Device, PagePool]:
+def adapter_pages(pool: PagePool) -> AdapterPages:
+    """Of adapters that say how many pages they take."""
+    return AdapterPages(pool, lambda adapter: adapter.size_bytes)
+
+
+def engine_alone(pages: int) -> tuple[Device, PagePool, AdapterPages]:
     """A device that does nothing, and so many pages."""
-    return StubDevice(), PagePool(pages)
+    pool = PagePool(pages)
+    return StubDevice(), pool, adapter_pages(pool)
 
 
-def with_batches(pages: int) -> tuple[Device, PagePool]:
+def with_batches(pages: int) -> tuple[Device, PagePool, AdapterPages]:
     """A device whose program is a stub, and the pool of its cache of so many pages."""
     config = LlamaConfig(
         hidden_size=4,
@@ -128,8 +135,11 @@ def with_batches(pages: int) -> tuple[Device, PagePool]:
     runner, stacks = executor.serving
     cache = KvCache(kv_types(runner.model), pages, executor.device)
     program: Any = StubProgram()
-    device = ProgramDevice(program, stacks, cache, None, frozenset(), None, executor.device)
-    return device, cache.pool
+    adapters = adapter_pages(cache.pool)
+    device = ProgramDevice(
+        program, stacks, cache, adapters, None, frozenset(), None, executor.device
+    )
+    return device, cache.pool, adapters
 
 
 class Load:
@@ -147,9 +157,9 @@ class Load:
         self._program = program
         self.running = running
         pages = running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4
-        device, pool = make(pages)
+        device, pool, pages_of_adapters = make(pages)
         limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
-        scheduler = Scheduler(pool, AdapterPages(pool, 1), limits)
+        scheduler = Scheduler(pool, pages_of_adapters, limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
         self.engine = Engine(
             device, scheduler, MachineClock(), log=EventLog(10_000), latencies=latencies
