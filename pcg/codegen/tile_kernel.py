@@ -53,10 +53,12 @@ class Place:
     Attributes:
         group: expression; "0" where there is one row a token.
         column: expression; "0" where a row has one element.
+        mask: condition of elements that are there; empty where all are.
     """
 
     group: str
     column: str
+    mask: str = ""
 
 
 @dataclass(frozen=True)
@@ -256,15 +258,16 @@ class _Writer:
         by_row = type_.is_token_wise or (has_rows and not is_flat)
         by_column = padded and (place.column != "0" or (has_rows and is_flat))
         masks = {(True, True): "inside", (True, False): "in_rows", (False, True): "in_row"}
-        mask = masks.get((by_row, by_column))
-        guard = "" if mask is None else f", {mask}, other=0.0"
+        found = (masks.get((by_row, by_column), ""), place.mask)
+        mask = " & ".join(one for one in found if one)
+        guard = f", {mask}, other=0.0" if mask else ""
         wide = _WIDE.get(type_.dtype)
         cast = f".to({_TRITON_NAMES[wide]})" if wide else ""
         return self.assign(name, f"tl.load({' + '.join(terms)}{guard}){cast}")
 
     def _offset(self, place: Place, type_: TensorType) -> str:
         """A value's element among its features."""
-        if self.shape.rows_a_token == 1 and place == self.main(type_):
+        if self.shape.rows_a_token == 1 and replace(place, mask="") == self.main(type_):
             return "column"
         if place.group == "0":
             return place.column
@@ -313,8 +316,10 @@ class _NodeTile:
     def dtype(self, index: int) -> str:
         return self._type(index).dtype
 
-    def read(self, index: int, column: str | None = None) -> str:
+    def read(self, index: int, column: str | None = None, where: str = "") -> str:
         place = _read_at(self._type(index), self.node.output.type, self.place, self.node.op)
+        masks = [mask for mask in (self.place.mask, f"({where})" if where else "") if mask]
+        place = replace(place, mask=" & ".join(masks))
         if column is not None:
             place = replace(place, column=_atom(column))
         return self.writer.value(self.node.inputs[index], place)

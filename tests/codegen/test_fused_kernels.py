@@ -129,9 +129,10 @@ def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
     for code, kernel in zip(found, (k for k in asked for _ in architectures), strict=True):
         code.check_in_registers(128)
         assert code.shared_bytes <= 48 * 1024
-        if "inv_freq" not in kernel.module:  # tables of a few columns for each token
+        if "inv_freq" not in kernel.module:  # a few columns for each token
             assert code.count("STG") == code.count("STG", "128"), kernel.module
-            assert code.count("LDG") == code.count("LDG", "128"), kernel.module
+            # The weights of a head's norm are 256 bytes for a whole tile.
+            assert code.count("LDG") <= code.count("LDG", "128") + 2, kernel.module
     return found
 
 

@@ -76,7 +76,7 @@ def served(base: Any, backend: str) -> tuple[list[list[int]], list[torch.Tensor]
     "name",
     [
         "llama-biases",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral-window", "qwen2")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2.5-windows", "qwen2")),
     ],
 )
 def test_tokens_and_trained_adapters_are_those_of_pytorch(name: str) -> None:

@@ -112,7 +112,6 @@ class Cos(Unary):
 
     name = "cos"
     template = "torch.cos({0})"
-    tile_template = "tl.cos({0})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         slope = context.add("neg", context.add("sin", context.input(0)))
@@ -124,7 +123,6 @@ class Sin(Unary):
 
     name = "sin"
     template = "torch.sin({0})"
-    tile_template = "tl.sin({0})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("mul", context.incoming, context.add("cos", context.input(0)))]

@@ -175,8 +175,7 @@ class SliceBackward(Operator):
         if step != 1:
             taken += f" & ({place} % {step} == 0)"
             place = f"({place} // {step})"
-        bounded = f"tl.minimum(tl.maximum({place}, 0), {tile.size(0) - 1})"
-        return f"tl.where({taken}, {tile.read(0, bounded)}, 0.0)"
+        return f"tl.where({taken}, {tile.read(0, place, taken)}, 0.0)"
 
 
 class Concat(Operator):
@@ -191,10 +190,11 @@ class Concat(Operator):
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         found, start = "", 0
         for index in range(tile.inputs):
-            place = f"tl.minimum(tl.maximum({tile.column} - {start}, 0), {tile.size(index) - 1})"
-            own = tile.read(index, place)
+            end = start + tile.size(index)
+            there = f"({tile.column} >= {start}) & ({tile.column} < {end})"
+            own = tile.read(index, f"{tile.column} - {start}", there)
             found = f"tl.where({tile.column} >= {start}, {own}, {found})" if found else own
-            start += tile.size(index)
+            start = end
         return found
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

@@ -28,12 +28,14 @@ class Tile(Protocol):
     def dtype(self, index: int) -> str:
         """An input's dtype, as `bf16`."""
 
-    def read(self, index: int, column: str | None = None) -> str:
+    def read(self, index: int, column: str | None = None, where: str = "") -> str:
         """An input where the output is, broadcast to it.
 
         Args:
             index: of the input.
             column: its place along the last dim, where that is another.
+            where: condition of elements for which there is such a place; any number stands for
+                the others.
         """
 
     def let(self, name: str, expression: str) -> str:
