@@ -1,6 +1,8 @@
 """`pcg bench serve`: serve a workload, beside finetuning or not, and report how it went.
 
 The options are those of `vllm bench serve` and `vllm serve` where these have them.
+
+Long because half of it are the options and what they say of themselves.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def check_device(backend: str, device: torch.device) -> None:
         raise UnsupportedError(
             "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
             f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
-            "to run its kernels on the CPU, many thousand times slower"
+            "to run its kernels on the CPU, slowly: it is meant for tests"
         )
 
 

@@ -2,6 +2,8 @@
 
 Cases run on the CPU in small sizes, their kernels in the interpreter, with a timer that calls what
 it is given and makes up the time.
+
+Long by a line or two: every case of the benchmark has one here.
 """
 
 from __future__ import annotations

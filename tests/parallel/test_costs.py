@@ -1,4 +1,7 @@
-"""Costs by hand: the roofline, rings, profiles between their points, and what has no cost."""
+"""Costs by hand: the roofline, rings, profiles between their points, and what has no cost.
+
+Long because each kind of cost has its numbers written out.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ are attended to, so a token sees cached and new tokens alike and nothing is padd
     s = scale · q kᵀ;  s = softcap · tanh(s / softcap);  s += bias;  out = softmax(s) v
 
 Shapes: T tokens, H heads, K KV heads, D head size, n new tokens of a span, m keys that it sees.
+
+Long because forward and backward, with and without a cache, share what stands here.
 """
 
 from __future__ import annotations

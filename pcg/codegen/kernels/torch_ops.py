@@ -5,6 +5,8 @@ hidden, H heads, K KV heads, D head size, r rank, V vocabulary. An adapter's wei
 `weight`, `scale` and `segments`: with segments, the weight is a stack [adapters, in, out], scaled
 already, and each adapter's tokens are one segment of the batch. Of adapters of several widths it is
 a tuple, with one of these for each.
+
+Long because it is a table: one short function an operator.
 """
 
 from __future__ import annotations

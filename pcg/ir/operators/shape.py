@@ -1,6 +1,8 @@
 """Operators that move numbers and reduce over feature dims. The token dim is never touched.
 
 Dims count from the end (-1 is the last), so that a dim keeps its number whether or not tokens lead.
+
+The file is long because it is a part of the operator table: one short entry after the other.
 """
 
 from __future__ import annotations
