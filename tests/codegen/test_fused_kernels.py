@@ -80,6 +80,28 @@ def test_fp64_is_computed_in_fp64(name: str) -> None:
         assert error < 1e-12
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_gradients_in_fp64(name: str) -> None:
+    base = oracle.random_model(BY_NAME[name].config(2), torch.float64)
+    executor = compiler.compile(base, dtype="float64", backend="triton")
+    wrapped = oracle.with_adapter(base, "all-linear", rank=4)
+    recipe = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    adapter = executor.add_adapter("a", recipe)
+    for path, parameter in oracle.lora_parameters(wrapped).items():
+        module, _, kind = path.rpartition(".")
+        weights = adapter.weights[module]
+        parameter.data = parameter.data.double()
+        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+    sequences = prompts((13, 7, 4))
+    runner = executor.training_runner("a")
+    targets = sum(len(sequence) - 1 for sequence in sequences)
+    loss = runner.forward_backward([Example(s, s) for s in sequences], targets)
+    expected_loss, expected = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=1e-10)
+    for path, parameter in runner.parameters.items():
+        assert (parameter.grad - expected[path]).norm() < 1e-10 * expected[path].norm(), path
+
+
 # ------------------------------------------------------------------------------- machine code
 
 HEADER = """

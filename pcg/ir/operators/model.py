@@ -623,7 +623,7 @@ class LinearCrossEntropy(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x = types[0]
-        loss = tensor(widened(x).dtype, x.shape[0])
+        loss = tensor("f32", x.shape[0])  # as cross_entropy's
         trains = len(types) == 4 + bool(attributes["bias"])
         return (loss, x) if trains else (loss,)
 
