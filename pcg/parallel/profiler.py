@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from pcg.ir.operators.model import CONTEXT
 from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
 from pcg.parallel.profile import Point
 from pcg.parallel.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
+from pcg.parallel.ranks import Begun
 from pcg.parallel.work import work_of
 
 HALVES = ("bf16", "f16")
@@ -57,6 +59,9 @@ class _Ranks:
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
+
+    def begin(self, collective: str, x: Any) -> Begun:
+        return partial(getattr(self, collective), x)
 
 
 @dataclass

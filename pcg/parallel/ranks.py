@@ -11,9 +11,10 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ TIMEOUT_S = 300
 ROLL_CALL_S = 2.0
 """That a rank waits to hear which others are still there, once one is gone."""
 AXIS = "tp"
+
+
+Begun: TypeAlias = Callable[[], Any]
+"""A collective that has begun: called, once, it waits for it and gives its result."""
 
 
 class Ranks(Protocol):
@@ -56,6 +61,12 @@ class Ranks(Protocol):
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
 
+    def begin(self, collective: str, x: Any) -> Begun:
+        """Begin one of the three by its name, which goes on while this rank does other work.
+
+        What it is given has to stay as it is until it is waited for.
+        """
+
 
 class OneRank:
     """The group of one: it exchanges nothing."""
@@ -76,6 +87,9 @@ class OneRank:
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
+
+    def begin(self, collective: str, x: Any) -> Begun:
+        return partial(getattr(self, collective), x)
 
 
 ALONE = OneRank()
@@ -101,32 +115,69 @@ class ProcessRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors. RankLostError: another rank is gone."""
-        self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
-        self.messages["all_reduce"] += 1
-        total = x.clone(memory_format=torch.contiguous_format)
-        self._wait(lambda: dist.all_reduce(total, group=self._group), "an all-reduce")
+        total: Tensor = self._all_reduce(x, False)()
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors. RankLostError: another rank is gone."""
-        self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
-        self.messages["all_gather"] += 1
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(parts, x, group=self._group), "an all-gather")
+        parts: list[Tensor] = self._all_gather(x, False)()
         return parts
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """The sum of the ranks' tensors here. RankLostError: another rank is gone."""
+        own: Tensor = self._reduce_scatter(parts, False)()
+        return own
+
+    def begin(self, collective: str, x: Any) -> Begun:
+        """Begin a collective; on a GPU, waiting for it is done by the stream, not by the host.
+
+        RankLostError, then or when it is waited for: another rank is gone.
+        """
+        begin: dict[str, Callable[[Any, bool], Begun]] = {
+            "all_gather": self._all_gather,
+            "all_reduce": self._all_reduce,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        return begin[collective](x, True)
+
+    def _all_reduce(self, x: Tensor, meanwhile: bool) -> Begun:
+        self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
+        self.messages["all_reduce"] += 1
+        total = x.clone(memory_format=torch.contiguous_format)
+        run = partial(dist.all_reduce, total, group=self._group, async_op=meanwhile)
+        return self._begun(run, total, "an all-reduce")
+
+    def _all_gather(self, x: Tensor, meanwhile: bool) -> Begun:
+        self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
+        self.messages["all_gather"] += 1
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        run = partial(dist.all_gather, parts, x, group=self._group, async_op=meanwhile)
+        return self._begun(run, parts, "an all-gather")
+
+    def _reduce_scatter(self, parts: list[Tensor], meanwhile: bool) -> Begun:
         own = torch.empty_like(parts[self.rank])
         self.moved_bytes["reduce_scatter"] += own.nbytes * (self.size - 1)
         self.messages["reduce_scatter"] += 1
-        self._wait(lambda: dist.reduce_scatter(own, parts, group=self._group), "a reduce-scatter")
-        return own
+        run = partial(dist.reduce_scatter, own, parts, group=self._group, async_op=meanwhile)
+        return self._begun(run, own, "a reduce-scatter")
 
-    def _wait(self, run: Callable[[], Any], what: str) -> None:
+    def _begun(self, run: Callable[[], dist.Work | None], result: Any, what: str) -> Begun:
+        """Begin what `run` does; the tensors that are its arguments are held until it is done."""
+        with self._naming_lost(what):
+            work = run()
+        return partial(self._ended, run, work, result, what)
+
+    def _ended(self, run: object, work: dist.Work | None, result: Any, what: str) -> Any:
+        if work is not None:
+            with self._naming_lost(what):
+                work.wait()
+        return result
+
+    @contextlib.contextmanager
+    def _naming_lost(self, what: str) -> Iterator[None]:
         try:
-            run()
+            yield
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise RankLostError(

@@ -158,13 +158,14 @@ def parts_of(
         yield op, inputs, outputs, attributes
         return
     count, x = len(outputs), inputs[0]
-    bases = 1 + (2 * count if attributes["bias"] else count)
+    adapted = LoraLinear.adapted(attributes)
+    bases = len(inputs) - 2 * len(adapted)
     for i, out in enumerate(outputs):
-        a, b = inputs[bases + i], inputs[bases + count + i]
-        (s,) = Shrink().infer((x, a), {})
         yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
+    for i, a, b in zip(adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False):
+        (s,) = Shrink().infer((x, a), {})
         yield Shrink.name, (x, a), (s,), {}
-        yield ExpandAdd.name, (out, s, b), (out,), {}
+        yield ExpandAdd.name, (outputs[i], s, b), (outputs[i],), {}
 
 
 def _parts_of_loss(

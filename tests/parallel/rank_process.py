@@ -57,6 +57,30 @@ def lose_one() -> None:
     ranks.all_reduce(torch.ones(1))
 
 
+def lose_one_meanwhile() -> None:
+    """Rank 1 is killed while a collective that the others have begun goes on."""
+    ranks = join(DEGREE, torch.device("cpu"))
+    first, second = (
+        ranks.begin("all_reduce", torch.ones(1)),
+        ranks.begin("all_gather", torch.ones(2)),
+    )
+    assert (float(first()), torch.stack(second()).tolist()) == (DEGREE, [[1.0, 1.0]] * DEGREE)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.begin("all_reduce", torch.ones(1))()
+
+
+def predict_peaks() -> None:
+    """What collectives hold while they go on is in the peak of a step."""
+    from tests.families.families import BY_NAME
+    from tests.passes.test_kept_memory import peak_error
+
+    for budget, sequence_parallel in ((1.0, False), (0.0, True)):
+        options = {"tp": DEGREE, "sequence_parallel": sequence_parallel}
+        error = peak_error(BY_NAME["llama3"], "float32", budget, **options)
+        assert abs(error) < 0.03, error
+
+
 def fail_on_one() -> None:
     """Rank 1 ends with an error of its own."""
     from pcg.errors import WeightsError
@@ -78,8 +102,8 @@ def differ() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(sys.argv[2], sys.argv[3:] == ["sequence-parallel"])
-    elif sys.argv[1] == "lose-one":
-        lose_one()
+    elif sys.argv[1] in ("lose_one", "lose_one_meanwhile"):
+        globals()[sys.argv[1]]()
     else:
         from pcg.parallel.launch import launch
         from tests.parallel import rank_process

@@ -384,8 +384,9 @@ def test_every_operator_that_runs_is_measured() -> None:
                 computed.add(name)
         except CostModelError:  # collectives, and operators of a typed graph
             continue
-    # As what they stand for.
+    # As what they stand for; what is appended to the cache, as its attention.
     sums = {
+        "append",
         "column_norm_part",
         "expand_add_part",
         "linear_cross_entropy",
@@ -437,6 +438,9 @@ def test_a_fused_product_costs_its_parts() -> None:
     parts += seconds(model, "expand_add", x, tensor("f32", TOKENS, 8), b)
     fused = seconds(model, "lora_linear", x, w, w, a, a, b, b, bias=False, count=2)
     assert fused == pytest.approx(2 * parts)
+    given = (x, w, w, a, b)
+    some = seconds(model, "lora_linear", *given, adapted=(1,), bias=False, count=2)
+    assert some == pytest.approx(parts + seconds(model, "linear", x, w))
 
 
 def test_only_floats_are_profiled() -> None:

@@ -100,7 +100,7 @@ def test_an_error_of_one_rank_is_the_error() -> None:
         engine.submit(executor.request(SEQUENCES[0], None, max_new_tokens=4))
         engine.step()
         if ranks.rank == 1:
-            engine.device.run = broken  # type: ignore[method-assign]
+            engine.device.start = broken  # type: ignore[method-assign]
         engine.step()
 
     def broken(*_: object) -> list[int]:

@@ -46,10 +46,8 @@ FAST = {
     ("llama3", "q_proj"),
     ("llama3", "down_proj"),
     ("qwen2", "k_proj"),
-    ("opt", "fc1"),
     ("gpt2", "attn.c_attn"),
     ("falcon-7b", "query_key_value"),
-    ("gemma2", "o_proj"),
 }
 """At two ranks; the others in the slow run."""
 

@@ -78,11 +78,12 @@ def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])
 
 
-def test_a_rank_that_dies_ends_the_others_with_its_number() -> None:
+@pytest.mark.parametrize("act", ["lose_one", "lose_one_meanwhile"])
+def test_a_rank_that_dies_ends_the_others_with_its_number(act: str) -> None:
     port = free_port()
     ranks = [
         start(
-            SCRIPT, "lose-one",
+            SCRIPT, act,
             RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )
         for rank in range(2)
@@ -109,6 +110,13 @@ def test_a_launched_rank_that_fails_says_why(act: str, message: str) -> None:
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert message in errors
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_ranks_step_is_predicted() -> None:
+    launcher = start(SCRIPT, "launch", "predict_peaks")
+    _, errors = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, errors
 
 
 @pytest.mark.slow

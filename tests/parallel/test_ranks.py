@@ -160,6 +160,46 @@ def test_a_lost_rank_is_named_as_far_as_it_is_known(
         ProcessRanks(group, torch.device("cpu"), store).all_reduce(torch.ones(1))
 
 
+def test_a_rank_that_is_lost_meanwhile_is_named_where_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(dist, "all_gather", lambda *args, async_op, **options: Broken())
+    group: Any = Lone(2)
+    ranks = ProcessRanks(group, torch.device("cpu"))
+    wait = ranks.begin("all_gather", torch.ones(3))
+    assert (ranks.moved_bytes["all_gather"], ranks.messages["all_gather"]) == (12, 1)
+    with pytest.raises(RankLostError, match=r"rank 1 of 2 ended.* was in an all-gather with it"):
+        wait()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=pytest.mark.gpu)],
+)
+def test_what_is_sent_stays_until_all_has_come(device: str, backend: str) -> None:
+    """Nobody else holds it, and what is made meanwhile would take its memory."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = ProcessRanks(dist.group.WORLD, torch.device(device))  # type: ignore[arg-type]
+        begun = []
+        for place, collective in enumerate(("all_gather", "all_reduce", "reduce_scatter")):
+            x = torch.full((2**22,), float(place), device=device)
+            begun.append(ranks.begin(collective, [x] if collective == "reduce_scatter" else x))
+        del x
+        others = [torch.full((2**22,), -1.0, device=device) for _ in range(8)]
+        for place, wait in enumerate(begun):
+            came = wait()
+            came = came[0] if isinstance(came, list) else came
+            assert bool((came == place).all())
+        assert all(bool((other == -1).all()) for other in others)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_each_ranks_own_sheet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of torch's current device, which is the first on all of them."""
     asked: list[torch.device] = []

@@ -262,7 +262,9 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
-@pytest.mark.parametrize(("degree", "seq"), [(2, 16), (2, 13), (4, 13)])
+@pytest.mark.parametrize(
+    ("degree", "seq"), [(2, 16), pytest.param(2, 13, marks=pytest.mark.slow), (4, 13)]
+)
 def test_memory_of_a_rank_is_what_is_predicted_and_less(
     name: str, degree: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,16 @@
-"""Collectives of a rank's graph, over the ranks that its batch names."""
+"""Collectives of a rank's graph, over the ranks that its batch names.
+
+Each runs at once, as `all_reduce(x, batch)`, or goes on while other work is done:
+
+    s = all_reduce.begin(x, batch)
+    …
+    s = s()
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels.bypass_ops import MadeWeight
-from pcg.parallel.ranks import Ranks
+from pcg.parallel.ranks import Begun, Ranks
 from pcg.parallel.token_parts import joined_rows, placed_rows, rows_of_rank
 
 
@@ -21,55 +29,123 @@ class Spread(Protocol):
     tokens: int
 
 
-def all_reduce(x: Tensor | None, batch: Spread) -> Tensor | None:
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank sends, and what it makes of what comes.
+
+    Attributes:
+        ranks: with whom.
+        kind: all_gather, all_reduce or reduce_scatter.
+        sent: its argument.
+        made: the result, of what comes.
+    """
+
+    ranks: Ranks
+    kind: str
+    sent: Any
+    made: Callable[[Any], Any] = lambda came: came
+
+
+class Collective:
+    """A collective by what it exchanges.
+
+    Args:
+        exchange: gives that, or the result itself where there is nothing to exchange.
+    """
+
+    def __init__(self, exchange: Callable[..., Any]) -> None:
+        self._exchange = exchange
+        self.__doc__ = exchange.__doc__
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """The result."""
+        found = self._exchange(*arguments, **options)
+        if not isinstance(found, Exchange):
+            return found
+        made, came = found.made, getattr(found.ranks, found.kind)(found.sent)
+        del found  # and what was sent
+        return made(came)
+
+    def begin(self, *arguments: Any, **options: Any) -> Begun:
+        """Begin; what it returns waits for it, and gives the result."""
+        found = self._exchange(*arguments, **options)
+        if not isinstance(found, Exchange):
+            return lambda: found
+        made, wait = found.made, found.ranks.begin(found.kind, found.sent)
+        return lambda: made(wait())
+
+
+@Collective
+def all_reduce(x: Tensor | None, batch: Spread) -> Exchange | None:
     """The sum over the ranks; None of a site without adapters, here and below."""
-    return None if x is None else batch.ranks.all_reduce(x)
+    return None if x is None else Exchange(batch.ranks, "all_reduce", x)
 
 
-def reduce_scatter(x: Tensor, batch: Spread) -> Tensor:
+@Collective
+def reduce_scatter(x: Tensor, batch: Spread) -> Exchange:
     """The rank's part of the tokens of the sum over the ranks."""
     size = batch.ranks.size
     parts = [rows_of_rank(x, rank, size).contiguous() for rank in range(size)]
-    return batch.ranks.reduce_scatter(parts)
+    return Exchange(batch.ranks, "reduce_scatter", parts)
 
 
-def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Any:
+@Collective
+def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Exchange | None:
     """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
     if x is None:
         return None
-    if not isinstance(x, Tensor):
-        return MadeWeight(all_gather(x.weight, dim, batch), x.scale)
-    parts = batch.ranks.all_gather(x.contiguous())
-    return joined_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return joined_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+
+    if isinstance(x, Tensor):
+        return Exchange(batch.ranks, "all_gather", x.contiguous(), joined)
+    scale = x.scale
+    sent = x.weight.contiguous()
+    return Exchange(batch.ranks, "all_gather", sent, lambda p: MadeWeight(joined(p), scale))
 
 
-def all_reduces(xs: Sequence[Tensor | None], batch: Spread) -> list[Tensor | None]:
+@Collective
+def all_reduces(xs: Sequence[Tensor | None], batch: Spread) -> Exchange | list[None]:
     """The sums over the ranks, in one message."""
     there = [x for x in xs if x is not None]
     if not there:
-        return list(xs)
-    total = batch.ranks.all_reduce(torch.cat([x.reshape(-1) for x in there]))
-    parts = iter(total.split([x.numel() for x in there]))
-    return [None if x is None else next(parts).view(x.shape).clone() for x in xs]
+        return [None] * len(xs)
+    shapes = [None if x is None else x.shape for x in xs]
+    sizes = [x.numel() for x in there]
+
+    def apart(total: Tensor) -> list[Tensor | None]:
+        parts = iter(total.split(sizes))
+        return [None if shape is None else next(parts).view(shape).clone() for shape in shapes]
+
+    flat = torch.cat([x.reshape(-1) for x in there])
+    return Exchange(batch.ranks, "all_reduce", flat, apart)
 
 
-def all_gathers(xs: Sequence[Any], dims: Sequence[int], batch: Spread) -> list[Any]:
+@Collective
+def all_gathers(xs: Sequence[Any], dims: Sequence[int], batch: Spread) -> Exchange | list[None]:
     """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
     tensors = [x if x is None or isinstance(x, Tensor) else x.weight for x in xs]
     there = [x for x in tensors if x is not None]
     if not there:
-        return list(xs)
+        return [None] * len(xs)
+    shapes = [None if x is None else x.shape for x in tensors]
+    scales = [None if x is None or isinstance(x, Tensor) else x.scale for x in xs]
     sizes = [x.numel() for x in there]
+
+    def joined(came: list[Tensor]) -> list[Any]:
+        parts = iter(zip(*(one.split(sizes) for one in came), strict=True))
+        found: list[Any] = []
+        for shape, scale, dim in zip(shapes, scales, dims, strict=True):
+            if shape is None:
+                found.append(None)
+                continue
+            whole = torch.cat([part.view(shape) for part in next(parts)], dim)
+            found.append(whole if scale is None else MadeWeight(whole, scale))
+        return found
+
     flat = torch.cat([x.reshape(-1) for x in there])
-    parts = iter(zip(*(one.split(sizes) for one in batch.ranks.all_gather(flat)), strict=True))
-    found: list[Any] = []
-    for x, tensor, dim in zip(xs, tensors, dims, strict=True):
-        if tensor is None:
-            found.append(None)
-            continue
-        whole = torch.cat([part.view(tensor.shape) for part in next(parts)], dim)
-        found.append(whole if isinstance(x, Tensor) else MadeWeight(whole, x.scale))
-    return found
+    return Exchange(batch.ranks, "all_gather", flat, joined)
 
 
 def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False) -> Tensor | None:

@@ -130,6 +130,12 @@ class Collective(Operator):
     is_product = True
     rounds: ClassVar[int] = 1
     """How often a ring passes the output round: once to gather it, twice to sum it."""
+    holds_inputs: ClassVar[bool] = True
+    """Whether what it reads, or as much, is held until all has come; a sum is made in a copy."""
+
+    def begun_source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        """As `source`, for what begins it: called, that waits for it and gives the result."""
+        return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes
@@ -140,6 +146,7 @@ class AllReduce(Collective):
 
     name = "all_reduce"
     rounds = 2
+    holds_inputs = False
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.all_reduce({inputs[0]}, batch)"
