@@ -1,26 +1,30 @@
 """The engine: one loop that serves requests and trains adapters over one program.
 
 Each step serves what the scheduler plans, runs the finetuning windows that go beside it, and then
-backward units of jobs, as much as `sharing` says. What happens stands in the event log.
+backward units of jobs, as much as `sharing` says; on GPUs these run on a stream of their own while
+the forward does. What happens stands in the event log.
 """
 
 from __future__ import annotations
 
 import heapq
+import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from pcg.errors import OutOfMemoryError
 from pcg.runtime.engine.clock import Clock
+from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.jobs import Jobs
 from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.request import Chunk, Request, ServedAdapter
-from pcg.runtime.engine.scheduler import Scheduler, StepPlan
+from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
+from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.engine.units import Backward, Forward
 from pcg.runtime.page_pool import PagePool
 
@@ -28,35 +32,6 @@ _MOST_RESERVE = 0.25
 """Of the promised time a token, kept at most: one long hold-up is not worth more."""
 _RESERVE_KEPT = 0.98
 """What is left of the reserve after a step that needed none of it."""
-
-
-class Device(Protocol):
-    """What runs a program: the real one, or one that takes simulated time.
-
-    Attributes:
-        cache: keys and values, for jobs.
-    """
-
-    cache: Any
-
-    def open(self, request: Request, number: int) -> Sequence:
-        """A request's state, before anything ran.
-
-        Raises:
-            GenerationError: the model cannot run it.
-        """
-
-    def run(
-        self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> list[int]:
-        """Run sequences' next tokens and windows of jobs together.
-
-        Returns:
-            For each sequence the token that follows; it means nothing where more are pending.
-        """
-
-    def back(self, unit: Backward) -> None:
-        """Run a backward unit."""
 
 
 @dataclass
@@ -119,6 +94,7 @@ class Engine:
         self._note = note = Notes(self.log, clock)
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
+        self._beside: list[Load] = []
         self._count = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
@@ -126,7 +102,8 @@ class Engine:
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
-        scheduler.adapters.on_evict = lambda adapter: note(Kind.EVICTED, adapter.name)
+        scheduler.adapters.on_evict = _on_evict(device, note)
+        scheduler.fetch, scheduler.is_coming = device.fetch, device.is_coming
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by what steps take."""
@@ -246,10 +223,15 @@ class Engine:
         )
         self.sharing.begin(step)
         windows = self._windows(step)
+        # Without latencies nobody knows how many go beside a forward.
+        is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.load.tokens:
             started = self.clock.now_s()
             try:
-                tokens_sampled = self.device.run(plan.chunks, windows)
+                end = self.device.start(plan.chunks, windows)
+                if is_beside:
+                    self._backward_beside(step)
+                tokens_sampled = end()
             except BaseException:
                 # Over ranks the others may not be asked for the time: they have not failed.
                 left = self.scheduler.abandon()
@@ -258,10 +240,12 @@ class Engine:
             took = self.clock.now_s() - started
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
+            self._join(step)
             self._accept(plan, tokens_sampled)
             for job in self.jobs.active:
                 self.jobs.settle(job)
-        self._backward(step, now)
+        if not is_beside:
+            self._backward(step, now)
         if plan.promised_s is not None and (windows or step.units):
             self._keep_reserve(plan.promised_s, step, self.clock.now_s() - now)
         self.worked = bool(step.load.tokens or step.units)
@@ -336,18 +320,63 @@ class Engine:
         """Run backward units of the jobs in turn while there is room for them in the step."""
         while (ready := self.jobs.backward()) is not None:
             job, unit = ready
-            before, load = self.clock.now_s(), unit.load
-            if not self.sharing.backward(step, unit, before - started):
+            now, load = self.clock.now_s(), unit.load
+            if not self.sharing.backward(step, unit, now - started):
                 return
+            self._ran(step, load, self._back(unit, now))
+            self._go_on(step, job, load)
+
+    def _back(self, unit: Backward, now: float) -> float:
+        """Run a backward unit to its end; the seconds that it took."""
+        side = self.device.side
+        if side is None:
             self.device.back(unit)
-            took = self.clock.now_s() - before
-            step.units += 1
-            job.tokens += load.tokens
-            if self._latencies is not None:
-                self._latencies.backward.observe(load, took)
-            self.sharing.ran(step, took)
-            job.advance()
-            self.jobs.settle(job)
+            return self.clock.now_s() - now
+        side.begin()
+        with side.beside(), side.timed():
+            self.device.back(unit)
+        return sum(side.join())
+
+    def _backward_beside(self, step: Step) -> None:
+        """The same beside the step's forward, where the device can, by what it is foretold to take.
+
+        What both take when they run at once is what is observed, so it is foretold as well.
+        """
+        side, latencies = self.device.side, self._latencies
+        assert side is not None
+        assert latencies is not None
+        spent_s = latencies.forward.seconds(step.load)
+        with side.beside():
+            while (ready := self.jobs.backward()) is not None:
+                job, unit = ready
+                load = unit.load
+                if not self.sharing.backward(step, unit, spent_s):
+                    return
+                with side.timed():
+                    self.device.back(unit)
+                self._beside.append(load)
+                spent_s += latencies.backward.seconds(load)
+                self._go_on(step, job, load)
+
+    def _join(self, step: Step) -> None:
+        """Wait for what ran beside the forward."""
+        if self._beside:
+            assert self.device.side is not None
+            loads, self._beside = self._beside, []
+            for load, took in zip(loads, self.device.side.join(), strict=True):
+                self._ran(step, load, took)
+
+    def _ran(self, step: Step, load: Load, took: float) -> None:
+        if self._latencies is not None:
+            self._latencies.backward.observe(load, took)
+        self.sharing.ran(step, took)
+
+    def _go_on(self, step: Step, job: Job, load: Load) -> None:
+        """Bring a job to what follows a unit."""
+        step.units += 1
+        job.tokens += load.tokens
+        job.advance()
+        self.jobs.settle(job)
 
     # ------------------------------------------------------------------------------- the rest
 
@@ -357,3 +386,16 @@ class Engine:
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()
+
+
+def _on_evict(device: Device, note: Notes) -> Callable[[ServedAdapter], None]:
+    # The device knows the adapters' pages; memory that it has is free once nobody knows it.
+    known = weakref.ref(device)
+
+    def evict(adapter: ServedAdapter) -> None:
+        device = known()
+        if device is not None:
+            device.evict(adapter)
+        note(Kind.EVICTED, adapter.name)
+
+    return evict

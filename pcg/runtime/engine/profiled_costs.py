@@ -12,6 +12,7 @@ squares of relative errors; a coefficient that would be below 0 is 0.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
@@ -20,10 +21,11 @@ import torch
 from pcg.errors import CostModelError
 from pcg.parallel.step_costs import Piece, StepShape
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.engine import Device, Engine, Latencies
+from pcg.runtime.engine.device import Device, Side
+from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.latency import Latency, Load
-from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.engine.units import Backward, Forward, Release
 
@@ -65,12 +67,14 @@ class ProfiledDevice:
 
     Attributes:
         cache: of the device.
+        side: none, so that each part is measured by itself.
         shape: of the last step; None where it ran no tokens.
         behind_s: seconds of units and updates of the step.
     """
 
     def __init__(self, device: Device, clock: Clock, profile: StepProfile) -> None:
         self.cache = device.cache
+        self.side: Side | None = None
         self.shape: StepShape | None = None
         self.behind_s = 0.0
         self._device = device
@@ -90,13 +94,22 @@ class ProfiledDevice:
     def open(self, request: Request, number: int) -> Sequence:
         return self._device.open(request, number)
 
-    def run(
+    def fetch(self, adapters: List[ServedAdapter]) -> None:
+        self._device.fetch(adapters)
+
+    def is_coming(self, adapter: ServedAdapter) -> bool:
+        return self._device.is_coming(adapter)
+
+    def evict(self, adapter: ServedAdapter) -> None:
+        self._device.evict(adapter)
+
+    def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> list[int]:
+    ) -> Callable[[], list[int]]:
         served = [Piece(n, s.cached, n == s.pending) for s, n in chunks]
         trained = [Piece(n, unit.context, False, True) for unit, n in windows]
         self.shape = StepShape.of([*served, *trained])
-        return self._device.run(chunks, windows)
+        return self._device.start(chunks, windows)
 
     def back(self, unit: Backward) -> None:
         load, started = unit.load, self._clock.now_s()

@@ -15,16 +15,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as List
+from dataclasses import dataclass
 from itertools import islice
 
 from pcg.errors import GenerationError
 from pcg.runtime.engine.adapter_pages import AdapterPages
-from pcg.runtime.engine.latency import Latency, Load, keys_of
+from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.sequence import Sequence, State
+from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable, pages_for
 
 _LAST_ROW = Load(sampled=1)
@@ -42,7 +44,7 @@ class Limits:
         ttft_slo_s: promise for first tokens, seconds; None for none.
         tpot_slo_s: promise for the time a token, seconds; None for none.
         idle_step_s: of finetuning while nothing is served: a request that comes waits so long.
-        prefetched: adapters of waiting requests to page in ahead.
+        prefetched: requests behind those that could begin, whose adapters are copied ahead, too.
     Raises:
         GenerationError: one is out of range.
     """
@@ -65,44 +67,6 @@ class Limits:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
 
 
-@dataclass
-class StepPlan:
-    """What one step serves.
-
-    Attributes:
-        promised_s: the least promised time a token; None where nothing is promised.
-        slack_s: until the first promise is broken; it grows with steps that took less.
-        chunks: sequences, and how many of their pending tokens run.
-        admitted: those that begin, or begin again.
-        tokens: of all of them.
-        keys: that attention reads for these.
-        sampled: rows of logits: of sequences whose pending tokens all run.
-        is_awaited: whether a request waits for its first token, in the step or for its turn.
-    """
-
-    promised_s: float | None = None
-    slack_s: float = math.inf
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    tokens: int = 0
-    keys: int = 0
-    sampled: int = 0
-    is_awaited: bool = False
-
-    @property
-    def load(self) -> Load:
-        """Of all chunks."""
-        return Load(self.tokens, self.keys, self.sampled)
-
-    def add(self, sequence: Sequence, tokens: int) -> None:
-        """Have a sequence's next tokens run."""
-        self.chunks.append((sequence, tokens))
-        self.tokens += tokens
-        self.keys += keys_of(tokens, sequence.cached)
-        self.sampled += tokens == sequence.pending
-        self.is_awaited |= sequence.first_token_s is None
-
-
 class Scheduler:
     """Decides what runs; has no tokens of its own, so that a simulator uses it as the engine does.
 
@@ -112,6 +76,8 @@ class Scheduler:
         running: in the order of their admission.
         forward: latency of a step's forward; None where no promise depends on it.
         on_preempted: is told of each sequence that gives its pages up.
+        fetch: has adapters with pages copied beside what runs, in the order of their turns.
+        is_coming: whether one is being copied, so that a step that runs it would wait.
     """
 
     def __init__(
@@ -138,6 +104,8 @@ class Scheduler:
         self.policy: Policy = Fcfs() if policy is None else policy
         self.forward: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
+        self.fetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
+        self.is_coming: Callable[[ServedAdapter], bool] = lambda adapter: False
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: dict[Sequence, None] = {}
 
@@ -221,9 +189,9 @@ class Scheduler:
             tokens = self._chunk(plan, sequence)
             if tokens and self._has_pages(sequence, tokens, prompts):
                 self._run(plan, sequence, tokens)
-        self._admit(plan, now_s)
+        if self.waiting:
+            self._admit(plan, self._next(now_s), now_s)
         plan.is_awaited |= bool(self.waiting)
-        self._prefetch()
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
@@ -285,17 +253,28 @@ class Scheduler:
             return 0
         return min(sequence.pending, room)
 
-    def _admit(self, plan: StepPlan, now_s: float) -> None:
-        """Admit what waits, in the policy's order, while there is room."""
-        if not self.waiting:
-            return
+    def _next(self, now_s: float) -> list[Sequence]:
+        """Those that can be admitted now, in the policy's order; fetches the next adapters.
+
+        While something runs, a request whose adapter is on its way waits for that: the step would.
+        """
+        places = max(self.limits.running - len(self.running), 0)
         order = self.policy.order(self.queue(now_s))
-        places = self.limits.running - len(self.running)
-        if places < 1:
-            return
+        in_turn = list(islice(order, places + self.limits.prefetched))
+        self._prefetch(in_turn)
+        if not self.running:
+            return in_turn[:places]
+        return [one for one in in_turn[:places] if not self._waits_for_adapter(one)]
+
+    def _waits_for_adapter(self, sequence: Sequence) -> bool:
+        adapter = sequence.request.adapter
+        return adapter is not None and self.is_coming(adapter)
+
+    def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
+        """Admit what waits while there is room."""
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
-        for sequence in list(islice(order, places)):
+        for sequence in in_turn:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             tokens = self._first_chunk(plan, sequence)
@@ -352,14 +331,22 @@ class Scheduler:
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
-    def _prefetch(self) -> None:
-        """Page adapters of the next requests in, where no other has to go for it."""
-        for sequence in islice(self.waiting, self.limits.prefetched):
+    def _prefetch(self, in_turn: list[Sequence]) -> None:
+        """Page the adapters of those that there will be room for in, and have them copied."""
+        there: dict[int, ServedAdapter] = {}
+        room = self.pool.free + self.adapters.idle_pages - len(self.running)
+        for sequence in in_turn:
             adapter = sequence.request.adapter
-            if adapter is not None and not self.adapters.has(adapter):
-                if 2 * self.adapters.pages_of(adapter) > self.pool.free:
-                    return
+            is_new = adapter is not None and id(adapter) not in there
+            room -= pages_for(sequence.length)
+            room -= self.adapters.pages_of(adapter) if is_new else 0
+            if room < 0:
+                break
+            if adapter is not None and is_new:
                 self.adapters.bring(adapter)
+                there[id(adapter)] = adapter
+        if there:
+            self.fetch(list(there.values()))
 
     # ------------------------------------------------------------------------------- integrity
 

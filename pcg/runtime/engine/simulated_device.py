@@ -4,12 +4,13 @@ Requests get a token whenever one is due, any token, until their limit. What a s
 its costs say; the engine sees the clock move, as on a machine, and nothing else.
 
 Adapters are copied from the host's memory beside what runs (a copy engine of its own), one after
-the other. A step waits for the copies of the adapters that it uses; one that was prefetched while
-an earlier step ran may be there by then.
+the other. A step waits for the copies of the adapters that it uses; one that was fetched while an
+earlier step ran may be there by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from pcg.errors import GenerationError
 from pcg.parallel.step_costs import Piece, StepCosts, StepShape
 from pcg.runtime.engine.clock import SimulatedClock
+from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.engine.simulated_job import SimulatedBackward, SimulatedForward
@@ -45,7 +47,7 @@ ANY_SAMPLED = 1
 
 
 class SimulatedDevice:
-    """Moves a clock; see `pcg.runtime.engine.engine.Device`.
+    """Moves a clock; see `pcg.runtime.engine.device.Device`.
 
     Args:
         costs: seconds of what runs.
@@ -54,6 +56,7 @@ class SimulatedDevice:
 
     Attributes:
         cache: nothing, as there are no keys and values.
+        side: none: units are taken to come behind the forward.
         busy_s: seconds that it computed.
         waited_s: seconds that steps waited for adapters.
     """
@@ -62,6 +65,7 @@ class SimulatedDevice:
         self, costs: StepCosts, clock: SimulatedClock, most_positions: int | None = None
     ) -> None:
         self.cache: Any = None
+        self.side: Side | None = None
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._costs = costs
@@ -85,19 +89,29 @@ class SimulatedDevice:
         limit = min(request.params.max_new_tokens, room)
         return Sequence(f"request {number}", number, request, limit, 0.0)
 
-    def copy(self, adapter: ServedAdapter) -> None:
-        """Begin to copy an adapter to the device, behind copies that are under way."""
-        started = max(self._clock.now_s(), self._link_free_s)
-        self._link_free_s = started + self._costs.copy_seconds(adapter.size_bytes)
-        self._copied_s[id(adapter)] = self._link_free_s
+    def fetch(self, adapters: List[ServedAdapter]) -> None:
+        """Begin to copy adapters to the device, behind copies that are under way."""
+        for adapter in adapters:
+            if id(adapter) not in self._copied_s:
+                started = max(self._clock.now_s(), self._link_free_s)
+                self._link_free_s = started + self._costs.copy_seconds(adapter.size_bytes)
+                self._copied_s[id(adapter)] = self._link_free_s
 
-    def run(
+    def is_coming(self, adapter: ServedAdapter) -> bool:
+        """Whether it is being copied."""
+        return self._copied_s.get(id(adapter), 0.0) > self._clock.now_s()
+
+    def evict(self, adapter: ServedAdapter) -> None:
+        """Forget an adapter's copy: it has given its pages up."""
+        self._copied_s.pop(id(adapter), None)
+
+    def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> list[int]:
+    ) -> Callable[[], list[int]]:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
-            A token for each sequence; it means nothing where more are pending.
+            Makes a token for each sequence; it means nothing where more are pending.
         """
         pieces: list[Piece] = []
         there_s = 0.0
@@ -107,7 +121,8 @@ class SimulatedDevice:
             if adapter is None:
                 pieces.append(Piece(count, sequence.cached, is_sampled))
                 continue
-            there_s = max(there_s, self._copied_s.get(id(adapter), 0.0))
+            self.fetch([adapter])
+            there_s = max(there_s, self._copied_s[id(adapter)])
             rank = getattr(adapter, "rank", 0)
             pieces.append(Piece(count, sequence.cached, is_sampled, False, id(adapter), rank))
         for unit, count in windows:
@@ -117,7 +132,7 @@ class SimulatedDevice:
         self.waited_s += max(0.0, there_s - self._clock.now_s())
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
-        return [ANY_SAMPLED] * len(chunks)
+        return lambda: [ANY_SAMPLED] * len(chunks)
 
     def back(self, unit: Backward) -> None:
         """Run a backward unit."""

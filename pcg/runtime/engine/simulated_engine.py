@@ -12,7 +12,6 @@ from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.prefixes import Prefixes
-from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.simulated_device import SimulatedDevice
@@ -73,7 +72,6 @@ class SimulatedEngine(Engine):
             sharing=sharing,
         )
         self._costs = costs
-        adapters.on_page_in = self._page_in
 
     def finetune(self, name: str, batches: Iterable[Sequence[int]], rank: int = 16) -> Job:
         """Train an adapter beside what is served.
@@ -94,7 +92,3 @@ class SimulatedEngine(Engine):
 
         work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
         return self.add_job(Job(name, work))
-
-    def _page_in(self, adapter: ServedAdapter) -> None:
-        self._note(Kind.PAGED_IN, adapter.name)
-        self.device.copy(adapter)

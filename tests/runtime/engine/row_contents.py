@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -26,13 +27,13 @@ class RowContents:
     def __init__(self, engine: SimulatedEngine) -> None:
         self.fails = False
         self._engine = engine
-        self._run = engine.device.run
+        self._start = engine.device.start
         self._pages: dict[int, list[int]] = {}
         self._expected: dict[str, list[int]] = {}
         self._adapters: dict[int, object] = {}
-        engine.device.run = self.run  # type: ignore[method-assign]
+        engine.device.start = self.start  # type: ignore[method-assign]
 
-    def run(self, chunks: List[tuple[Sequence, int]], windows: Any) -> list[int]:
+    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> Callable[[], list[int]]:
         self._lose_what_nobody_keeps()
         written: set[int] = set()
         for sequence, count in chunks:
@@ -51,7 +52,7 @@ class RowContents:
             expected = self._contents(sequence)[:end]
             found = [row for page in sequence.table.pages for row in self._pages[page]]
             assert found[:end] == expected, f"{sequence.id} reads rows of others"
-        return self._run(chunks, windows)
+        return self._start(chunks, windows)
 
     def _lose_what_nobody_keeps(self) -> None:
         pool = self._engine.pool

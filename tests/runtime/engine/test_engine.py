@@ -6,6 +6,8 @@ import functools
 import gc
 import resource
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pcg.compiler as compiler
 from pcg.codegen.kernels import products
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.runtime.data import Example
+from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.request import Completion, Request
 from pcg.runtime.engine.scheduler import Limits
@@ -134,6 +138,77 @@ def test_beside_finetuning() -> None:
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert [e.kind for e in engine.log.of("trained")][-2:] == [Kind.PUBLISHED, Kind.COMPLETED]
+
+
+class TakenSide:
+    """Stands for a GPU's second stream: notes what runs between a forward's start and its end."""
+
+    def __init__(self) -> None:
+        self._open = False
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        assert not self._open
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._open = True
+        yield
+        self._open = False
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        assert self._open
+        yield
+        self._seconds.append(0.02)
+
+    def join(self) -> list[float]:
+        assert not self._open
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+
+def test_backward_units_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: they begin before its tokens are read, and what is trained is the same."""
+    executor, alone = make_executor(), make_executor()
+    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
+    asked = requests(executor, LENGTHS)
+    latencies = Latencies(Latency(1e-4, 1e-7, 0.0), Latency(1e-4, 1e-7, 0.0))
+    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    engine = executor.engine(
+        Limits(tokens=20, tpot_slo_s=60.0), kv_cache_bytes=64 * page_bytes, latencies=latencies
+    )
+    engine.device.side = TakenSide()
+    order: list[str] = []
+    start, back = engine.device.start, engine.device.back
+
+    def started(*args: Any) -> Callable[[], list[int]]:
+        end = start(*args)
+        order.append("start")
+
+        def ended() -> list[int]:
+            order.append("end")
+            return end()
+
+        return ended
+
+    def went_back(unit: Any) -> None:
+        order.append("unit")
+        back(unit)
+
+    monkeypatch.setattr(engine.device, "start", started)
+    monkeypatch.setattr(engine.device, "back", went_back)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    done = serve(engine, asked, 3)
+    assert [list(c.token_ids) for c in done] == expected(asked)
+    assert job.error is None
+    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    beside = " ".join(order).replace("start end", "").split("end")
+    assert sum(part.count("start unit") for part in beside) >= 2
+    # What both streams took at once is what is foretold of the next.
+    assert latencies.backward.seconds(Load()) > 2e-4
 
 
 def test_products_of_the_base_run_once_for_all_parts_of_a_step(

@@ -309,7 +309,7 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
         go.wait(60)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(engine.device, "run", broken)
+    monkeypatch.setattr(engine.device, "start", broken)
 
     async def main(front: Front) -> list[Any]:
         streams = [front.submit([1, 2, 3], **LONG) for _ in range(3)]

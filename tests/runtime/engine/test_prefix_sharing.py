@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,13 @@ class Counted:
             limits, kv_cache_bytes=pages * page_bytes, **options
         )
         self.computed = 0
-        run = self.engine.device.run
+        start = self.engine.device.start
 
-        def counting(chunks: Any, windows: Any) -> list[int]:
+        def counting(chunks: Any, windows: Any) -> Callable[[], list[int]]:
             self.computed += sum(count for _, count in chunks)
-            return run(chunks, windows)
+            return start(chunks, windows)
 
-        self.engine.device.run = counting  # type: ignore[method-assign]
+        self.engine.device.start = counting  # type: ignore[method-assign]
 
     def serve(self, asked: list[Request], every: int = 1) -> tuple[list[list[int]], list[int]]:
         """Tokens of each request, and how many of its prompt were in the cache already."""
@@ -217,7 +218,7 @@ def test_what_a_failed_step_wrote_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         def failing(*_: object) -> list[int]:
             raise RuntimeError("the device broke down")
 
-        patched.setattr(ours.engine.device, "run", failing)
+        patched.setattr(ours.engine.device, "start", failing)
         with pytest.raises(RuntimeError, match="broke down"):
             ours.engine.step()
     ours.engine.check_integrity()
