@@ -36,6 +36,7 @@ from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
 from pcg.passes.fuse_loss import fuse_loss
 from pcg.passes.join import join
+from pcg.passes.overlap import overlap
 from pcg.passes.parallelize import Sharded, parallelize
 from pcg.passes.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
@@ -220,6 +221,7 @@ def _rematerialize(state: Compilation) -> Compilation:
 
 def _fuse(state: Compilation) -> Compilation:
     model = fuse(made(state.serving_model)).map(join)
+    model = dataclasses.replace(model, prologue=overlap(model.prologue))
     epilogue = state.training_epilogue
     if state.backend == "triton" and epilogue is not None:
         whole, loss, trained = epilogue

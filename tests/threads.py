@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class ThreadRanks:
         self.moved_bytes["reduce_scatter"] += own.numel() * own.element_size() * (self.size - 1)
         self.messages["reduce_scatter"] += 1
         return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
+
+    def begin(self, collective: str, x: Any) -> Callable[[], Any]:
+        """Nothing is exchanged until it is waited for, so what changes meanwhile shows."""
+        return partial(getattr(self, collective), x)
 
 
 def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:

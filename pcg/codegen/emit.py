@@ -12,7 +12,7 @@ from pcg.ir.program import ModelGraph, TrainingGraph
 _EMITTERS = {
     "torch": Emitter(torch_emitter.emit_function, torch_emitter.emit_module),
     "triton": Emitter(
-        triton_emitter.emit_function, triton_emitter.emit_module, triton_emitter.SAMPLING
+        triton_emitter.emit_function, triton_emitter.emit_module, triton_emitter.SERVING
     ),
 }
 
@@ -25,7 +25,7 @@ def emit_serving(name: str, model: ModelGraph, backend: str) -> str:
         for graph in model.graphs
     ]
     return emitter.emit_module(
-        name, "It generates, for adapters of any rank in one batch.", functions
+        name, "It generates, for adapters of any rank in one batch.", [*functions, *emitter.serving]
     )
 
 

@@ -3,7 +3,8 @@
 A function takes the layer's weights `w`, its adapters' weights `a`, the `batch` (for attention) and
 the graph's inputs, and returns the graph's outputs. Nodes of one module stand together under the
 module's path. In training functions a value is deleted after its last use. Each statement is a node
-in PyTorch, or the launch of a kernel that runs several.
+in PyTorch, or the launch of a kernel that runs several; a collective with others to run beside it
+is one statement that begins it, and one that waits for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeAlias
 
 from pcg.errors import CodegenError
 from pcg.ir.graph import Graph, Node
+from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.operators import operator
 from pcg.ir.program import python_name
 
@@ -29,12 +31,14 @@ class Launch:
         inputs: values read.
         outputs: values made.
         scope: path of the module that the nodes came from.
+        asks_batch: whether it is given the batch, too, before the values.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     scope: str
+    asks_batch: bool = False
 
 
 Item: TypeAlias = Node | Launch
@@ -47,12 +51,12 @@ class Emitter:
     Attributes:
         emit_function: one function; see below.
         emit_module: a Python file of emitted functions, by its title and a note.
-        sampling: functions that choose tokens; the runtime's own choose where there are none.
+        serving: functions that a serving program has beside those of its graphs.
     """
 
     emit_function: Callable[..., str]
     emit_module: Callable[[str, str, Sequence[str]], str]
-    sampling: Sequence[str] = ()
+    serving: Sequence[str] = ()
 
 
 def emit_function(
@@ -97,19 +101,24 @@ def emit_function(
             lines += _wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
             lines.append(f"    {holder}.clear()")
     items = graph.nodes if items is None else items
-    last_use = _last_uses(graph, items) if free else {}
+    waited = waits(items)
+    last_use = _last_uses(graph, items, waited) if free else {}
     scope = None
     for index, item in enumerate(items):
+        lines += _waiting(items, waited, index, expressions)
         if item.scope != scope:
             scope = item.scope
             lines.append(f"    # {scope or 'layer'}")
         if isinstance(item, Launch):
             lines += _launch(item, expressions)
+        elif index in waited:
+            lines += _beginning(item, expressions)
         else:
             lines += _statement(item, expressions, asks and _is_frozen(graph, item))
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
+    lines += _waiting(items, waited, len(items), expressions)
     lines += _returned(graph.outputs, outputs, expressions)
     return "\n".join(lines) + "\n"
 
@@ -135,7 +144,8 @@ def _is_frozen(graph: Graph, node: Node) -> bool:
 
 def _launch(launch: Launch, expressions: Mapping[str, str]) -> list[str]:
     targets = ", ".join(expressions[name] for name in launch.outputs)
-    arguments = [f"{expressions[name]}," for name in launch.inputs]
+    arguments = ["batch,"] * launch.asks_batch
+    arguments += [f"{expressions[name]}," for name in launch.inputs]
     arguments[-1] = arguments[-1].removesuffix(",")
     return _wrapped(arguments, f"{targets} = {launch.name}(", ")")
 
@@ -149,6 +159,30 @@ def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -
     targets = ", ".join(expressions[value.name] for value in node.outputs)
     if entry.returns_sequence and len(node.outputs) == 1:
         targets = f"({targets},)"
+    return _assigned(targets, source)
+
+
+def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
+    """What begins a collective; until it is waited for, its first output's name is for that."""
+    entry = collective_of(node)
+    assert entry is not None
+    arguments = [expressions[name] for name in node.inputs]
+    return _assigned(expressions[node.name], entry.begun_source(arguments, dict(node.attributes)))
+
+
+def _waiting(
+    items: Sequence[Item], waited: Mapping[int, int], index: int, expressions: Mapping[str, str]
+) -> list[str]:
+    """What waits for the collectives that the item at a place is the first to read."""
+    lines = []
+    for begun in (items[place] for place, first in waited.items() if first == index):
+        assert isinstance(begun, Node)
+        targets = ", ".join(expressions[value.name] for value in begun.outputs)
+        lines.append(f"    {targets} = {expressions[begun.name]}()")
+    return lines
+
+
+def _assigned(targets: str, source: str) -> list[str]:
     line = f"    {targets} = {source}"
     if len(line) <= WIDTH or not source.endswith(")") or "(" not in source:
         return [line]
@@ -184,13 +218,15 @@ def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
     return [f"    {opening}", *lines, f"    {closing}"]
 
 
-def _last_uses(graph: Graph, items: Sequence[Item]) -> dict[int, list[str]]:
+def _last_uses(
+    graph: Graph, items: Sequence[Item], waited: Mapping[int, int]
+) -> dict[int, list[str]]:
     """For each item's index, the values that no later one reads; outputs and parameters stay."""
     kept = {*graph.outputs, *graph.parameters_by_name}
     last: dict[str, int] = {value.name: -1 for value in graph.inputs}
     for index, item in enumerate(items):
         made = item.outputs if isinstance(item, Launch) else [v.name for v in item.outputs]
-        last |= dict.fromkeys((*made, *item.inputs), index)
+        last |= dict.fromkeys(made, waited.get(index, index)) | dict.fromkeys(item.inputs, index)
     uses: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in kept and index >= 0:

@@ -1,4 +1,4 @@
-"""Write the Triton kernel of a group of nodes.
+"""Write the Triton function of a group of nodes: a kernel, or a part of one.
 
 A program has a tile of ROWS rows and COLUMNS columns. Where nothing is summed a row is a token,
 with all its features side by side; else it is what is summed, and a token has several:
@@ -8,7 +8,8 @@ with all its features side by side; else it is what is summed, and a token has s
 Each value is an expression over the place that is asked for, (group, column) among its own
 features, so what reads a value at another column (rotary embedding) or with other features (a
 reshape) makes it again there. Arithmetic is in fp32 at least; each operator's result is rounded to
-its dtype, as in PyTorch.
+its dtype, as in PyTorch. What is appended to the KV cache is stored at its token's row there,
+slots[token], unless that is negative; without a cache it is a tensor like any other.
 
 The file is long by a few lines: the writer of a kernel, and of the places that its values are at.
 """
@@ -24,7 +25,7 @@ from pcg.ir.operators import operator
 from pcg.ir.operators.tile import Tile
 from pcg.ir.program import python_name
 from pcg.ir.types import TensorType
-from pcg.passes.groups import Group
+from pcg.passes.group import Group
 
 _WIDE = {"f16": "f32", "bf16": "f32"}
 _TRITON_NAMES = {
@@ -43,7 +44,10 @@ _MOST_ROWS = 16
 _WARP_ELEMENTS = 512
 """Elements of a tile that a warp holds: 16 registers a thread for each value in fp32."""
 WIDTH = 100
-_OWN_NAMES = ("row", "rows", "column", "group", "token", "inside", "in_row", "in_rows", "tl", "K")
+_OWN_NAMES = (
+    *("row", "rows", "column", "group", "token", "inside", "in_row", "in_rows", "tl", "K"),
+    *("program", "slot", "cell", "head"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,29 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class TileKernel:
-    """A kernel's source, and what its launcher has to know.
-
-    Attributes:
-        name: of the function.
-        source: Triton source, from its decorator on.
-        inputs: values that it is given, in order.
-        outputs: values that it makes, in order.
-    """
-
-    name: str
-    source: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-def tile_kernel(group: Group, name: str) -> TileKernel:
-    """The kernel of a group, under a name."""
-    return _Writer(group, name).written()
-
-
-@dataclass(frozen=True)
-class _Shape:
+class Shape:
     """How a kernel's tiles lie.
 
     Attributes:
@@ -102,7 +84,8 @@ class _Shape:
     warps: int
 
     @classmethod
-    def of(cls, group: Group) -> _Shape:
+    def of(cls, group: Group, elements: int = _TILE) -> Shape:
+        """A group's, with tiles of so many elements where its rows are shorter."""
         features = group.type.features
         if group.sums_rows:
             rows, columns = prod(features[:-1]), features[-1]
@@ -110,10 +93,20 @@ class _Shape:
         else:
             rows, columns = 1, prod(features)
             column_block = min(_power_of_two(columns), _TILE)
-        row_block = max(1, min(_TILE // column_block, _MOST_ROWS))
-        elements = row_block * column_block
-        warps = max(1, min(_power_of_two(elements // _WARP_ELEMENTS), 32))
+        row_block = max(1, min(elements // column_block, _MOST_ROWS))
+        held = row_block * column_block
+        warps = max(1, min(_power_of_two(held // _WARP_ELEMENTS), 32))
         return cls(rows, columns, row_block, column_block, warps)
+
+    @property
+    def elements(self) -> int:
+        """Of a tile."""
+        return self.row_block * self.column_block
+
+    @property
+    def column_blocks(self) -> int:
+        """Programs for a row."""
+        return -(-self.columns // self.column_block)
 
     @property
     def is_padded(self) -> bool:
@@ -125,13 +118,29 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def arguments_of(group: Group) -> list[str]:
+    """What a group's kernel is given: pointers, and distances of tokens, heads and in the cache."""
+    names = [python_name(name) for name in (*group.inputs, *group.outputs)]
+    token_wise = [name for name in group.inputs if group.graph.types[name].is_token_wise]
+    appended = [python_name(name) for name in group.outputs if group.appended(name)]
+    return [
+        *(f"{name}_ptr" for name in names),
+        *(["slots_ptr"] if appended else []),
+        *(f"{python_name(name)}_stride" for name in token_wise),
+        *(f"{python_name(name)}_head" for name in group.apart),
+        *(f"{name}_{step}" for name in appended for step in ("page", "head", "token")),
+    ]
+
+
 @dataclass
-class _Writer:
-    """Writes one kernel.
+class TileWriter:
+    """Writes one function.
 
     Attributes:
         group: of nodes.
         name: of the function.
+        shape: of its tiles.
+        is_part: whether a kernel calls it, with the number of one of its programs.
         lines: of its body, so far.
         variables: by what they hold: a value at a place, an expression, a sum.
         taken: names in use.
@@ -139,52 +148,52 @@ class _Writer:
 
     group: Group
     name: str
+    shape: Shape
+    is_part: bool = False
     lines: list[str] = field(default_factory=list)
     variables: dict[object, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=lambda: set(_OWN_NAMES))
 
     def __post_init__(self) -> None:
-        self.shape = _Shape.of(self.group)
         self.types = self.group.graph.types
         self.makers = {node.name: node for node in self.group.nodes}
+        self.apart = set(self.group.apart)
 
-    def written(self) -> TileKernel:
-        stored = [self._stored(name) for name in self.group.outputs]
-        source = "\n".join(self._head() + self.lines + stored)
-        return TileKernel(self.name, source, self.group.inputs, self.group.outputs)
+    def written(self) -> str:
+        """Triton source, from its decorator on."""
+        stored = [line for name in self.group.outputs for line in self._stored(name)]
+        return "\n".join(self._head() + self.lines + stored)
 
     # ------------------------------------------------------------------------- the function
 
     def _head(self) -> list[str]:
         shape = self.shape
-        pointers = [
-            f"{python_name(name)}_ptr" for name in (*self.group.inputs, *self.group.outputs)
-        ]
-        strides = [f"{python_name(name)}_stride" for name in self._token_wise_inputs()]
-        arguments = [*pointers, *strides, "rows", "ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
-        types = [str(self.types[name]).replace("T, ", "", 1) for name in self.group.outputs]
-        outputs = ", ".join(f'"{type_}"' for type_ in types)
-        flags = ", ".join(str(self.types[name].is_token_wise) for name in self.group.inputs)
-        lines = [
-            "@K.fused(",
-            *_filled([f"token_wise=({flags},),", f"outputs=({outputs},),"]),
-            f"    rows_a_token={shape.rows_a_token}, columns={shape.columns}, "
-            f"block=({shape.row_block}, {shape.column_block}), warps={shape.warps},",
-            ")",
-            '@triton.jit(do_not_specialize=["rows"])',
+        arguments = [*arguments_of(self.group), "rows"]
+        constants = ["ROWS", "COLUMNS"]
+        if any(self.group.appended(name) for name in self.group.outputs):
+            constants.append("PAGE")
+        arguments += [f"{name}: tl.constexpr" for name in constants]
+        lines = ['@triton.jit(do_not_specialize=["rows"])']
+        rows, columns = "tl.program_id(0)", "tl.program_id(1)"
+        if self.is_part:
+            lines, blocks = ["@triton.jit"], shape.column_blocks
+            arguments.insert(0, "program")
+            rows, columns = "program", f"program % {blocks}"
+            rows = f"program // {blocks}" if blocks > 1 else rows
+        lines += [
             f"def {self.name}(",
-            *_filled([f"{argument}," for argument in arguments]),
+            *filled([f"{argument}," for argument in arguments]),
             "):",
             f'    """{self._summary()}',
             "",
             *(f"    {line}" for line in self._nodes()),
             '    """',
-            "    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]",
+            f"    row = {rows} * ROWS + tl.arange(0, ROWS)[:, None]",
         ]
-        if shape.columns == shape.column_block:
+        if shape.column_blocks == 1:
             lines.append("    column = tl.arange(0, COLUMNS)[None, :]")
         else:
-            lines.append("    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]")
+            lines.append(f"    column = {columns} * COLUMNS + tl.arange(0, COLUMNS)[None, :]")
         lines.append("    in_rows = row < rows")
         if shape.is_padded:
             lines.append(f"    in_row = column < {shape.columns}")
@@ -209,16 +218,35 @@ class _Writer:
             lines.append(f"    {node.name} = {node.op}({', '.join(node.inputs)}{attributes})")
         return lines
 
-    def _token_wise_inputs(self) -> list[str]:
-        return [name for name in self.group.inputs if self.types[name].is_token_wise]
-
-    def _stored(self, name: str) -> str:
+    def _stored(self, name: str) -> list[str]:
         type_ = self.types[name]
         place = self.main(type_)
-        value = self.value(name, place)
+        node = self.group.appended(name)
+        held = name if node is None else node.inputs[0]
+        value = self.value(held, place)
         address = f"{python_name(name)}_ptr + token * {prod(type_.features)}"
         mask = "inside" if self.shape.is_padded else "in_rows"
-        return _line(f"tl.store({address} + {self._offset(place, type_)}, {value}, {mask})")
+        plain = f"tl.store({address} + {self._offset(place, type_)}, {value}, {mask})"
+        if node is None:
+            return [_line(plain)]
+        stored = self._stored_in_cache(python_name(name), place, value, mask)
+        if held in self.group.inputs or held in self.group.outputs:
+            return stored
+        return [*stored, "    else:", _line(plain, 8)]
+
+    def _stored_in_cache(self, to: str, place: Place, value: str, mask: str) -> list[str]:
+        """At the token's row, of whose heads each row of the value is one."""
+        head = "0" if place.group == "0" else f"{place.group}.to(tl.int64) * {to}_head"
+        return [
+            "    if PAGE:",
+            _line("slot = tl.load(slots_ptr + token, in_rows, other=-1)", 8),
+            _line(f"cell = slot // PAGE * {to}_page + slot % PAGE * {to}_token", 8),
+            _line(f"head = {head}", 8),
+            _line(
+                f"tl.store({to}_ptr + cell + head + {place.column}, {value}, {mask} & (slot >= 0))",
+                8,
+            ),
+        ]
 
     # ------------------------------------------------------------------------- values
 
@@ -252,8 +280,9 @@ class _Writer:
         terms = [f"{python_name(name)}_ptr"]
         if type_.is_token_wise:
             terms.append(f"token * {python_name(name)}_stride")
-        offset = self._offset(place, type_)
-        if offset != "0":
+        if name in self.apart:
+            terms += [f"{place.group} * {python_name(name)}_head", place.column]
+        elif (offset := self._offset(place, type_)) != "0":
             terms.append(offset)
         by_row = type_.is_token_wise or (has_rows and not is_flat)
         by_column = padded and (place.column != "0" or (has_rows and is_flat))
@@ -295,7 +324,7 @@ class _Writer:
 class _NodeTile:
     """A node's output at a place; see `pcg.ir.operators.tile.Tile`."""
 
-    writer: _Writer
+    writer: TileWriter
     node: Node
     place: Place
 
@@ -388,24 +417,27 @@ def _linear(place: Place, size: int) -> str:
     return f"({place.group} * {size} + {place.column})"
 
 
-def _line(statement: str) -> str:
+def _line(statement: str, indent: int = 4) -> str:
     """A statement of the body; what is too long for a line has a call's arguments on a second."""
-    if len(statement) + 4 <= WIDTH or "(" not in statement:
-        return f"    {statement}"
+    space = " " * indent
+    if len(statement) + indent <= WIDTH or "(" not in statement:
+        return f"{space}{statement}"
     opening, _, rest = statement.partition("(")
     depth, end = 1, 0
     while depth:
         depth += {"(": 1, ")": -1}.get(rest[end], 0)
         end += 1
     inner, closing = rest[: end - 1], rest[end - 1 :]
-    return f"    {opening}(\n        {inner}\n    {closing}"
+    return f"{space}{opening}(\n{space}    {inner}\n{space}{closing}"
 
 
-def _filled(words: list[str]) -> list[str]:
-    lines = ["    " + words[0]]
+def filled(words: list[str], indent: int = 4) -> list[str]:
+    """Words on lines."""
+    space = " " * indent
+    lines = [space + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + 1 + len(word) <= WIDTH:
             lines[-1] += f" {word}"
         else:
-            lines.append("    " + word)
+            lines.append(space + word)
     return lines

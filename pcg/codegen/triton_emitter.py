@@ -1,7 +1,7 @@
 """Emit graphs for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
 
 Kernels stand before the function that launches them. What is in no group is PyTorch, or a template
-kernel behind a function of `triton_ops`.
+kernel behind a function of `triton_ops`. The kernel that makes keys appends them to the cache.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 
 from pcg.codegen import function_emitter
 from pcg.codegen.function_emitter import Item, Launch
-from pcg.codegen.tile_kernel import tile_kernel
+from pcg.codegen.group_kernel import group_kernel
+from pcg.codegen.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
 from pcg.ir.graph import Graph
-from pcg.passes.groups import Group, schedule
+from pcg.passes.group import Group
+from pcg.passes.groups import schedule
+from pcg.passes.split_append import split_append
 
 _HEADER = '''"""{title}
 
@@ -28,7 +31,7 @@ import triton.language as tl
 
 from pcg.codegen.kernels import triton_ops as K
 '''
-SAMPLING = (
+SERVING = (
     '''def greedy(logits):
     """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
     return K.greedy(logits)
@@ -37,8 +40,16 @@ SAMPLING = (
     """A token of each row at its own number, and whether one could be drawn."""
     return K.draw(logits, temperatures, uniform)
 ''',
+    '''def decode_room(tokens):
+    """Room for the tokens of a decode step that is recorded, rounded up; None for too many."""
+    return K.decode_room(tokens)
+''',
+    '''def decode_lists(room, device):
+    """What a recorded decode step reads of its tokens, in memory that stays."""
+    return K.DecodeLists(room, device)
+''',
 )
-"""How a serving program chooses tokens."""
+"""How a serving program chooses tokens, and what it reads of those of a recorded step."""
 _MOST_NAMED = 3
 """Operators that a kernel's name says."""
 
@@ -48,8 +59,14 @@ def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
     return "\n\n".join([_HEADER.format(title=title, note=note), *functions])
 
 
+def with_appends(graph: Graph) -> Graph:
+    """The graph that is emitted for one, whose kernels append keys and values to the cache."""
+    return split_append(graph, HEAD_SIZES, HEAD_DTYPES)
+
+
 def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
     """One function, behind its kernels; the arguments are those for PyTorch."""
+    graph = with_appends(graph)
     kernels: list[str] = []
     items: list[Item] = []
     names: dict[str, int] = {}
@@ -59,9 +76,10 @@ def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
             continue
         stem = "_".join([name, *_operators(item)])
         names[stem] = number = names.get(stem, 0) + 1
-        kernel = tile_kernel(item, stem if number == 1 else f"{stem}_{number}")
+        kernel = group_kernel(item, stem if number == 1 else f"{stem}_{number}")
         kernels.append(f"{kernel.source}\n")
-        items.append(Launch(kernel.name, kernel.inputs, kernel.outputs, _scope(item)))
+        launch = Launch(kernel.name, kernel.inputs, kernel.outputs, _scope(item), kernel.appends)
+        items.append(launch)
     function = function_emitter.emit_function(graph, name, doc, items=items, **options)
     return "\n\n".join([*kernels, function])
 

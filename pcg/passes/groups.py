@@ -8,109 +8,20 @@ what it reads become one where
     order                    no path leads from it through another node back into it.
 
 What a memory plan makes again in backward stands in the graph like any other node, so it is made in
-registers beside what reads it. Views at a group's border cost nothing, and stay outside.
+registers beside what reads it. Views at a group's border cost nothing, and stay outside. In the end
+some groups share a kernel, side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from heapq import heapify, heappop, heappush
-from math import prod
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.types import RANK, TensorType
-
-MOST_COLUMNS = 32768
-"""Of a row that one program holds: a thread of 32 warps has 32 of them in registers."""
-_MOST_VALUES = 24
-"""That a kernel reads and writes: addresses take registers, too."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Nodes that one kernel runs.
-
-    Attributes:
-        graph: that they are of.
-        nodes: in order.
-    """
-
-    graph: Graph
-    nodes: tuple[Node, ...]
-
-    @cached_property
-    def made(self) -> frozenset[str]:
-        """All values that it makes."""
-        return frozenset(node.name for node in self.nodes)
-
-    @cached_property
-    def inputs(self) -> tuple[str, ...]:
-        """Values that it reads, in the order in which they are read first."""
-        read = (name for node in self.nodes for name in node.inputs)
-        return tuple(dict.fromkeys(name for name in read if name not in self.made))
-
-    @cached_property
-    def outputs(self) -> tuple[str, ...]:
-        """Values that others read, in order."""
-        return tuple(node.name for node in self.nodes if self.leaves(node))
-
-    def leaves(self, node: Node) -> bool:
-        """Whether what a node makes is read outside."""
-        readers = self.graph.consumers.get(node.name, ())
-        return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
-
-    @property
-    def sums_rows(self) -> bool:
-        """Whether a program has to hold whole rows."""
-        return any(operator(node.op).sums_rows for node in self.nodes)
-
-    @property
-    def type(self) -> TensorType:
-        """Of the first output."""
-        return self.graph.types[self.outputs[0]]
-
-    def without_views_at_borders(self) -> Group:
-        """It without views that read from outside, or that are read there."""
-        nodes = self.nodes
-        while True:
-            made = {node.name for node in nodes}
-            inner = Group(self.graph, nodes)
-            kept = tuple(
-                node
-                for node in nodes
-                if not operator(node.op).is_view
-                or (node.inputs[0] in made and not inner.leaves(node))
-            )
-            if len(kept) == len(nodes):
-                return inner
-            nodes = kept
-
-    def fits(self) -> bool:
-        """Whether one kernel can run it, as far as its types go."""
-        types = self.graph.types
-        leaving = [types[name] for name in self.outputs]
-        if len(leaving) + len(self.inputs) > _MOST_VALUES:
-            return False
-        if len({(t.shape[0], prod(t.features)) for t in leaving}) != 1:
-            return False
-        if not self.sums_rows:
-            return True
-        rows = {_row(type_) for type_ in leaving}
-        for node in self.nodes:
-            read, made = types[node.inputs[0]], types[node.name]
-            if operator(node.op).sums_rows:
-                rows.add(_row(read))
-            if operator(node.op).is_view and _row(read) != _row(made):
-                return False
-        return len(rows) == 1 and rows.pop()[1] <= MOST_COLUMNS
-
-
-def _row(type_: TensorType) -> tuple[int, int]:
-    """Rows of a token, and their size."""
-    return prod(type_.features[:-1]), type_.features[-1]
+from pcg.ir.types import RANK
+from pcg.passes.group import Group
+from pcg.passes.side_by_side import items_of, side_by_side
 
 
 def schedule(graph: Graph) -> tuple[Node | Group, ...]:
@@ -123,11 +34,11 @@ def schedule(graph: Graph) -> tuple[Node | Group, ...]:
         return Group(graph, tuple(graph.nodes[i] for i in sorted(numbers)))
 
     for i, node in enumerate(graph.nodes):
-        if not _is_fusible(graph, node):
+        if not is_fusible(graph, node):
             continue
         for name in node.inputs:
             j = places.get(name)
-            if j is None or owner[j] == owner[i] or not _is_fusible(graph, graph.nodes[j]):
+            if j is None or owner[j] == owner[i] or not is_fusible(graph, graph.nodes[j]):
                 continue
             both = members[owner[j]] + members[owner[i]]
             if group(both).fits() and not _has_detour(graph, places, owner, owner[j], owner[i]):
@@ -136,13 +47,14 @@ def schedule(graph: Graph) -> tuple[Node | Group, ...]:
                 for k in both:
                     owner[k] = first
     fusible = [
-        numbers for numbers in members if numbers and _is_fusible(graph, graph.nodes[numbers[0]])
+        numbers for numbers in members if numbers and is_fusible(graph, graph.nodes[numbers[0]])
     ]
     found = [group(numbers).without_views_at_borders() for numbers in fusible]
-    return _ordered(graph, [one for one in found if _is_worth_a_kernel(one)])
+    return _ordered(graph, side_by_side(graph, [one for one in found if _is_worth_a_kernel(one)]))
 
 
-def _is_fusible(graph: Graph, node: Node) -> bool:
+def is_fusible(graph: Graph, node: Node) -> bool:
+    """Whether a kernel of a group can run a node, as far as it alone goes."""
     type_ = node.output.type
     if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
         return False
@@ -181,20 +93,21 @@ def _has_detour(
 
 
 def _is_worth_a_kernel(group: Group) -> bool:
-    """Whether PyTorch would run more than one for it."""
+    """Whether PyTorch would run more than one for it, and there is none yet."""
     computing = [node for node in group.nodes if not operator(node.op).is_view]
     if len(computing) != 1:
         return bool(computing)
     node = computing[0]
-    # What is a function of ours there is several of PyTorch's.
-    return operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
+    # What is a function of ours there is several of PyTorch's; it does not append to the cache.
+    return node.op == "append" or (
+        operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
+        and not operator(node.op).has_template
+    )
 
 
 def _ordered(graph: Graph, groups: Sequence[Group]) -> tuple[Node | Group, ...]:
     """Nodes and groups in an order in which all is made before it is read; as given where free."""
-    item_of: dict[str, Node | Group] = {node.name: node for node in graph.nodes}
-    for group in groups:
-        item_of |= dict.fromkeys(group.made, group)
+    item_of = items_of(graph, groups)
     places: dict[int, int] = {}
     items: list[Node | Group] = []
     for node in graph.nodes:

@@ -20,6 +20,7 @@ from typing import Protocol
 import sympy
 
 from pcg.ir.graph import Attribute, Graph, Node
+from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.operators import operator
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program import ModelGraph, TrainingGraph
@@ -233,30 +234,65 @@ def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) 
         seq: tokens of a sequence, likewise.
         counted: values whose memory is counted elsewhere.
     """
-    storages = Storages.of(graph)
-    elsewhere = {storages[name].name for name in counted if name in graph.types}
-    last: dict[str, int] = {}
-    for index, node in enumerate(graph.nodes):
-        for name in (*node.inputs, *(value.name for value in node.outputs)):
-            last[storages[name].name] = index
-    last.update((storages[name].name, len(graph.nodes)) for name in graph.outputs)
-    alive = {value.name for value in graph.inputs if value.name in last} - elsewhere
-    sizes = _sizes(storages, {*last})
-    leading = {t.shape[0] for t in graph.types.values() if t.is_token_wise}
-    parts = max(map(parts_of_tokens, leading), default=1)
-    best = Transient(0, 0)
-    for index, node in enumerate(graph.nodes):
-        made = {storages[value.name].name for value in node.outputs}
-        alive |= {name for name in made if not storages[name].is_parameter} - elsewhere
-        kernel = _temporaries(graph, node, parts)
-        per_token, fixed, per_row = (
-            kernel[i] + sum(sizes[name][i] for name in alive) for i in range(3)
-        )
-        now = Transient(per_token, fixed, kernel[3], per_row, parts)
-        if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
-            best = now
-        alive = {name for name in alive if last[name] > index}
-    return best
+    return Alive(graph, counted).most(graph.nodes, tokens, seq)
+
+
+class Alive:
+    """What is alive at the nodes of a graph, in whatever order they run.
+
+    Args:
+        graph: parameters are not counted.
+        counted: values whose memory is counted elsewhere.
+    """
+
+    def __init__(self, graph: Graph, counted: Iterable[str] = ()) -> None:
+        storages = Storages.of(graph)
+        self._names = {name: storages[name].name for name in graph.types}
+        self._elsewhere = {self._names[name] for name in counted if name in graph.types}
+        self._elsewhere |= {s for s in self._names.values() if storages[s].is_parameter}
+        self._sizes = _sizes(storages, {*self._names.values()})
+        leading = {t.shape[0] for t in graph.types.values() if t.is_token_wise}
+        self._parts = max(map(parts_of_tokens, leading), default=1)
+        self._kernels = {n.name: _temporaries(graph, n, self._parts) for n in graph.nodes}
+        self._graph = graph
+
+    def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
+        """The most bytes alive at one node, of so many tokens in sequences of `seq`."""
+        last: dict[str, int] = {}
+        moments = _moments(nodes)
+        for index, (node, reads) in enumerate(moments):
+            for name in (*reads, *(value.name for value in node.outputs)):
+                last[self._names[name]] = index
+        last.update((self._names[name], len(moments)) for name in self._graph.outputs)
+        alive = {self._names[value.name] for value in self._graph.inputs} & last.keys()
+        alive -= self._elsewhere
+        best = Transient(0, 0)
+        for index, (node, _) in enumerate(moments):
+            alive |= {self._names[value.name] for value in node.outputs} - self._elsewhere
+            kernel = self._kernels[node.name]
+            per_token, fixed, per_row = (
+                kernel[i] + sum(self._sizes[name][i] for name in alive) for i in range(3)
+            )
+            now = Transient(per_token, fixed, kernel[3], per_row, self._parts)
+            if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
+                best = now
+            alive = {name for name in alive if last[name] > index}
+        return best
+
+
+def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
+    """The nodes in order, with what each reads; what is waited for is there again where it is.
+
+    It has its outputs from where it begins, as that is where it takes memory for them.
+    """
+    begun = waits(nodes)
+    found: list[tuple[Node, tuple[str, ...]]] = []
+    for index in range(len(nodes) + 1):
+        for node in (nodes[place] for place, first in begun.items() if first == index):
+            entry = collective_of(node)
+            found.append((node, node.inputs if entry and entry.holds_inputs else ()))
+        found += ((node, node.inputs) for node in nodes[index : index + 1])
+    return found
 
 
 def _temporaries(graph: Graph, node: Node, parts: int) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
 from pcg.passes.join import join
+from pcg.passes.overlap import overlap
 from pcg.passes.prune import prune
 
 
@@ -77,8 +78,8 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     forward = forward.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
         kind.block,
-        join(forward.without_dead_code()),
-        join(backward),
+        overlap(join(forward.without_dead_code()), {*made, *kind.shared}),
+        overlap(join(backward), kind.shared),
         (*inputs, *made),
         kind.gradients.trained,
     )

@@ -4,6 +4,7 @@ An adapter that runs has a slot: its weights at a site lie in one stack with tho
 its width (`pcg/runtime/adapter_shelf.py`), ranks padded to the largest among them: above 8, to less
 than twice its own. Sequences are ordered by width and slot, those without an adapter first, so each
 adapter's tokens are one segment, and the product runs segment by segment (SGMV: Punica §4).
+Adapters of the next requests are copied to slots beside what runs.
 
 Over ranks an adapter is whole in memory, and a rank's stacks are of its pieces. They are cut after
 padding, so that a part of the ranks of one adapter lies where that of another does. All adapters
@@ -22,6 +23,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph
 from pcg.parallel.ranks import ALONE, Ranks
+from pcg.runtime.adapter_copies import Copies
 from pcg.runtime.adapter_segments import segments_of
 from pcg.runtime.adapter_shelf import Shelf
 from pcg.runtime.adapter_stack import Cutter, Sites
@@ -68,6 +70,7 @@ class AdapterStacks:
         self._cutter = Cutter(weights, device, ranks)
         self._device = device
         self._is_alone = ranks.size == 1
+        self._copies = Copies(device)
         self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [self._sites_of(block) for block in model.blocks]
         self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
@@ -99,6 +102,28 @@ class AdapterStacks:
         return -(-adapter.size_bytes // page_bytes)
 
     @torch.inference_mode(False)
+    def fetch(self, adapters: Sequence[Adapter]) -> None:
+        """Begin to copy adapters that run soon, as far as there is room, beside what runs now.
+
+        Over ranks, who would have to agree on what is copied, they are copied when they run.
+
+        Args:
+            adapters: in the order of their turns.
+        """
+        if not self._is_alone:
+            return
+        by_width: dict[int, list[Adapter]] = {}
+        for adapter in adapters:
+            by_width.setdefault(self._width(adapter), []).append(adapter)
+        for width, some in by_width.items():
+            if width in self._shelves and self._shelves[width].fetch(some):
+                self._have_moved()
+
+    def is_coming(self, adapter: Adapter) -> bool:
+        """Whether an adapter is being copied: a step that runs it would wait."""
+        return self._copies.is_under_way(id(adapter))
+
+    @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
         """The order in which the sequences of a batch run, by index; gives adapters slots.
 
@@ -115,7 +140,7 @@ class AdapterStacks:
             by_width.setdefault(width, []).append(adapter)
         for width, some in by_width.items():
             if width not in self._shelves:
-                self._shelves[width] = Shelf(self._sites, self._cutter)
+                self._shelves[width] = Shelf(self._sites, self._cutter, self._copies)
             if self._shelves[width].admit(some):
                 self._have_moved()
         # Pairs are compared for each adapter, and for each sequence whole numbers: these are fast.
@@ -178,7 +203,14 @@ class AdapterStacks:
             by_width.append(self._shelves[width].bound(slots, segments))
             start = segments.stop
         *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))
-        return Bound(_Namespace(prologue | epilogue), [_Namespace(layer) for layer in layers])
+        return Bound(Namespace(prologue | epilogue), [Namespace(layer) for layer in layers])
+
+    def close(self) -> None:
+        """Write nothing any more: another program serves."""
+        self._copies.wait()
+
+    def evict(self, adapter: Adapter) -> None:
+        """Hear that an adapter has given its pages up."""
 
     def forget(self, adapter: Adapter) -> None:
         """Read an adapter anew when it next runs: it has changed or gone."""
@@ -203,7 +235,7 @@ _BOUND = 8
 """Batches of which the bound stacks are kept, while no adapter gets a slot."""
 
 
-class _Namespace(SimpleNamespace):
+class Namespace(SimpleNamespace):
     """Attributes by site; a site that no adapter of the batch has is None."""
 
     def __init__(self, values: Mapping[str, object]) -> None:

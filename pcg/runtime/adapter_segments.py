@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.runtime.uploads import uploaded
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -75,7 +77,7 @@ class LoraRun:
 
     Attributes:
         b: [adapters, outputs, out, rank], scaled.
-        column: of the joined product, where the first output begins.
+        column: of the columns with LoRA, where the first output begins.
         row: of the joined A's products, where the first output's begin.
         is_whole: whether these are all columns and all rows.
     """
@@ -91,13 +93,19 @@ class JoinedLora:
     """The LoRA of the batch's adapters at linear operators of one input.
 
     Attributes:
+        column: of the joined product, where the first output begins that can have LoRA.
+        columns: from there on, to the end of the last.
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
-        runs: B of the outputs that have one.
+        runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
+        parts: the same without such zeros.
         segments: which tokens use which adapter.
     """
 
+    column: int
+    columns: int
     a: Tensor
     runs: tuple[LoraRun, ...]
+    parts: tuple[LoraRun, ...]
     segments: Segments
 
 
@@ -122,5 +130,7 @@ def segments_of(start: int, sizes: Sequence[int], device: torch.device) -> Segme
     places = (batched[:, None] * size + within).ravel()
     gather = np.zeros(len(sizes) * size, dtype=np.int64)
     gather[places] = tokens
-    gather_, tokens_, places_ = (torch.from_numpy(x).to(device) for x in (gather, tokens, places))
+    gather_, tokens_, places_ = (
+        uploaded(torch.from_numpy(x), device) for x in (gather, tokens, places)
+    )
     return Segments(start, stop, tuple(sizes), size, gather_, tokens_, places_, tuple(loose))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from pcg.ir.program import python_name
 from pcg.parallel.ranks import Ranks
 from pcg.runtime.adapter_segments import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.joined_sites import JoinedSite, Lora
 from pcg.runtime.pieces import TRANSPOSED, is_piece, open_dims, parted_dim, piece_of_stack
 from pcg.runtime.served_weights import ServedWeights
 
@@ -27,12 +29,11 @@ class Sites:
     """What a graph reads of adapters.
 
     Attributes:
-        joined: for each lora_linear operator, the attribute that holds all of it, and for each of
-            its outputs A, B and the output's size.
+        joined: of each lora_linear operator.
         single: attribute of every other adapter parameter.
     """
 
-    joined: tuple[tuple[str, tuple[Lora, ...]], ...]
+    joined: tuple[JoinedSite, ...]
     single: tuple[tuple[str, Parameter], ...]
 
     @classmethod
@@ -41,14 +42,8 @@ class Sites:
         joined, names = [], set[str]()
         for node in graph.nodes:
             if node.op == "lora_linear":
-                count = len(node.outputs)
-                read = node.inputs[-2 * count :]
-                names.update(read)
-                modules = tuple(
-                    (parameters[a], parameters[b], value.type.features[0])
-                    for a, b, value in zip(read[:count], read[count:], node.outputs, strict=True)
-                )
-                joined.append((python_name(read[0]), modules))
+                joined.append(JoinedSite.of(node, parameters))
+                names.update(matrix.name for matrix in joined[-1].matrices)
         single = tuple(
             (python_name(p.name), p)
             for p in graph.parameters
@@ -63,13 +58,9 @@ class Sites:
         stacks: dict[str, Stack] = {}
         for name, parameter in self.single:
             stacks[name] = _SingleStack(adapters, parameter, layer, cutter)
-        for name, modules in self.joined:
-            stacks[name] = _JoinedStack(adapters, modules, layer, cutter)
+        for one in self.joined:
+            stacks[one.name] = _JoinedStack(adapters, one.modules, layer, cutter)
         return stacks
-
-
-Lora: TypeAlias = tuple[Parameter, Parameter, int]
-"""A and B of a module, and its outputs."""
 
 
 @dataclass(frozen=True)
@@ -214,27 +205,28 @@ class _JoinedStack:
     ) -> None:
         self._modules = modules
         parts = [
-            (cutter.stack(adapters, a, layer), cutter.stack(adapters, b, layer))
-            for a, b, _ in modules
+            (cutter.stack(adapters, one.a, layer), cutter.stack(adapters, one.b, layer))
+            for one in modules
         ]
+        self._column = modules[0].column
+        self._columns = modules[-1].column + modules[-1].size - self._column
         self._present = [
             any(found[slot] for (_, found), _ in parts) for slot in range(len(adapters))
         ]
         there = [a for (a, _), _ in parts if a is not None]
         self._a: Tensor | None = None
-        self._cut: dict[tuple[int, int], tuple[Tensor, tuple[LoraRun, ...]]] = {}
+        self._cut: dict[tuple[int, int], tuple[Tensor, _LoraRuns, _LoraRuns]] = {}
         if not there:
             return
         count, _, in_ = there[0].shape
         a = [there[0].new_zeros(count, 0, in_) if x is None else x for (x, _), _ in parts]
         self._ranks = [part.shape[1] for part in a]
         self._a = torch.cat(a, 1)
-        outs = [out for _, _, out in modules]
-        size = count * sum(self._ranks) * sum(outs) * self._a.element_size()
+        size = count * sum(self._ranks) * self._columns * self._a.element_size()
         if len(modules) == 1 or size <= JOINED_BYTES:
-            self._runs = [_Run(0, 0, 1, sum(outs), sum(self._ranks))]
+            self._runs = [_Run(0, 0, 1, self._columns, sum(self._ranks))]
         else:
-            self._runs = _runs(self._ranks, outs)
+            self._runs = _runs(self._ranks, modules)
         self._b = [there[0].new_zeros(count, run.count, run.out, run.rank) for run in self._runs]
         for view, (_, (b, _)) in zip(self._views(), parts, strict=True):
             if view is not None and b is not None:
@@ -243,16 +235,16 @@ class _JoinedStack:
     def _views(self) -> list[Tensor | None]:
         """Each module's B in all slots, [slots, rank, out]; None of those without any."""
         views: list[Tensor | None] = []
-        row = column = 0
-        for rank, (_, _, out) in zip(self._ranks, self._modules, strict=True):
+        row = 0
+        for rank, one in zip(self._ranks, self._modules, strict=True):
             view = None
             for run, b in zip(self._runs, self._b, strict=True):
-                at, below = divmod(column - run.column, run.out)
+                at, below = divmod(one.column - self._column - run.column, run.out)
                 if rank and 0 <= at < run.count:
                     first = row - run.row - at * run.rank
-                    view = b[:, at, below : below + out, first : first + rank].transpose(1, 2)
+                    view = b[:, at, below : below + one.size, first : first + rank].transpose(1, 2)
             views.append(view)
-            row, column = row + rank, column + out
+            row += rank
         return views
 
     def put(self, slot: int, adapter: Adapter, layer: int, cutter: Cutter) -> bool:
@@ -264,8 +256,8 @@ class _JoinedStack:
             parts = self._a[slot].split(self._ranks)
             a = [part if len(part) else None for part in parts]
             b = [None if view is None else view[slot] for view in self._views()]
-        for (of_a, of_b, _), own_a, own_b in zip(self._modules, a, b, strict=True):
-            for view, parameter in ((own_a, of_a), (own_b, of_b)):
+        for one, own_a, own_b in zip(self._modules, a, b, strict=True):
+            for view, parameter in ((own_a, one.a), (own_b, one.b)):
                 has = cutter.write(view, adapter, parameter, layer)
                 if has is None:
                     return False
@@ -280,11 +272,23 @@ class _JoinedStack:
         if key not in self._cut:
             if len(self._cut) == _CUT:
                 self._cut.clear()
-            self._cut[key] = self._a[slots], self._runs_of(slots)
-        return JoinedLora(*self._cut[key], segments)
+            runs = self._runs_of(slots)
+            is_joined = len(runs) == 1 and runs[0].is_whole and runs[0].b.shape[1] == 1
+            parts = self._parts_of(slots) if is_joined else runs
+            self._cut[key] = self._a[slots], runs, parts
+        return JoinedLora(self._column, self._columns, *self._cut[key], segments)
 
-    def _runs_of(self, slots: slice) -> tuple[LoraRun, ...]:
-        rows, columns = sum(self._ranks), sum(out for _, _, out in self._modules)
+    def _parts_of(self, slots: slice) -> _LoraRuns:
+        """Each module by itself."""
+        rows = accumulate(self._ranks, initial=0)
+        return tuple(
+            LoraRun(view[slots].transpose(1, 2).unsqueeze(1), one.column - self._column, row, False)
+            for view, one, row in zip(self._views(), self._modules, rows, strict=False)
+            if view is not None
+        )
+
+    def _runs_of(self, slots: slice) -> _LoraRuns:
+        rows, columns = sum(self._ranks), self._columns
         return tuple(
             LoraRun(
                 b[slots],
@@ -296,6 +300,8 @@ class _JoinedStack:
         )
 
 
+_LoraRuns: TypeAlias = tuple[LoraRun, ...]
+
 _CUT = 32
 """Ranges of slots of which the views are kept: who runs changes every few steps, and by few."""
 
@@ -305,7 +311,7 @@ class _Run:
     """Neighbouring modules of one output size and rank.
 
     Attributes:
-        column: where the first one's outputs begin among those of all.
+        column: where the first one's outputs begin, from those of the first that can have LoRA.
         row: where its ranks begin.
         count: modules.
         out: of each.
@@ -319,17 +325,18 @@ class _Run:
     rank: int
 
 
-def _runs(ranks: Sequence[int], outs: Sequence[int]) -> list[_Run]:
+def _runs(ranks: Sequence[int], modules: Sequence[Lora]) -> list[_Run]:
     """The modules that have a rank, in as few runs as can be."""
     runs: list[_Run] = []
-    row = column = 0
-    for rank, out in zip(ranks, outs, strict=True):
-        last = runs[-1] if runs else None
-        if last and (last.out, last.rank, last.column + last.count * out) == (out, rank, column):
+    row = 0
+    for rank, one in zip(ranks, modules, strict=True):
+        last, column = runs[-1] if runs else None, one.column - modules[0].column
+        place = (one.size, rank, column)
+        if last and (last.out, last.rank, last.column + last.count * last.out) == place:
             runs[-1] = replace(last, count=last.count + 1)
         elif rank:
-            runs.append(_Run(column, row, 1, out, rank))
-        row, column = row + rank, column + out
+            runs.append(_Run(column, row, 1, one.size, rank))
+        row += rank
     return runs
 
 

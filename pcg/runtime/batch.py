@@ -16,6 +16,7 @@ from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.decode_groups import DecodeGroup, Singles, decode_groups
 from pcg.runtime.kv_cache import KvCache, KvGradients
 from pcg.runtime.page_pool import PageTable
+from pcg.runtime.uploads import uploaded
 
 DROPOUT_TOKENS = 64
 """Tokens of a sequence that dropout draws random numbers for at a time."""
@@ -126,9 +127,8 @@ class Batch:
         self.virtual_places: Tensor | None = None
         if any(virtual):
             found = [(s.start + i, s.context + i) for s in self.spans for i in range(s.virtual)]
-            self.virtual_rows, self.virtual_places = torch.tensor(
-                list(zip(*found, strict=True)), device=input_ids.device
-            )
+            numbers = torch.tensor(list(zip(*found, strict=True)))
+            self.virtual_rows, self.virtual_places = uploaded(numbers, input_ids.device)
         whole = len(set(lengths)) == 1 and not any(contexts)
         self.uniform_length: int = lengths[0] if whole else 0
         self.longer_spans = [self.spans[i] for i in np.flatnonzero(self._lengths != 1).tolist()]
@@ -139,7 +139,7 @@ class Batch:
         return len(self.input_ids if self.chosen is None else self.chosen)
 
     def _on_device(self, numbers: Numbers) -> Tensor:
-        return torch.from_numpy(numbers).to(self.input_ids.device)
+        return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
         """Where the tokens lie in the cache, [T]."""
@@ -173,10 +173,10 @@ class Batch:
                 done += count
         return found
 
-    @property
-    def last_tokens(self) -> Tensor:
-        """Index of each span's last token, [spans]."""
-        return self._on_device(self._starts + self._lengths - 1)
+    def last_tokens(self, places: Sequence[int]) -> Tensor:
+        """Index of the last token of each of some spans, [places]."""
+        chosen = _column(places)
+        return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
         """The spans of one token, in groups that attention can take in one call each.

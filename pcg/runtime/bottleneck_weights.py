@@ -116,6 +116,10 @@ class BottleneckWeights(ModuleWeights):
         return f"{self.does.non_linearity}{parallel}_adapter"
 
     @property
+    def inner_size(self) -> int:
+        return len(self.down)
+
+    @property
     def out_features(self) -> int:
         return len(self.up_bias)
 

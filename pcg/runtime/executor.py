@@ -378,7 +378,7 @@ class Executor:
             )
             adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
             check_biases(adapter, adapter.biases)
-        return self.prepared(adapter)
+        return self.held(adapter)
 
     def put_adapter(self, adapter: Adapter, ready: ServingProgram | None = None) -> Adapter:
         """Use an adapter that is in memory, in place of one of that name.
@@ -387,7 +387,7 @@ class Executor:
             adapter: to use.
             ready: what `program_for` found for it before; None compiles it now, if need be.
         """
-        adapter = self.prepared(adapter)
+        adapter = dataclasses.replace(adapter)
         before = dict(self._adapters)
         self._adapters[adapter.name] = adapter
         try:
@@ -438,10 +438,16 @@ class Executor:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
 
-    def prepared(self, adapter: Adapter) -> Adapter:
-        """The adapter in the program's adapter dtype, on this device; over ranks on the CPU."""
+    def held(self, adapter: Adapter) -> Adapter:
+        """The adapter in the program's adapter dtype, in the host's memory, as thousands are."""
+        return self._moved(adapter, torch.device("cpu"))
+
+    def trainable(self, adapter: Adapter) -> Adapter:
+        """The same where it is trained: on this device; over ranks, which train pieces, as held."""
+        return self._moved(adapter, self.device) if self.ranks.size == 1 else self.held(adapter)
+
+    def _moved(self, adapter: Adapter, device: torch.device) -> Adapter:
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
-        device = self.device if self.ranks.size == 1 else torch.device("cpu")
         tensors = (*adapter.tensors, *adapter.shared.values())
         if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
             return dataclasses.replace(adapter)
@@ -519,8 +525,12 @@ class Executor:
         return finetune(self, data, adapter, FinetuneOptions.of(options), peft, on_step)
 
     def training_runner(self, name: str) -> TrainingRunner:
-        """What computes losses and gradients of an adapter."""
-        return self.training_runner_of(self._adapter(name))
+        """What computes losses and gradients of an adapter, which stays on this device."""
+        adapter = self._adapter(name)
+        here = self.device.type if self.ranks.size == 1 else "cpu"
+        if any(tensor.device.type != here for tensor in adapter.tensors):
+            adapter = self.put_adapter(self.trainable(adapter))
+        return self.training_runner_of(adapter)
 
     def training_runner_of(self, adapter: Adapter, windows: bool = False) -> TrainingRunner:
         """The same of an adapter that need not be one of this executor's.

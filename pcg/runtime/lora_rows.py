@@ -3,25 +3,30 @@
 Row k of A [r, in] and row k of scaled Bᵀ [r, out] lie contiguous wherever there is room. Segmented
 kernels find them by tables of their first elements:
 
-    rows   [matrices, slots, most_rank]   A of each output of a site, then B of each
+    rows   [matrices, slots, most_rank]   A of each output of a site, then B of each, and the bias
     ranks  [matrices, slots]              0 where an adapter has nothing there
 
-An adapter takes a slot of the tables and room for its rows when it first runs, and gives them up
+A bottleneck adapter's matrices lie so, too, and the bias between them as a matrix of one row.
+
+An adapter takes a slot of the tables and room for its rows before it first runs, and gives them up
 when others need them and it does not run (`pcg/runtime/row_room.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.ir.graph import Parameter
-from pcg.runtime.adapter_stack import Lora
+from pcg.ir.program import python_name
+from pcg.runtime.adapter_copies import Copies
 from pcg.runtime.adapters import Adapter
+from pcg.runtime.joined_sites import JoinedSite
 from pcg.runtime.row_room import RowRoom
 from pcg.runtime.served_weights import ServedWeights
 
@@ -47,7 +52,7 @@ class TokenSpans:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """The LoRA of a batch's adapters at linear operators of one input.
+    """The LoRA of a batch's adapters at linear operators of one input, or their bottlenecks.
 
     Attributes:
         memory: flat, of the adapters' dtype.
@@ -55,7 +60,10 @@ class LoraRows:
         b_rows: of scaled Bᵀ.
         ranks: of each output and slot, [outputs, slots].
         in_size: of the input.
-        out_sizes: of the outputs, which lie one behind the other in their product.
+        out_starts: of the outputs, in their product with those that have no LoRA.
+        out_sizes: of the outputs.
+        bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
+        biases: how many there are, [1, slots].
         tokens: whose they are.
         known: what kernels make of the tables, kept for all steps.
     """
@@ -65,42 +73,53 @@ class LoraRows:
     b_rows: Tensor
     ranks: Tensor
     in_size: int
+    out_starts: tuple[int, ...]
     out_sizes: tuple[int, ...]
+    bias_rows: Tensor
+    biases: Tensor
     tokens: TokenSpans
     known: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LoraSite:
-    """Linear operators of one input in one layer.
+    """Linear operators of one input in one layer, or a bottleneck adapter.
 
     Attributes:
         part: of the model: a layer, or behind the last of them prologue and epilogue.
         layer: of its parameters.
-        name: attribute that emitted functions read.
-        modules: A, B and size of each output.
+        joined: their LoRA.
     """
 
     part: int
     layer: int
-    name: str
-    modules: tuple[Lora, ...]
+    joined: JoinedSite
 
     @property
-    def matrices(self) -> list[Parameter]:
-        """A of each output, then B of each."""
-        return [a for a, _, _ in self.modules] + [b for _, b, _ in self.modules]
+    def fits_kernels(self) -> bool:
+        """Whether they can read its rows, and sum in fp32."""
+        modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
+        places += [place for one in modules for place in (one.column, one.size)]
+        is_aligned = not any(place % _ALIGNMENT for place in places)
+        return is_aligned and modules[0].a.type.dtype != "f64"
 
     @property
-    def is_aligned(self) -> bool:
-        """Whether kernels can read its rows."""
-        sizes = [self.in_size, *(out for *_, out in self.modules)]
-        return not any(size % _ALIGNMENT for size in sizes)
+    def names(self) -> tuple[str, ...]:
+        """Attributes that emitted functions read of it."""
+        if self.joined.bias is None:
+            return (self.joined.name,)
+        return tuple(python_name(matrix.name) for matrix in self.joined.matrices)
 
-    @property
-    def in_size(self) -> int:
-        """Of their input; how many ranks there are is left open."""
-        return int(self.modules[0][0].type.shape[-1])
+
+@dataclass(frozen=True)
+class _Place:
+    """Of an adapter: its slot of the tables, and the first elements of its matrices' rows."""
+
+    slot: int
+    firsts: Sequence[Tensor]
+
+
+_NO_TOKENS = TokenSpans(())
 
 
 class LoraMemory:
@@ -128,13 +147,16 @@ class LoraMemory:
         matrices = 0
         for site in self.sites:
             self._first.append(matrices)
-            matrices += 2 * len(site.modules)
+            matrices += len(site.joined.matrices)
+        self._copies = Copies(device)
         self._slots: dict[int, int] = {}
+        self._coming: dict[int, int] = {}
+        self._running: set[int] = set()
         self._free_slots: list[int] = []
         self._rows = torch.zeros((matrices, 0, _RANK_STEP), dtype=torch.int64, device=device)
         self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
-        self._known: list[dict[str, Any]] = []
-        self._known_of: tuple[int, ...] = ()
+        self._views: list[LoraRows] = []
+        self._views_of: object = None
 
     @property
     def size_bytes(self) -> int:
@@ -150,90 +172,178 @@ class LoraMemory:
         """Of an adapter that was admitted."""
         return self._slots[id(adapter)]
 
+    def fetch(self, wanted: Sequence[Adapter]) -> bool:
+        """Begin to copy adapters that run next into room that nobody who runs needs.
+
+        Args:
+            wanted: in the order of their turns; those that there is no room for get none.
+        Returns:
+            Whether any came, or lost the room that it had.
+        """
+        moved = self._take_coming()
+        kept = self._running | set(map(id, wanted))
+        for adapter in wanted:
+            key = id(adapter)
+            if key in self._coming or self._has(adapter):
+                continue
+            self._drop(key)
+            place = self._place(adapter, kept, grows=False)
+            if place is None:
+                break
+            moved = True
+            self._coming[key] = place.slot
+            self._copies.begin(key, partial(self._write, adapter, place))
+        return moved
+
+    def is_coming(self, adapter: Adapter) -> bool:
+        """Whether it is being copied: a step that runs it would wait."""
+        return self._copies.is_under_way(id(adapter))
+
+    def close(self) -> None:
+        """Write nothing any more."""
+        self._copies.wait()
+
     def admit(self, wanted: Sequence[Adapter]) -> bool:
         """Have adapters in the memory; others stay as long as nobody needs their room.
 
         Returns:
             Whether any came.
         """
+        self._running = set(map(id, wanted))
+        came = self._take_coming()
         new = []
         for adapter in wanted:
-            if id(adapter) in self._slots and self._room.holds(adapter):
+            if self._has(adapter):
                 # The latest that ran goes to the end.
                 self._slots[id(adapter)] = self._slots.pop(id(adapter))
             else:
                 self._drop(id(adapter))
                 new.append(adapter)
-        running = {id(adapter) for adapter in wanted}
         for adapter in new:
-            self._bring(adapter, running)
-        return bool(new)
+            self._bring(adapter)
+        return came or bool(new)
 
     def forget(self, adapter: Adapter) -> None:
         """Free what an adapter has: it has changed or gone."""
         self._drop(id(adapter))
 
+    @property
+    def layout(self) -> object:
+        """Where memory and tables lie, and what there is of them."""
+        tensors = (self._room.memory, self._rows, self._ranks)
+        return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
+
     def bound(self, tokens: TokenSpans) -> list[tuple[LoraSite, LoraRows]]:
         """What emitted functions read at each site."""
-        memory = self._room.memory
-        addresses = (memory.data_ptr(), self._rows.data_ptr(), self._ranks.data_ptr())
-        if addresses != self._known_of:
+        layout = self.layout
+        if layout != self._views_of:
             # What kernels know is of tensors that were there before.
-            self._known_of, self._known = addresses, [{} for _ in self.sites]
-        found = []
-        for site, first, known in zip(self.sites, self._first, self._known, strict=True):
-            count = len(site.modules)
-            rows = LoraRows(
-                memory,
-                self._rows[first : first + count],
-                self._rows[first + count : first + 2 * count],
-                self._ranks[first : first + count],
-                site.in_size,
-                tuple(out for *_, out in site.modules),
-                tokens,
-                known,
-            )
-            found.append((site, rows))
-        return found
+            views = map(self._view_at, self.sites, self._first)
+            self._views_of, self._views = layout, [*views]
+        pairs = zip(self.sites, self._views, strict=True)
+        return [(site, replace(view, tokens=tokens)) for site, view in pairs]
+
+    def _view_at(self, site: LoraSite, first: int) -> LoraRows:
+        """A site's part of the tables, for no tokens yet."""
+        modules = site.joined.modules
+        middle, end = first + len(modules), first + 2 * len(modules)
+        bias = slice(end, first + len(site.joined.matrices))
+        return LoraRows(
+            self._room.memory,
+            self._rows[first:middle],
+            self._rows[middle:end],
+            self._ranks[first:middle],
+            site.joined.in_size,
+            tuple(one.column for one in modules),
+            tuple(one.size for one in modules),
+            self._rows[bias],
+            self._ranks[bias],
+            _NO_TOKENS,
+            {},
+        )
 
     # ------------------------------------------------------------------------------- an adapter
 
-    def _bring(self, adapter: Adapter, running: set[int]) -> None:
+    def _has(self, adapter: Adapter) -> bool:
+        return id(adapter) in self._slots and self._room.holds(adapter)
+
+    def _bring(self, adapter: Adapter) -> None:
+        """Copy an adapter now."""
+        # Memory and tables may move, and nobody writes to them meanwhile.
+        self._take_coming(wait=True)
+        place = self._place(adapter, self._running, grows=True)
+        assert place is not None
+        self._write(adapter, place)
+        self._slots[id(adapter)] = place.slot
+
+    def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
+        """Room for an adapter in place of others but these; None where there is none."""
+        shapes = row_shapes(adapter, self.sites)
+        most = max((rows for rows, _ in shapes), default=0)
+        if most > self._rows.shape[2] and not grows:
+            return None
+        slot = self._free_slot(kept, grows)
+        if slot is None:
+            return None
+        firsts = self._room.reserve(adapter, shapes, lambda: self._drop_idle(kept), grows=grows)
+        if firsts is None:
+            self._free_slots.append(slot)
+            return None
+        self._widen(most)
+        return _Place(slot, firsts)
+
+    def _write(self, adapter: Adapter, place: _Place) -> bool:
+        """Write an adapter's rows, and where they are; on any thread."""
         parts = [
-            self._weights.part(adapter, parameter.source.format(layer=site.layer))
+            _aligned(self._weights.part(adapter, parameter.source.format(layer=site.layer)))
             for site in self.sites
-            for parameter in site.matrices
+            for parameter in site.joined.matrices
         ]
-        slot = self._free_slot(running)
-        matrices = [part for part in parts if part is not None]
-        firsts = iter(self._room.put(adapter, matrices, lambda: self._drop_idle(running)))
-        self._slots[id(adapter)] = slot
-        self._widen(max(map(len, matrices), default=0))
+        self._room.write(adapter, [part for part in parts if part is not None])
         rows = torch.zeros(self._rows.shape[::2], dtype=torch.int64)
         ranks = torch.zeros(len(parts), dtype=torch.int32)
+        firsts = iter(place.firsts)
         for matrix, part in enumerate(parts):
             if part is not None:
                 rows[matrix, : len(part)] = next(firsts)
                 ranks[matrix] = len(part)
-        self._rows[:, slot] = rows.to(self._device)
-        self._ranks[:, slot] = ranks.to(self._device)
+        self._rows[:, place.slot] = rows.to(self._device)
+        self._ranks[:, place.slot] = ranks.to(self._device)
+        return True
+
+    def _take_coming(self, *, wait: bool = False) -> bool:
+        """Take in those whose copies are made, and wait for those that run or for all."""
+        came = False
+        for key, slot in list(self._coming.items()):
+            if wait or key in self._running or not self._copies.is_under_way(key):
+                del self._coming[key]
+                self._copies.take(key)
+                self._slots[key] = slot
+                came = True
+        return came
 
     def _drop(self, key: int) -> None:
-        slot = self._slots.pop(key, None)
+        slot = self._coming.pop(key, None)
+        if slot is None:
+            slot = self._slots.pop(key, None)
+        else:
+            self._copies.take(key)
         if slot is not None:
             self._room.drop(key)
             self._free_slots.append(slot)
 
-    def _drop_idle(self, running: set[int]) -> bool:
-        """Drop who ran last the longest ago; False where all run."""
-        key = next((key for key in self._slots if key not in running), None)
+    def _drop_idle(self, kept: set[int]) -> bool:
+        """Drop who ran last the longest ago but these; False where there is nobody else."""
+        key = next((key for key in self._slots if key not in kept), None)
         if key is None:
             return False
         self._drop(key)
         return True
 
-    def _free_slot(self, running: set[int]) -> int:
-        if not self._free_slots and not self._drop_idle(running):
+    def _free_slot(self, kept: set[int], grows: bool) -> int | None:
+        if not self._free_slots and not self._drop_idle(kept):
+            if not grows:
+                return None
             count = self._rows.shape[1]
             more = max(count, _LEAST_SLOTS)
             self._rows = torch.nn.functional.pad(self._rows, (0, 0, 0, more))
@@ -249,15 +359,31 @@ class LoraMemory:
             self._rows = torch.nn.functional.pad(self._rows, (0, more))
 
 
+def _aligned(part: Tensor | None) -> Tensor | None:
+    """A matrix whose rows are filled up to a multiple of what kernels load at once."""
+    if part is None or _aligned_size(part.shape[1]) == part.shape[1]:
+        return part
+    return torch.nn.functional.pad(part, (0, _aligned_size(part.shape[1]) - part.shape[1]))
+
+
+def _aligned_size(size: int) -> int:
+    """Elements of a row of so many, with those that it is filled up with."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def row_shapes(adapter: Adapter, sites: Sequence[LoraSite]) -> list[tuple[int, int]]:
-    """Rows of an adapter's matrices at some sites, and their elements, in the order of tables."""
+    """Rows of an adapter's matrices at some sites, and their elements, in the order of tables.
+
+    Where these are no multiple of what kernels load at once, they are filled up.
+    """
     shapes = []
     for site in sites:
-        for parameter in site.matrices:
+        sizes = [site.joined.in_size] * len(site.joined.modules)
+        sizes += [one.size for one in site.joined.modules]
+        for parameter, size in zip_longest(site.joined.matrices, sizes):
             module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
             weights = adapter.weights.get(module)
             if weights is not None and kind in weights.served:
-                is_a = any(parameter is a for a, _, _ in site.modules)
-                out = next((size for _, b, size in site.modules if b is parameter), 0)
-                shapes.append((weights.rank, site.in_size if is_a else out))
+                inner = weights.inner_size
+                shapes.append((1, _aligned_size(inner)) if size is None else (inner, size))
     return shapes

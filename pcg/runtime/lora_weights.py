@@ -151,11 +151,12 @@ class LoraWeights(ModuleWeights):
         return made
 
     def _norm(self, around: Around) -> Tensor:
-        """||W + scale · B A|| of each output, [out], in the adapter's dtype."""
-        weight = around.base().to(self.a)
-        whole = torch.addmm(weight, self.b, self.a, alpha=self.scale)
+        """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""
+        base = around.base()
+        a, b = (matrix.to(base.device) for matrix in (self.a, self.b))
+        whole = torch.addmm(base.to(a.dtype), b, a, alpha=self.scale)
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
-        return norm
+        return norm.to(self.a.device)
 
     @property
     def out_features(self) -> int:

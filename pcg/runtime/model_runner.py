@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,19 @@ def parts_tokens(model: ModelGraph) -> bool:
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What a program reads of the tokens of a decode step that is recorded.
+
+    Attributes:
+        room: for the tokens of a step, rounded up; None for more than there is room for.
+        lists: memory of a room on a device.
+    """
+
+    room: Callable[[Any], Any]
+    lists: Callable[[Any, torch.device], Any]
+
+
 class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
@@ -141,6 +155,7 @@ class ModelRunner:
         ranks: that run it.
         weights: as it reads them.
         drawing: kernels that choose tokens; None where the program has none.
+        decoding: what it reads of a recorded step; None where it has no lists for it.
     """
 
     def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
@@ -150,6 +165,8 @@ class ModelRunner:
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
         self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
+        room, lists = (self._functions.get(name) for name in ("decode_room", "decode_lists"))
+        self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._parts_tokens = parts_tokens(serving.model)

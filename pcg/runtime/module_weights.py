@@ -146,6 +146,11 @@ class ModuleWeights(ABC):
         return 0
 
     @property
+    def inner_size(self) -> int:
+        """Between the matrices that serving multiplies by; 0 without such."""
+        return self.rank
+
+    @property
     def out_features(self) -> int | None:
         """Of the module, where the weights tell."""
         return None

@@ -40,6 +40,7 @@ class PageTable:
         shared: how many of them, the first, others may read, too.
         spare_start: first page behind the last, or where the first will be.
         spare: pages from there that are kept for it while others are free.
+        replaced: how often a page was put in the place of another; else they grow in number alone.
     """
 
     owner: str
@@ -47,6 +48,7 @@ class PageTable:
     shared: int = 0
     spare_start: int = 0
     spare: int = 0
+    replaced: int = 0
     _breaks: int = 0
 
     @property
@@ -101,6 +103,7 @@ class PageTable:
         self._breaks -= _breaks(self.pages[near])
         replaced, self.pages[place] = self.pages[place], page
         self._breaks += _breaks(self.pages[near])
+        self.replaced += 1
         return replaced
 
 

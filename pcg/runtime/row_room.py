@@ -6,7 +6,7 @@ In pages rows follow one another, and one that does not fit into the rest of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from pcg.runtime.page_pool import PageTable
 _UNIT = 512
 """Elements that a memory of their own is given out in."""
 _LEAST_UNITS = 64
+Shapes: TypeAlias = Sequence[Sequence[int]]
+"""Rows of each matrix, and their elements."""
 
 
 class RowRoom(Protocol):
@@ -28,18 +30,22 @@ class RowRoom(Protocol):
     def memory(self) -> Tensor:
         """Flat, of the adapters' dtype."""
 
-    def put(
-        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
-    ) -> list[Tensor]:
-        """Write an adapter's matrices into its room.
+    def reserve(
+        self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
+    ) -> list[Tensor] | None:
+        """Give an adapter room.
 
         Args:
-            adapter: whose they are.
-            matrices: [rows, size] each.
+            adapter: whose it is.
+            shapes: of its matrices, [rows, size] each.
             drop: has another adapter give up its room; False where none can.
+            grows: whether the memory may move to be larger; nobody reads or writes it then.
         Returns:
-            The first element of each row of each matrix, int64.
+            The first element of each row of each matrix, int64; None where there is no room.
         """
+
+    def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
+        """Write an adapter's matrices into its room, on any thread."""
 
     def holds(self, adapter: Adapter) -> bool:
         """Whether what was written of an adapter is still there."""
@@ -60,14 +66,15 @@ class OwnRoom:
     def memory(self) -> Tensor:
         return self._memory
 
-    def put(
-        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
-    ) -> list[Tensor]:
-        flat = _joined(matrices, self._memory.dtype)
-        units = max(-(-len(flat) // _UNIT), 1)
+    def reserve(
+        self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
+    ) -> list[Tensor] | None:
+        units = max(-(-sum(rows * size for rows, size in shapes) // _UNIT), 1)
         while self._free.longest < units and drop():
             pass
         if self._free.longest < units:
+            if not grows:
+                return None
             held = len(self._memory) // _UNIT
             more = max(held, units, _LEAST_UNITS)
             self._memory = torch.nn.functional.pad(self._memory, (0, more * _UNIT))
@@ -76,13 +83,16 @@ class OwnRoom:
         self._free.take(start, units)
         self._runs[id(adapter)] = start, units
         first = start * _UNIT
-        self._memory[first : first + len(flat)].copy_(flat, non_blocking=True)
         found = []
-        for matrix in matrices:
-            rows, size = matrix.shape
+        for rows, size in shapes:
             found.append(first + size * torch.arange(rows))
             first += rows * size
         return found
+
+    def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
+        flat = _joined(matrices, self._memory.dtype)
+        first = self._runs[id(adapter)][0] * _UNIT
+        self._memory[first : first + len(flat)].copy_(flat)
 
     def holds(self, adapter: Adapter) -> bool:
         return id(adapter) in self._runs
@@ -114,21 +124,26 @@ class PageRoom:
     def memory(self) -> Tensor:
         return self._memory
 
-    def put(
-        self, adapter: Adapter, matrices: Sequence[Tensor], drop: Callable[[], bool]
-    ) -> list[Tensor]:
-        table, size = self._table(adapter), self._pages.shape[1]
-        image = torch.empty((len(table.pages), size), dtype=self._pages.dtype)
-        pages = torch.tensor(table.pages, dtype=torch.int64)
-        found = [torch.empty(len(matrix), dtype=torch.int64) for matrix in matrices]
-        for i, row, count, page, offset in _packed([m.shape for m in matrices], size):
-            end = offset + count * matrices[i].shape[1]
-            image[page, offset:end] = matrices[i][row : row + count].flatten()
-            starts = offset + matrices[i].shape[1] * torch.arange(count)
-            found[i][row : row + count] = pages[page] * size + starts
-        self._pages[pages.to(self._pages.device)] = image.to(self._pages.device)
+    def reserve(
+        self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
+    ) -> list[Tensor] | None:
+        table, page_size = self._table(adapter), self._pages.shape[1]
+        found = [torch.empty(rows, dtype=torch.int64) for rows, _ in shapes]
+        for i, row, count, page, offset in _packed(shapes, page_size):
+            starts = offset + shapes[i][1] * torch.arange(count)
+            found[i][row : row + count] = table.pages[page] * page_size + starts
         self._tables[id(adapter)] = table
         return found
+
+    def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
+        pages = self._tables[id(adapter)].pages
+        image = torch.empty((len(pages), self._pages.shape[1]), dtype=self._pages.dtype)
+        shapes = [matrix.shape for matrix in matrices]
+        for i, row, count, page, offset in _packed(shapes, image.shape[1]):
+            end = offset + count * shapes[i][1]
+            image[page, offset:end] = matrices[i][row : row + count].flatten()
+        device = self._pages.device
+        self._pages[torch.tensor(pages, dtype=torch.int64, device=device)] = image.to(device)
 
     def holds(self, adapter: Adapter) -> bool:
         return self._tables.get(id(adapter)) is self._table(adapter)
@@ -137,11 +152,11 @@ class PageRoom:
         self._tables.pop(key, None)
 
 
-def pages_of_rows(shapes: Sequence[tuple[int, int]], page_elements: int) -> int:
+def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
     """Pages that the rows of some matrices take.
 
     Args:
-        shapes: rows of each, and their elements.
+        shapes: of the matrices.
         page_elements: of a page.
     Raises:
         UnsupportedError: a row is longer than a page.
@@ -149,9 +164,7 @@ def pages_of_rows(shapes: Sequence[tuple[int, int]], page_elements: int) -> int:
     return max((page + 1 for _, _, _, page, _ in _packed(shapes, page_elements)), default=0)
 
 
-def _packed(
-    shapes: Sequence[Sequence[int]], page_elements: int
-) -> Iterator[tuple[int, int, int, int, int]]:
+def _packed(shapes: Shapes, page_elements: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Runs of rows: matrix, first row, rows, page of the adapter's, and element of the page."""
     page, offset = 0, 0
     for i, (rows, size) in enumerate(shapes):

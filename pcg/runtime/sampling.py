@@ -9,6 +9,9 @@ A row goes through, in this order (that of transformers):
     min-p                keep p >= min_p * max p
     draw                 the first token whose cumulative probability exceeds u, u ~ U[0, 1)
 
+Nothing here waits for the device: where no token can be drawn there is `UNDRAWN`, which whoever
+reads the tokens asks about (`check_drawn`).
+
 One number u a token, drawn on the CPU from the request's own generator, is all the randomness there
 is: a request's tokens do not depend on what else is in the batch, nor on the device, and its random
 state is a few bytes that move with it.
@@ -28,8 +31,20 @@ from torch import Tensor
 from pcg.errors import GenerationError
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.stopping import StopChecker
+from pcg.runtime.uploads import uploaded_list
 
-__all__ = ["Drawing", "SamplingParams", "StopChecker", "make_generator", "probabilities", "sample"]
+__all__ = [
+    "Drawing",
+    "SamplingParams",
+    "StopChecker",
+    "check_drawn",
+    "make_generator",
+    "probabilities",
+    "sample",
+]
+
+UNDRAWN = -1
+"""In the place of a token that could not be drawn."""
 
 
 def make_generator(seed: int | None = None) -> torch.Generator:
@@ -74,10 +89,11 @@ def sample(
             repetition penalty.
         drawing: kernels of the device; PyTorch's operators by default.
     Returns:
-        [R], int64, on the device of `logits`.
+        [R], int64, on the device of `logits`; `UNDRAWN` where a sampled row's logits hold NaN or no
+        finite number.
     Raises:
-        GenerationError: the arguments disagree about R, a generator or history that is needed is
-            missing, or a sampled row's logits hold NaN or no finite number.
+        GenerationError: the arguments disagree about R, or a generator or history that is needed is
+            missing.
     """
     _check_rows(logits, params, generators, history)
     logits = _penalize(logits, params, history)
@@ -87,13 +103,27 @@ def sample(
         return greedy(logits)
     sampled_params = [params[row] for row in rows]
     every_row = len(rows) == len(params)
-    sampled_SV = _filter(logits if every_row else logits[rows], sampled_params)
+    chosen = _indices(rows, logits)
+    sampled_SV = _filter(logits if every_row else logits[chosen], sampled_params)
     drawn_S = _draw(sampled_SV, rows, generators, drawing or _PYTORCH)
     if every_row:
         return drawn_S
     tokens = greedy(logits)
-    tokens[rows] = drawn_S
+    tokens[chosen] = drawn_S
     return tokens
+
+
+def check_drawn(tokens: Sequence[int]) -> None:
+    """GenerationError: one of the tokens could not be drawn."""
+    if UNDRAWN in tokens:
+        raise GenerationError(
+            f"the logits of row {tokens.index(UNDRAWN)} hold NaN or no finite number, so no token "
+            "can be drawn; check the adapter's weights and the dtype of the run"
+        )
+
+
+def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    return uploaded_list(rows, torch.int64, like.device)
 
 
 def probabilities(
@@ -123,7 +153,7 @@ def _penalize(
     vocab = logits.shape[-1]
     for row in rows:
         seen = sorted({token for token in history[row] if 0 <= token < vocab})
-        ids = torch.tensor(seen, dtype=torch.long, device=logits.device)
+        ids = _indices(seen, logits)
         score, penalty = logits[row, ids], params[row].repetition_penalty
         logits[row, ids] = torch.where(score < 0, score * penalty, score / penalty)
     return logits
@@ -134,7 +164,7 @@ def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     device = logits_SV.device
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        return uploaded_list(values, torch.float32, device)[:, None]
 
     # The largest logit becomes 0, so that no temperature, however small, divides to infinity.
     logits_SV = logits_SV.float()
@@ -144,15 +174,15 @@ def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab = logits_SV.shape[-1]
     top_k = {row: p.top_k for row, p in enumerate(params) if p.top_k and p.top_k < vocab}
     if top_k:
-        rows = list(top_k)
+        rows = _indices(list(top_k), logits_SV)
         part = logits_SV[rows]
         largest = part.topk(max(top_k.values()), dim=-1).values
-        kth = largest.gather(1, torch.tensor([[k - 1] for k in top_k.values()], device=device))
+        kth = largest.gather(1, _indices([k - 1 for k in top_k.values()], part)[:, None])
         logits_SV[rows] = part.masked_fill(part < kth, -math.inf)
 
     top_p = {row: p.top_p for row, p in enumerate(params) if p.top_p is not None and p.top_p < 1.0}
     if top_p:
-        rows = list(top_p)
+        rows = _indices(list(top_p), logits_SV)
         part = logits_SV[rows]
         ascending, order = part.sort(dim=-1, stable=True)
         removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - column(list(top_p.values()))
@@ -162,7 +192,7 @@ def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     min_p = {row: p.min_p for row, p in enumerate(params) if p.min_p}
     if min_p:
-        rows = list(min_p)
+        rows = _indices(list(min_p), logits_SV)
         part = logits_SV[rows]
         # p / max p = exp(l - max l), and max l is 0.
         logits_SV[rows] = part.masked_fill(part.exp() < column(list(min_p.values())), -math.inf)
@@ -177,19 +207,13 @@ def _draw(
 ) -> Tensor:
     """Invert each row's cumulative distribution at one uniform number. Returns [S] int64."""
     assert generators is not None  # _check_rows
-    uniform = torch.tensor(
-        [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows],
-        dtype=torch.float64,
-    ).to(logits_SV.device)
+    numbers = [
+        torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows
+    ]
+    uniform = uploaded_list(numbers, torch.float64, logits_SV.device)
     # Filters have divided by the temperatures.
     drawn_S, are_drawn_S = drawing.draw(logits_SV, torch.ones_like(logits_SV[:, 0]), uniform)
-    bad = (~are_drawn_S).nonzero().flatten().tolist()
-    if bad:
-        raise GenerationError(
-            f"the logits of row {rows[bad[0]]} hold NaN or no finite number, so no token can be "
-            "drawn; check the adapter's weights and the dtype of the run"
-        )
-    return drawn_S
+    return drawn_S.masked_fill_(~are_drawn_S, UNDRAWN)
 
 
 def _invert(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,5 +119,5 @@ class Published:
         self._publish(adapter)
 
     def _publish(self, adapter: Adapter) -> None:
-        self.executor.put_adapter(adapter)
+        self.executor.put_adapter(self.executor.held(adapter))
         self._on_publish()

@@ -65,14 +65,14 @@ def start_adapter(
         base = executor.program.base
         shapes = base.module_shapes()
         check_fits(saved, shapes, executor.program.name, base.output_module)
-        return executor.prepared(owned(with_shared(saved, shapes)))
+        return executor.trainable(owned(with_shared(saved, shapes)))
     if there is not None:
-        return executor.prepared(_scheduled(owned(there), total_steps))
+        return executor.trainable(_scheduled(owned(there), total_steps))
     if peft is None:
         compiled = executor.program.recipes.get(name)
         peft = "lora" if compiled is None else recipe_of_fields(compiled)
     made = executor.make_adapter(name, peft, seed=seed)
-    return executor.prepared(_scheduled(owned(made), total_steps))
+    return executor.trainable(_scheduled(owned(made), total_steps))
 
 
 def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.codegen.tile_kernel import tile_kernel
+from pcg.codegen.group_kernel import group_kernel
+from pcg.codegen.tile_kernel import arguments_of
+from pcg.codegen.triton_emitter import with_appends
 from pcg.ir.program import python_name
-from pcg.passes.groups import Group, schedule
+from pcg.passes.group import Group
+from pcg.passes.groups import schedule
 from pcg.runtime.data import Example
 from tests.families import oracle
 from tests.families.families import BY_NAME
@@ -81,7 +84,7 @@ def test_fp64_is_computed_in_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_gradients_in_fp64(name: str) -> None:
+def test_an_adapter_in_fp64(name: str) -> None:
     base = oracle.random_model(BY_NAME[name].config(2), torch.float64)
     executor = compiler.compile(base, dtype="float64", backend="triton")
     wrapped = oracle.with_adapter(base, "all-linear", rank=4)
@@ -93,6 +96,10 @@ def test_gradients_in_fp64(name: str) -> None:
         parameter.data = parameter.data.double()
         (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
     sequences = prompts((13, 7, 4))
+    for sequence in sequences:
+        expected_logits = oracle.logits(wrapped, sequence)
+        found = executor.logits(sequence, "a")
+        assert oracle.relative_error(found, expected_logits) < 1e-12
     runner = executor.training_runner("a")
     targets = sum(len(sequence) - 1 for sequence in sequences)
     loss = runner.forward_backward([Example(s, s) for s in sequences], targets)
@@ -116,31 +123,40 @@ POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "u8": "*u8"}
 
 
 def kernels(model: str) -> Iterator[Kernel]:
-    """The different kernels of a model's programs."""
+    """The different kernels of a model's programs, with a cache in pages."""
     program = compiler.compile_program(model, dtype="bfloat16")
     seen = set()
     for graph in graphs(program):
-        for item in schedule(graph):
+        for item in schedule(with_appends(graph)):
             if not isinstance(item, Group):
                 continue
-            made = tile_kernel(item, "fused")
+            made = group_kernel(item, "fused")
             if made.source in seen:
                 continue
             seen.add(made.source)
-            block = re.search(r"block=\((\d+), (\d+)\), warps=(\d+)", made.source)
-            assert block is not None
-            values = (*made.inputs, *made.outputs)
-            signature = {f"{python_name(v)}_ptr": POINTERS[graph.types[v].dtype] for v in values}
-            for value in made.inputs:
-                if graph.types[value].is_token_wise:
-                    signature[f"{python_name(value)}_stride"] = "i32"
+            signature = dict.fromkeys(arguments_of(item), "i32")
+            for value in (*made.inputs, *made.outputs):
+                type_ = item.graph.types[value]
+                signature[f"{python_name(value)}_ptr"] = POINTERS[type_.dtype]
+            constants = {"PAGE": 16} if made.appends else {}
+            if made.appends:
+                signature["slots_ptr"] = "*i64"
+            warps = re.search(r"warps=(\d+)", made.source)
+            assert warps is not None
+            if item.parts:
+                counts = ["tokens", *(f"first_{i}" for i in range(1, len(item.parts)))]
+            else:
+                counts = ["rows"]
+                block = re.search(r"block=\((\d+), (\d+)\)", made.source)
+                assert block is not None
+                constants |= {"ROWS": int(block[1]), "COLUMNS": int(block[2])}
             yield Kernel(
                 f"{HEADER}{made.source}\n",
                 made.name,
-                {**signature, "rows": "i32"},
-                {"ROWS": int(block[1]), "COLUMNS": int(block[2])},
-                odd=("rows",),
-                warps=int(block[3]),
+                {**signature, **dict.fromkeys(counts, "i32")},
+                constants,
+                odd=counts,
+                warps=int(warps[1]),
             )
 
 
@@ -153,8 +169,11 @@ def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
         assert code.shared_bytes <= 48 * 1024
         if "inv_freq" not in kernel.module:  # a few columns for each token
             assert code.count("STG") == code.count("STG", "128"), kernel.module
-            # The weights of a head's norm are 256 bytes for a whole tile.
-            assert code.count("LDG") <= code.count("LDG", "128") + 2, kernel.module
+            # Tokens' rows of the cache are numbers; the weights of a head's norm are 256 bytes for
+            # a whole tile.
+            slots = code.count("LDG", "64") if "PAGE" in kernel.constants else 0
+            norms = 2 * kernel.module.count("= rms_norm(")
+            assert code.count("LDG") - slots <= code.count("LDG", "128") + norms, kernel.module
     return found
 
 

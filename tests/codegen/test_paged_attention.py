@@ -149,19 +149,10 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
         assert torch.equal(together[own], run([part])[own])
 
 
-def test_lists_that_a_graph_reads_are_filled_again() -> None:
-    case = Case()
-    batch, other = Paged(case, ((1, 20), (9, 40))), Paged(case, ((1, 600), (1, 3), (40, 0)))
-    work = AttentionWork.build(batch.parts, case.group, CPU, room=Room(3, 40, 1, 4, 2, 0))
-    address = work.splits.data_ptr()
-    work.refill(other.parts, case.group)
-    assert work.splits.data_ptr() == address
-    append(other.k, other.v, other.slots, other.keys, other.values)
-    out, _ = paged_attention(other.q, other.keys, other.values, work, **case.keywords())
-    expected, _ = other.reference()
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+def test_a_batch_larger_than_its_room() -> None:
+    parts = Paged(Case(), [(1, 2)] * 3).parts
     with pytest.raises(UnsupportedError, match="needs 3 decodes where there is room for 2"):
-        work.refill(Paged(case, [(1, 2)] * 3).parts, case.group)
+        AttentionWork.build(parts, 1, CPU, room=Room(3, 40, 1, 4, 2, 0))
 
 
 def test_how_a_batch_is_cut() -> None:

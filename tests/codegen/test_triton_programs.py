@@ -6,12 +6,14 @@ share steps with them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import pcg.compiler as compiler
+from pcg.codegen.kernels import torch_ops
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
@@ -24,12 +26,15 @@ from tests.families import oracle
 from tests.families.families import BY_NAME
 from tests.families.test_numbers import prompts
 from tests.interpreter import bf16
+from tests.interpreter.sanitizer import sanitized
+from tests.methods.cases import CONFIGS, check_gradients, wrap
+from tests.methods.test_bottleneck import hooked, state
 
 bf16.install()
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 RECIPES: dict[str, dict[str, Any]] = {
     "r4": {**LORA, "target_modules": "all-linear"},
-    "r20": {**LORA, "r": 20, "target_modules": "all-linear"},
+    "r20": {**LORA, "r": 20, "target_modules": ["q_proj", "v_proj"]},
     "bias": {"peft_type": "BITFIT"},
     "ia3": {
         "peft_type": "IA3",
@@ -108,7 +113,41 @@ def test_a_program_for_triton_runs_on_no_cpu(monkeypatch: pytest.MonkeyPatch) ->
         compiler.compile(base, backend="cuda")
 
 
-def test_adapters_come_and_go_in_pages_of_the_cache() -> None:
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"]], ids=str)
+def test_lora_at_some_outputs_of_a_joined_product(
+    targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rows and kernels, as nothing of PyTorch's is called; the truth is peft's."""
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    wrapped = {
+        "r4": oracle.with_adapter(base, targets, rank=4),
+        "r20": oracle.with_adapter(base, targets, rank=20, seed=2),
+        "last": oracle.with_adapter(base, targets[-1:], rank=8, seed=3),
+    }
+    for name, model in wrapped.items():
+        oracle.save(model, tmp_path / name)
+    adapters = {name: str(tmp_path / name) for name in wrapped}
+    executor = compiler.compile(base, adapters, backend="triton")
+    for name in ("shrink", "expand_add", "add_lora"):
+        monkeypatch.delattr(torch_ops, name)
+    for lengths in [(5, 1, 7, 1, 9), (1,) * 5]:
+        names, sequences = ["r20", None, "r4", "r20", "last"], prompts(lengths)
+        with sanitized():
+            found = executor.logits(sequences, names)
+        for logits, sequence, name in zip(found, sequences, names, strict=True):
+            expected = oracle.logits(base if name is None else wrapped[name], sequence)
+            assert oracle.relative_error(logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {**LORA, "target_modules": "all-linear"},
+        {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 13},
+    ],
+    ids=["lora", "bottleneck"],
+)
+def test_adapters_come_and_go_in_pages_of_the_cache(recipe: dict[str, Any]) -> None:
     """More adapters than there is room for: each is written anew where it comes to lie."""
     base = oracle.random_model(BY_NAME["llama3"].config(1))
     prompt, params = prompts((5,))[0], SamplingParams(max_new_tokens=2, ignore_eos=True)
@@ -117,7 +156,7 @@ def test_adapters_come_and_go_in_pages_of_the_cache() -> None:
     def tokens_of(backend: str) -> list[tuple[int, ...]]:
         executor = compiler.compile(base, backend=backend)
         for seed, name in enumerate(names):
-            adapter = executor.add_adapter(name, RECIPES["r4"], seed=seed)
+            adapter = executor.add_adapter(name, recipe, seed=seed)
             for tensor in adapter.tensors:
                 generator = torch.Generator().manual_seed(seed)
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.3)
@@ -140,3 +179,65 @@ def test_adapters_come_and_go_in_pages_of_the_cache() -> None:
     assert ours == tokens_of("torch")
     assert ours[: len(names)] == ours[len(names) :]
     assert len(set(ours)) > 1
+
+
+BOTTLENECKS: dict[str, dict[str, Any]] = {
+    "houlsby": {"variant": "houlsby", "bottleneck_size": 4, "non_linearity": "gelu"},
+    "pfeiffer": {"variant": "pfeiffer", "bottleneck_size": 21, "scaling": 0.7},
+    "wide": {"variant": "houlsby", "bottleneck_size": 40, "non_linearity": "gelu"},
+    "parallel": {"variant": "parallel", "bottleneck_size": 9, "non_linearity": "silu"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_bottlenecks_of_many_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows and kernels beside LoRA's; the truth is modules of PyTorch's in transformers."""
+    base = oracle.random_model(BY_NAME[family].config(2))
+    executor, models = compiler.compile(base, backend="triton"), {}
+    torch.manual_seed(0)
+    for name, recipe in BOTTLENECKS.items():
+        ours = executor.add_adapter(name, {"peft_type": "BOTTLENECK", **recipe})
+        models[name], theirs = hooked(base, list(ours.weights), recipe)
+        for path, weights in ours.weights.items():
+            for tensor, own in zip(weights.tensors, state(theirs[path]), strict=True):
+                tensor.copy_(own.data)
+    executor.add_adapter("lora", {**LORA, "target_modules": "all-linear"})
+    for function in ("shrink", "expand_add", "activate"):
+        monkeypatch.delattr(torch_ops, function)
+    names = [None, *models, "lora", "houlsby"]
+    for lengths in [(3, 5, 1, 7, 1, 4, 1), (1,) * 7]:
+        sequences = prompts(lengths)
+        with sanitized():
+            found = executor.logits(sequences, names)
+        for logits, sequence, name in zip(found, sequences, names, strict=True):
+            expected = oracle.logits(models.get(name or "", base), sequence)
+            assert oracle.relative_error(logits, expected) < 1e-5, name
+
+
+@pytest.mark.parametrize("name", [pytest.param("ia3-all", marks=pytest.mark.slow), "dora-biases"])
+def test_gradients_of_vectors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over tokens by kernels: of (IA)³, DoRA's magnitudes and biases."""
+    base = oracle.random_model(BY_NAME["llama-biases"].config(2))
+    wrapped = wrap(base, CONFIGS["llama-biases"][name])
+    wrapped.save_pretrained(tmp_path)
+    executor = compiler.compile(base, {name: str(tmp_path)}, backend="triton")
+    for function in ("inner", "sum_tokens"):
+        monkeypatch.delattr(torch_ops, function)
+    with sanitized():
+        check_gradients(executor, name, wrapped, (12, 7, 3))
+
+
+def test_signs_that_backward_reads_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packed and unpacked by kernels: fc2 has no LoRA, so ReLU's signs are all that is kept."""
+    base = oracle.random_model(BY_NAME["opt"].config(2))
+    wrapped = oracle.with_adapter(base, ["q_proj", "v_proj"], rank=4)
+    oracle.save(wrapped, tmp_path / "a")
+    executor = compiler.compile(base, {"a": str(tmp_path / "a")}, backend="triton")
+    training = executor.program.training
+    assert training is not None
+    assert "K.pack_signs(" in training.source
+    assert "K.relu_backward_packed(" in training.source
+    for function in ("pack_signs", "relu_backward_packed"):
+        monkeypatch.delattr(torch_ops, function)
+    with sanitized():
+        check_gradients(executor, "a", wrapped, (12, 7, 3))

@@ -241,7 +241,7 @@ def expand_add(make: Maker, op: str) -> Sequence[str]:
 
 
 def linear_group(make: Maker, op: str) -> Sequence[str]:
-    """`linear_group`, and `lora_linear` with an A and a B for each output."""
+    """`linear_group`, and `lora_linear` with an A and a B for each output, or for some."""
     x = make.matrix()
     dtype, size = make.type(x).dtype, make.type(x).shape[-1]
     count = make.draw(st.integers(1 if op == "lora_linear" else 2, 3))
@@ -250,11 +250,19 @@ def linear_group(make: Maker, op: str) -> Sequence[str]:
     inputs = [make.of(dtype, out, size) for out in outs]
     if bias:
         inputs += [make.of(dtype, out) for out in outs]
+    attributes: dict[str, Any] = {"bias": bias, "count": count}
     if op == "lora_linear":
-        ranks = [make.sizes(1)[0] for _ in range(count)]
+        adapted = make.draw(
+            st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted)
+        )
+        if len(adapted) < count or make.coin():
+            attributes["adapted"] = tuple(adapted)
+        else:
+            adapted = [*range(count)]
+        ranks = [make.sizes(1)[0] for _ in adapted]
         inputs += [make.of("f32", rank, size) for rank in ranks]
-        inputs += [make.of("f32", out, rank) for out, rank in zip(outs, ranks, strict=True)]
-    return make.add(op, x, *inputs, bias=bias, count=count)
+        inputs += [make.of("f32", outs[i], r) for i, r in zip(adapted, ranks, strict=True)]
+    return make.add(op, x, *inputs, **attributes)
 
 
 def outer(make: Maker, op: str) -> Sequence[str]:
@@ -367,6 +375,11 @@ def layer_norm(make: Maker, op: str) -> Sequence[str]:
         inputs = [vector] * (weight + bias)
         return make.add(op, x, *inputs, eps=1e-5, weight=weight, bias=bias)
     return make.add(op, make.like(x), x, *[vector] * weight, eps=1e-5)
+
+
+def append(make: Maker, op: str) -> Sequence[str]:
+    x = make.of(make.draw(st.sampled_from(FLOATS)), TOKENS, make.draw(SMALL), make.draw(SMALL))
+    return make.add(op, x, to=make.draw(st.sampled_from(("keys", "values"))))
 
 
 def rope(make: Maker, op: str) -> Sequence[str]:
@@ -555,6 +568,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
     "activate": activate,
+    "append": append,
     "bias_add": bias_add,
     "cast": cast,
     "column_factor": column_factor,

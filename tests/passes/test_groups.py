@@ -10,7 +10,8 @@ from pcg.compiler import compile_program
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program import Program
-from pcg.passes.groups import Group, schedule
+from pcg.passes.group import Group
+from pcg.passes.groups import schedule
 from tests.families.families import BY_NAME, FAMILIES
 
 
@@ -26,8 +27,12 @@ def graphs(program: Program) -> Iterator[Graph]:
 
 
 def operators(graph: Graph) -> list[str]:
+    """Of each kernel; of its parts behind one another."""
     groups = [item for item in schedule(graph) if isinstance(item, Group)]
-    return [" ".join(node.op for node in group.nodes) for group in groups]
+    return [
+        " | ".join(" ".join(node.op for node in part.nodes) for part in group.parts or (group,))
+        for group in groups
+    ]
 
 
 USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
@@ -56,7 +61,7 @@ def test_what_one_kernel_can_run_is_one() -> None:
     program = compile_program(BY_NAME["llama3"].config(2))
     prologue, block, epilogue = program.serving.model.graphs
     assert operators(prologue) == ["cast mul concat"]
-    assert operators(block) == ["rms_norm", "rope", "rope", "add rms_norm", "silu mul"]
+    assert operators(block) == ["rms_norm", "rope | rope", "add rms_norm", "silu mul"]
     assert operators(epilogue) == ["rms_norm"]
     assert program.training is not None
     backward = program.training.plans[1].backward
@@ -68,7 +73,17 @@ def test_what_one_kernel_can_run_is_one() -> None:
 
 def test_norms_of_queries_and_keys_are_one_with_the_rotation() -> None:
     program = compile_program(BY_NAME["qwen3"].config(2))
-    assert operators(program.serving.model.blocks[0]).count("rms_norm rope") == 2
+    assert "rms_norm rope | rms_norm rope" in operators(program.serving.model.blocks[0])
+
+
+def test_attention_that_is_made_again_and_its_gradient_read_one_kernel() -> None:
+    program = compile_program(BY_NAME["llama3"].config(2), memory_budget=0.0)
+    assert program.training is not None
+    backward = program.training.plans[0].backward
+    assert backward is not None
+    assert {"attention", "attention_backward"} <= {node.op for node in backward.nodes}
+    assert operators(backward).count("rope | rope") == 1
+    assert operators(backward).count("rope_backward | rope_backward") == 1
 
 
 def test_a_path_through_another_node_keeps_groups_apart() -> None:

@@ -60,7 +60,9 @@ def check(family: Family, dtype: torch.dtype, targets: str | tuple[str, ...]) ->
     assert sum(row.bytes * row.layers for row in rows) >= kept.bytes
 
 
-def peak_error(family: Family, dtype: str, budget: float, layers: int = 4) -> float:
+def peak_error(
+    family: Family, dtype: str, budget: float, layers: int = 4, **over_ranks: Any
+) -> float:
     """Predicted peak of a step by the measured one, less 1."""
     batch, seq = 4, 192
     wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_dim": 512, "head_dim": 64}
@@ -69,7 +71,7 @@ def peak_error(family: Family, dtype: str, budget: float, layers: int = 4) -> fl
     config |= {key: size for key, size in wide.items() if key in config}
     excluded = tuple(family.excluded) or None
     recipe = LoraRecipe(rank=4, target_modules="all-linear", exclude_modules=excluded)
-    options: dict[str, Any] = {"memory_budget": budget, "batch": batch, "seq": seq}
+    options = {"memory_budget": budget, "batch": batch, "seq": seq, **over_ranks}
     model = oracle.random_model(config, getattr(torch, dtype))
     runner = compiler.compile(model, {"a": recipe}, **options).training_runner("a")
     memory = explaining.explain(config, recipe, dtype=dtype, **options).memory_bytes

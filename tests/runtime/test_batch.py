@@ -37,8 +37,11 @@ def test_positions_rows_and_last_tokens(random: st.DataObject) -> None:
     batch = Batch(torch.zeros(total, dtype=torch.long), spans, cache)
     tokens = [(span, span.context + i) for span in spans for i in range(span.length)]
     assert batch.positions.tolist() == [position for _, position in tokens]
-    assert batch.last_tokens.tolist() == [span.start + span.length - 1 for span in spans]
-    assert batch.positions.dtype is batch.last_tokens.dtype is torch.int64
+    last = batch.last_tokens(range(len(spans)))
+    assert last.tolist() == [span.start + span.length - 1 for span in spans]
+    for place in range(len(spans)):
+        assert torch.equal(batch.last_tokens([place]), last[place : place + 1])
+    assert batch.positions.dtype is last.dtype is torch.int64
     virtual_tokens = [(s.start + i, s.context + i) for s in spans for i in range(s.virtual)]
     if virtual_tokens:
         assert batch.virtual_rows is not None

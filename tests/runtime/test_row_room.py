@@ -12,7 +12,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.recipe import LoraRecipe
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.page_pool import PageTable
-from pcg.runtime.row_room import OwnRoom, PageRoom, pages_of_rows
+from pcg.runtime.row_room import OwnRoom, PageRoom, RowRoom, pages_of_rows
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -40,18 +40,42 @@ def never() -> bool:
     return False
 
 
+def put(room: RowRoom, one: Adapter, found: list[Tensor]) -> list[Tensor]:
+    firsts = room.reserve(one, [matrix.shape for matrix in found], never, grows=True)
+    assert firsts is not None
+    room.write(one, found)
+    return firsts
+
+
 @given(every=st.lists(matrices, min_size=1, max_size=4), gone=st.integers(0, 3))
 def test_a_room_of_their_own(every: list[list[tuple[int, int]]], gone: int) -> None:
     room = OwnRoom(torch.float32, CPU)
     there = [(adapter(), made(shapes, seed)) for seed, shapes in enumerate(every)]
-    firsts = [room.put(one, found, never) for one, found in there]
+    firsts = [put(room, one, found) for one, found in there]
     for (one, found), starts in zip(there, firsts, strict=True):
         assert room.holds(one)
         check(room.memory, starts, found)
     one, found = there[gone % len(there)]
     room.drop(id(one))
     assert not room.holds(one)
-    check(room.memory, room.put(one, found, never), found)
+    check(room.memory, put(room, one, found), found)
+
+
+def test_a_memory_that_is_in_use_does_not_grow() -> None:
+    room = OwnRoom(torch.float32, CPU)
+    first, second = adapter(), adapter()
+    assert room.reserve(first, [(2, 64)], never, grows=False) is None
+    put(room, first, made([(400, 64)], 0))
+    memory = room.memory
+    assert room.reserve(second, [(400, 64)], never, grows=False) is None
+    assert room.memory is memory
+
+    def drop() -> bool:
+        room.drop(id(first))
+        return True
+
+    assert room.reserve(second, [(400, 64)], drop, grows=False) is not None
+    assert not room.holds(first)
 
 
 @given(every=st.lists(matrices, min_size=1, max_size=4), draw=st.data())
@@ -66,7 +90,7 @@ def test_pages(every: list[list[tuple[int, int]]], draw: st.DataObject) -> None:
         one, found = adapter(), made(shapes, seed)
         tables[id(one)] = table = PageTable("a")
         table.pages, order = list(order[:need]), order[need:]
-        there.append((one, found, room.put(one, found, never), {*table.pages}))
+        there.append((one, found, put(room, one, found), {*table.pages}))
     for one, found, firsts, own in there:
         assert room.holds(one)
         check(room.memory, firsts, found)

@@ -13,7 +13,13 @@ from transformers import (
 )
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling import SamplingParams, make_generator, probabilities, sample
+from pcg.runtime.sampling import (
+    SamplingParams,
+    check_drawn,
+    make_generator,
+    probabilities,
+    sample,
+)
 
 VOCAB = 97
 
@@ -170,7 +176,7 @@ def test_logits_that_are_no_numbers(value):
     logits[1] = value
     params = [SamplingParams(), SamplingParams(temperature=1.0)]
     with pytest.raises(GenerationError, match="logits of row 1 hold NaN or no finite number"):
-        sample(logits, params, [None, make_generator(0)])
+        check_drawn(sample(logits, params, [None, make_generator(0)]).tolist())
 
 
 def test_arguments_that_disagree():

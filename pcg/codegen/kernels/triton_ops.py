@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -15,17 +15,24 @@ import torch
 from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
-from pcg.codegen.kernels.fused import fused
+from pcg.codegen.kernels.fused import FusedPart, fused, side_by_side
+from pcg.codegen.kernels.head_sizes import HEAD_SIZES
 from pcg.codegen.kernels.templates import segmented_lora
 from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
 from pcg.codegen.kernels.templates.cache_rows import CacheRows, append
+from pcg.codegen.kernels.templates.decode_lists import DecodeLists, decode_room
 from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
-from pcg.codegen.kernels.templates.paged_attention import HEAD_SIZES, paged_attention
+from pcg.codegen.kernels.templates.paged_attention import paged_attention
 from pcg.codegen.kernels.templates.paged_attention_backward import paged_attention_backward
-from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, rank_rows
+from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, int32_on, rank_rows
 from pcg.codegen.kernels.templates.sampling import draw, greedy
-from pcg.codegen.kernels.templates.segmented_vectors import segmented_bias_add, segmented_scale
-from pcg.codegen.kernels.templates.sign_bits import pack_signs
+from pcg.codegen.kernels.templates.segmented_activate import segmented_activate
+from pcg.codegen.kernels.templates.segmented_vectors import (
+    segment_inner,
+    segmented_bias_add,
+    segmented_scale,
+)
+from pcg.codegen.kernels.templates.sign_bits import pack_signs, relu_backward_packed
 from pcg.codegen.kernels.templates.token_tiles import (
     DECODE_BLOCK,
     PREFILL_BLOCK,
@@ -35,16 +42,26 @@ from pcg.codegen.kernels.templates.token_tiles import (
 from pcg.errors import UnsupportedError
 
 __all__ = [
+    "DecodeLists",
+    "FusedPart",
+    "activate",
     "add_lora",
     "attention",
     "attention_backward",
     "bias_add",
+    "decode_room",
     "draw",
+    "expand_add",
     "fused",
     "greedy",
+    "inner",
     "linear_cross_entropy",
     "pack_signs",
+    "relu_backward_packed",
     "scale",
+    "shrink",
+    "side_by_side",
+    "sum_tokens",
 ]
 
 
@@ -55,19 +72,27 @@ def __getattr__(name: str) -> Any:
 def attention(
     batch: Any,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | CacheRows,
+    v: Tensor | CacheRows,
     *,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of every token to its own sequence, past ones in the cache included."""
-    if not _has_kernels(batch, q, v.shape[-1]):
-        return torch_ops.attention(batch, q, k, v, alibi=alibi, sinks=sinks, **options)
-    keys, values = _seen(batch, k, v)
-    if keys.paged:
-        append(k, v, batch.rows, keys, values)
+    """Attention of every token to its own sequence, past ones in the cache included.
+
+    k and v are the tokens' own, or the cache that these were appended to already.
+    """
+    if isinstance(k, CacheRows) and isinstance(v, CacheRows):
+        keys, values = k, v
+    else:
+        assert isinstance(k, Tensor)
+        assert isinstance(v, Tensor)
+        if not _has_kernels(batch, q, v.shape[-1]):
+            return torch_ops.attention(batch, q, k, v, alibi=alibi, sinks=sinks, **options)
+        keys, values = _seen(batch, k, v)
+        if keys.paged:
+            append(k, v, batch.rows, keys, values)
     work = _work(batch, q.shape[1] // keys.heads, backward=False)
     return paged_attention(
         q, keys, values, work, alibi=alibi, sinks=sinks, keeps=batch.keeps, **options
@@ -122,10 +147,7 @@ def _seen(batch: Any, k: Tensor | None, v: Tensor | None) -> tuple[CacheRows, Ca
     """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
     cached = batch.cached
     if cached is not None:
-        keys, values = map(
-            CacheRows.of_pages if cached[0].dim() == 4 else CacheRows.of_cache, cached
-        )
-        return keys, values
+        return CacheRows.of_layer(cached[0]), CacheRows.of_layer(cached[1])
     assert k is not None
     assert v is not None
     return CacheRows.of_batch(k), CacheRows.of_batch(v)
@@ -133,6 +155,9 @@ def _seen(batch: Any, k: Tensor | None, v: Tensor | None) -> tuple[CacheRows, Ca
 
 def _work(batch: Any, group: int, backward: bool) -> AttentionWork:
     """The batch's lists, made once for all layers of so many heads a KV head."""
+    recorded: AttentionWork | None = batch.known.get("decoding")
+    if recorded is not None:
+        return recorded
     key = ("attention", group, backward)
     if key not in batch.known:
         parts = [
@@ -161,7 +186,6 @@ def add_lora(
         return torch_ops.add_lora(y, x, weight, a, b)
     tiles = _tiles(lora.tokens.known, lora.tokens.spans, x)
     down, up = _matrices(lora)
-    # Not by their own names, which here are those of emitted programs.
     s = segmented_lora.shrink(x, down, tiles)
     segmented_lora.expand_add(y, s, up, tiles)
     sizes = weight.group_sizes
@@ -182,15 +206,43 @@ def _tiles(known: dict[Any, Any], spans: Sequence[tuple[int, int, int]], x: Tens
 def _matrices(lora: Any) -> tuple[RankRows, RankRows]:
     """A and B of the site, made once for as long as the tables lie where they are."""
     if "matrices" not in lora.known:
-        outs = lora.out_sizes
-        starts = tuple(accumulate(outs, initial=0))[:-1]
-        count = len(outs)
+        count = len(lora.out_sizes)
         lora.known["matrices"] = (
             rank_rows(lora.memory, lora.a_rows, lora.ranks, (0,) * count, (lora.in_size,) * count),
-            rank_rows(lora.memory, lora.b_rows, lora.ranks, starts, outs),
+            rank_rows(lora.memory, lora.b_rows, lora.ranks, lora.out_starts, lora.out_sizes),
         )
     found: tuple[RankRows, RankRows] = lora.known["matrices"]
     return found
+
+
+# ------------------------------------------------------------------------------- bottlenecks
+
+
+def shrink(x: Tensor, a: Any) -> Any:
+    """s = x Aᵀ, each token by its own adapter; of rows as the segmented kernels have it."""
+    if not hasattr(a, "a_rows"):
+        return torch_ops.shrink(x, a)
+    down, _ = _matrices(a)
+    return segmented_lora.shrink(x, down, _tiles(a.tokens.known, a.tokens.spans, x))
+
+
+def activate(s: Any, bias: Any, function: str) -> Any:
+    """σ(s + scale · bias) of a bottleneck; s and what comes out as `shrink` gives it."""
+    if not hasattr(bias, "bias_rows"):
+        return torch_ops.activate(s, bias, function)
+    if "biases" not in bias.known:
+        most = bias.bias_rows.shape[2]
+        bias.known["biases"] = rank_rows(bias.memory, bias.bias_rows, bias.biases, (0,), (most,))
+    tiles = _tiles(bias.tokens.known, bias.tokens.spans, s)
+    return segmented_activate(s, bias.known["biases"], bias.ranks, tiles, function)
+
+
+def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
+    """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
+    if not hasattr(b, "b_rows"):
+        return torch_ops.expand_add(y, s, b)
+    _, up = _matrices(b)
+    return segmented_lora.expand_add(y, s, up, _tiles(b.tokens.known, b.tokens.spans, y))
 
 
 # ------------------------------------------------------------------------------- vectors
@@ -215,6 +267,50 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     return segmented_bias_add(y, *_vectors(y, bias), base)
 
 
+def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
+    """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
+    if not (_is_summable(left) and _is_summable(right)):
+        return torch_ops.inner(left, right, base)
+    return _summed(left, right, base)
+
+
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    if not _is_summable(dz):
+        return torch_ops.sum_tokens(dz, bias)
+    total = _summed(dz, None, None)
+    return total if bias is None else total.mul_(bias.scale)
+
+
+def _is_summable(x: Tensor) -> bool:
+    """Whether kernels can sum x [tokens, n] up, in fp32."""
+    is_known = x.dim() == 2 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not is_known or x.stride(1) != 1:
+        return False
+    return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
+
+
+def _summed(left: Tensor, right: Tensor | None, base: Tensor | None) -> Tensor:
+    """The sum over the tokens of the one adapter that is trained, without a copy of any in fp32."""
+    tokens, size = left.shape
+    total = torch.zeros(size, dtype=torch.float32, device=left.device)
+    vector = replace(_one_vector(size, left.device), memory=total)
+    segment_inner(left, right, vector, _one_segment(tokens, left.device), base)
+    return total
+
+
+@lru_cache(maxsize=64)
+def _one_vector(size: int, device: torch.device) -> RankRows:
+    rows = torch.zeros((1, 1, 1), dtype=torch.int64, device=device)
+    ranks = torch.ones((1, 1), dtype=torch.int32, device=device)
+    return rank_rows(torch.empty(0, device=device), rows, ranks, (0,), (size,))
+
+
+@lru_cache(maxsize=64)
+def _one_segment(tokens: int, device: torch.device) -> TokenTiles:
+    return token_tiles([(0, tokens, 0)], PREFILL_BLOCK).to(device)
+
+
 def _is_stack(y: Tensor, vector: Any) -> bool:
     """Whether a vector is a stack of adapters' own, with rows that kernels can read."""
     segments = getattr(vector, "segments", None)
@@ -227,7 +323,7 @@ def _vectors(y: Tensor, vector: Any) -> tuple[RankRows, TokenTiles]:
     key = ("vectors", vector.present, size)
     if key not in segments.known:
         rows = (size * torch.arange(count, device=y.device)).view(1, count, 1)
-        ranks = torch.tensor([vector.present], dtype=torch.int32, device=y.device)
+        ranks = int32_on([vector.present], y.device)
         segments.known[key] = rank_rows(vector.weight.view(-1), rows, ranks, (0,), (size,))
     starts = accumulate(segments.sizes[:-1], initial=segments.start)
     spans = list(zip(starts, segments.sizes, range(count), strict=True))

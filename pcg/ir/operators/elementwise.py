@@ -502,6 +502,7 @@ class ReluBackwardPacked(UnaryBackward):
 
     name = "relu_backward_packed"
     template = "K.relu_backward_packed({0}, {1})"
+    has_template = True
 
     def tiles(self, attributes: Attributes) -> bool:
         return True

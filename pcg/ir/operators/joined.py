@@ -43,6 +43,7 @@ class AllReduces(_Joined):
 
     name = "all_reduces"
     rounds = AllReduce.rounds
+    holds_inputs = False
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         self._check(types)

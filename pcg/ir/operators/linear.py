@@ -3,6 +3,8 @@
 A bypass network's operators take *adapter* parameters. In a batch of many adapters each token uses
 its own adapter's weights (segmented products: Punica §4, S-LoRA §5.3), and the scale α/r belongs to
 the adapter, so it appears in no attribute.
+
+Long because it is a table: one class an operator.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ class LinearGroup(Operator):
 class LoraLinear(Operator):
     """Linear operators of one input with their LoRA: z_i = x W_iᵀ (+ b_i) + scale · (x A_iᵀ) B_iᵀ.
 
-    Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B.
+    Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B. Where some
+    outputs have no LoRA, `adapted` are the indices of those that have, and A and B are theirs.
     """
 
     name = "lora_linear"
@@ -142,34 +145,49 @@ class LoraLinear(Operator):
     inputs = (4, 129)
     returns_sequence = True
 
+    @staticmethod
+    def adapted(attributes: Attributes) -> tuple[int, ...]:
+        """Indices of the outputs that have LoRA."""
+        count = int(attributes["count"])  # type: ignore[arg-type]
+        found = attributes.get("adapted", tuple(range(count)))
+        if not isinstance(found, tuple) or sorted({*range(count)}.intersection(found)) != [*found]:
+            raise TypeCheckError(
+                f"lora_linear has adapted={found}; expected some of 0 to {count - 1}, in order"
+            )
+        return found
+
     def infer(self, types: Types, attributes: Attributes) -> Types:
         count, x = int(attributes["count"]), types[0]  # type: ignore[arg-type]
         bases = 2 * count if attributes["bias"] else count
-        if len(types) != 1 + bases + 2 * count:
+        adapted = self.adapted(attributes)
+        if not adapted or len(types) != 1 + bases + 2 * len(adapted):
             raise TypeCheckError(f"lora_linear has {len(types)} inputs and {dict(attributes)}")
         outs: list[TensorType] = []
         for i in range(count):
-            (y,) = Linear().infer((x, *types[1 + i : 1 + bases : count]), {})
-            a, b = types[1 + bases + i], types[1 + bases + count + i]
-            outs += ExpandAdd().infer((y, *Shrink().infer((x, a), {}), b), {})
+            outs += Linear().infer((x, *types[1 + i : 1 + bases : count]), {})
+        a, b = types[-2 * len(adapted) : -len(adapted)], types[-len(adapted) :]
+        for i, own_a, own_b in zip(adapted, a, b, strict=True):
+            (s,) = Shrink().infer((x, own_a), {})
+            (outs[i],) = ExpandAdd().infer((outs[i], s, own_b), {})
         return tuple(outs)
 
     def output_suffixes(self, count: int) -> tuple[str, ...]:
         return ("", *(str(i) for i in range(1, count)))
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        count = int(attributes["count"])  # type: ignore[arg-type]
-        groups = [inputs[i : i + count] for i in range(1, len(inputs), count)]
-        if not attributes["bias"]:
-            groups.insert(1, [])
-        arguments = ", ".join(_tuple(group) for group in groups)
-        return f"K.lora_linear({inputs[0]}, {arguments})"
+        groups = ", ".join(_tuple(group) for group in self._groups(inputs, attributes))
+        return f"K.lora_linear({inputs[0]}, {groups})"
 
     def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        count = int(attributes["count"])  # type: ignore[arg-type]
-        weights, a, b = inputs[1 : 1 + count], inputs[-2 * count : -count], inputs[-count:]
-        y = _asked(inputs[0], weights, inputs[1 + count : -2 * count], "whole=True")
+        weights, biases, a, b = self._groups(inputs, attributes)
+        y = _asked(inputs[0], weights, biases, "whole=True")
         return f"K.add_lora(({y}), {inputs[0]}, {weights[0]}, {_tuple(a)}, {_tuple(b)})"
+
+    def _groups(self, inputs: Sequence[str], attributes: Attributes) -> list[Sequence[str]]:
+        """Weights, biases, A and B."""
+        count, own = int(attributes["count"]), len(self.adapted(attributes))  # type: ignore[arg-type]
+        biases = inputs[1 + count : -2 * own]
+        return [inputs[1 : 1 + count], biases, inputs[-2 * own : -own], inputs[-own:]]
 
     def compute_dtype(self, inputs: Types) -> str:
         return inputs[0].dtype  # the base's product; LoRA's are small beside it

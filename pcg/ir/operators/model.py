@@ -20,6 +20,7 @@ from pcg.ir.operators.operator import (
     Operator,
     Types,
     cast_bytes,
+    same_dims,
     widened,
 )
 from pcg.ir.operators.tile import Tile
@@ -335,6 +336,36 @@ class RopeBackward(Rope):
         return [context.add("rope", context.incoming, cos, sin, **context.attributes), None, None]
 
 
+class Append(Operator):
+    """Keys or values where attention reads them: in the layer's cache, where the batch keeps one.
+
+    Attribute `to`: `keys` or `values`. Programs for Triton alone have it, for what their kernels
+    write there beside making it; without it attention writes its own, as PyTorch's always does.
+    """
+
+    name = "append"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if attributes["to"] not in ("keys", "values") or len(types[0].dims) != 3:
+            raise TypeCheckError(
+                f"append takes [T, heads, d] to 'keys' or 'values', not {types[0]} to "
+                f"{attributes['to']!r}"
+            )
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return inputs[0]
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return True
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return tile.read(0)
+
+
 class Attention(Operator):
     """Causal attention of each token to its own sequence, past ones in the KV cache included.
 
@@ -641,6 +672,7 @@ class LinearCrossEntropy(Operator):
 
 
 OPERATORS: tuple[Operator, ...] = (
+    Append(),
     Attention(),
     AttentionBackward(),
     CrossEntropy(),

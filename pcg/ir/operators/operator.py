@@ -55,6 +55,8 @@ class Operator:
     """Inputs that it takes for constants: no gradient flows back to them."""
     sums_rows: ClassVar[bool] = False
     """Whether an element depends on all of its row, the last dim."""
+    has_template: ClassVar[bool] = False
+    """Whether there is a kernel in Triton of it alone, besides what `tile` makes it a part of."""
     executable: ClassVar[bool] = True
     """Whether a program with this operator can run; else it can only be explained."""
 

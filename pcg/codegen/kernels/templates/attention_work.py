@@ -10,17 +10,18 @@ So a tile of rows is full for any group, and a short chunk of many heads is as g
 
 How a part is cut depends on that part alone, so what a token gets does not depend on who else is in
 the batch. Lists may be padded with empty items, whose programs leave at once: a CUDA graph that is
-captured with some `Room` runs every batch that fits into it.
+recorded with some `Room` runs every batch that fits into it (`decode_lists.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
@@ -36,6 +37,7 @@ MOST_SPLITS = 64
 """Splits of a sequence: from 32k keys on they grow instead."""
 COLUMNS = 4
 """Of an item: 16 bytes, so that every list starts as aligned as kernels expect."""
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class Part(NamedTuple):
@@ -75,6 +77,19 @@ class Room:
     splits: int
     decodes: int
     key_blocks: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in all lists together."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each list, in the order in which they lie."""
+        # Kernels are compiled for block tables of a multiple of 16 columns.
+        shapes = [(self.parts, COLUMNS), (self.parts, -(-self.pages // 16) * 16)]
+        lists = (self.tiles, self.splits, self.decodes, self.key_blocks)
+        return shapes + [(count, COLUMNS) for count in lists]
 
 
 @dataclass(frozen=True)
@@ -124,48 +139,62 @@ class AttentionWork:
         """
         lists = _Lists.of(parts, group, backward)
         room = room or lists.room()
-        flat = lists.flat(room, pinned=device.type == "cuda").to(device, non_blocking=True)
-        return cls(flat, room, *_views(flat, room))
+        lists.check(room)
+        host = cls.of(torch.zeros(room.size, dtype=torch.int32), room)
+        lists.write(host)
+        flat = host.flat.pin_memory() if device.type == "cuda" else host.flat
+        return cls.of(flat.to(device, non_blocking=True), room)
 
-    def refill(self, parts: Sequence[Part], group: int) -> None:
-        """Put another batch's lists where these are: what a captured graph reads.
+    @classmethod
+    def of(cls, flat: Tensor, room: Room) -> Self:
+        """The lists that lie in a tensor of so many int32 as the room has."""
+        found = flat.split([rows * columns for rows, columns in room.shapes])
+        views = (some.view(shape) for some, shape in zip(found, room.shapes, strict=True))
+        return cls(flat, room, *views)
 
-        Raises:
-            UnsupportedError: it does not fit into the room.
-        """
-        lists = _Lists.of(parts, group, backward=self.room.key_blocks > 0)
-        host = lists.flat(self.room, pinned=self.flat.is_cuda)
-        self.flat.copy_(host, non_blocking=True)
+
+def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
+    """Splits and decodes of parts of one token.
+
+    Args:
+        numbers: of the parts, [n].
+        keys: that each sees, [n].
+    Returns:
+        [splits, 3] and [n, 3], as in `AttentionWork`.
+    """
+    counts = np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS)
+    firsts = counts.cumsum() - counts
+    which = np.arange(counts.sum()) - firsts.repeat(counts)
+    splits = np.stack([numbers.repeat(counts), which, counts.repeat(counts)], 1)
+    return splits, np.stack([numbers, firsts, counts], 1)
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """The lists on the host, each a list of rows."""
+    """The lists on the host, each of rows."""
 
     parts: list[tuple[int, ...]]
     pages: list[Sequence[int]]
     tiles: list[tuple[int, ...]]
-    splits: list[tuple[int, ...]]
-    decodes: list[tuple[int, ...]]
+    splits: Rows
+    decodes: Rows
     key_blocks: list[tuple[int, ...]]
 
     @classmethod
     def of(cls, parts: Sequence[Part], group: int, backward: bool) -> Self:
         tiles: list[tuple[int, ...]] = []
-        splits: list[tuple[int, ...]] = []
-        decodes: list[tuple[int, ...]] = []
+        decoding: list[int] = []
         key_blocks: list[tuple[int, ...]] = []
         for number, part in enumerate(parts):
-            keys = part.context + part.length
             if part.length == 1 and part.pages and not backward:
-                count = min(-(-keys // SPLIT_KEYS), MOST_SPLITS)
-                decodes.append((number, len(splits), count))
-                splits += [(number, split, count) for split in range(count)]
+                decoding.append(number)
             else:
                 tiles += _pieces(number, part.length * group, TILE_ROWS)
             if backward:
-                key_blocks += _pieces(number, keys, KEY_BLOCK)
+                key_blocks += _pieces(number, part.context + part.length, KEY_BLOCK)
         tiles.sort(key=lambda tile: -(parts[tile[0]].context + (tile[1] + tile[2] - 1) // group))
+        keys = np.array([parts[number].context + 1 for number in decoding], np.int64)
+        splits, decodes = split_lists(np.array(decoding, np.int64), keys)
         spans: list[tuple[int, ...]] = [part[:3] + part[4:] for part in parts]
         return cls(spans, [part.pages for part in parts], tiles, splits, decodes, key_blocks)
 
@@ -173,11 +202,14 @@ class _Lists:
         return Room(
             len(self.parts),
             max(map(len, self.pages), default=0),
-            *map(len, (self.tiles, self.splits, self.decodes, self.key_blocks)),
+            len(self.tiles),
+            len(self.splits),
+            len(self.decodes),
+            len(self.key_blocks),
         )
 
-    def flat(self, room: Room, pinned: bool) -> Tensor:
-        """All lists, one behind the other, padded with zeros to their room."""
+    def check(self, room: Room) -> None:
+        """UnsupportedError: there are more than there is room for."""
         needed = self.room()
         for field in fields(Room):
             wanted, most = getattr(needed, field.name), getattr(room, field.name)
@@ -186,35 +218,28 @@ class _Lists:
                     f"the batch needs {wanted} {field.name} where there is room for {most}; "
                     f"take a graph of a larger room, or run it without one"
                 )
-        width = _width(room)
-        found: list[int] = []
-        for rows, count, columns in (
-            (self.parts, room.parts, COLUMNS),
-            (self.pages, room.parts, width),
-            (self.tiles, room.tiles, COLUMNS),
-            (self.splits, room.splits, COLUMNS),
-            (self.decodes, room.decodes, COLUMNS),
-            (self.key_blocks, room.key_blocks, COLUMNS),
+
+    def write(self, work: AttentionWork) -> None:
+        """Write the lists where there are zeros, on the CPU."""
+        for rows, to in (
+            (self.parts, work.parts),
+            (self.tiles, work.tiles),
+            (self.splits, work.splits),
+            (self.decodes, work.decodes),
+            (self.key_blocks, work.key_blocks),
         ):
-            end = len(found) + count * columns
-            found += chain.from_iterable((*row, *(0,) * (columns - len(row))) for row in rows)
-            found += (0,) * (end - len(found))
-        return torch.tensor(found, dtype=torch.int32, pin_memory=pinned)
+            put_rows(to.numpy(), rows)
+        tables = work.pages.numpy()
+        for table, pages in zip(tables, self.pages, strict=False):
+            table[: len(pages)] = pages
+
+
+def put_rows(to: NDArray[Any], rows: Sequence[Sequence[int]] | Rows) -> None:
+    """Write rows, which may be shorter, over the first ones."""
+    if len(rows):
+        to[: len(rows), : len(rows[0])] = rows
 
 
 def _pieces(number: int, whole: int, most: int) -> list[tuple[int, ...]]:
     """A part's rows or keys in pieces: part, first, how many."""
     return [(number, first, min(most, whole - first)) for first in range(0, whole, most)]
-
-
-def _width(room: Room) -> int:
-    """Columns of the block tables: kernels are compiled for multiples of 16."""
-    return -(-room.pages // 16) * 16
-
-
-def _views(flat: Tensor, room: Room) -> list[Tensor]:
-    shapes = [(room.parts, COLUMNS), (room.parts, _width(room))]
-    lists = (room.tiles, room.splits, room.decodes, room.key_blocks)
-    shapes += [(count, COLUMNS) for count in lists]
-    found = flat.split([rows * columns for rows, columns in shapes])
-    return [some.view(shape) for some, shape in zip(found, shapes, strict=True)]

@@ -1,5 +1,7 @@
 """Where keys and values lie, and the kernel that writes a step's into the cache.
 
+That is for attention whose keys no emitted kernel makes; one that does appends them itself.
+
 Token j of a sequence lies in page p = table[j // PAGE], row o = j % PAGE of it: element d of head h
 is at p · page_stride + h · head_stride + o · token_stride + d. That says [K, rows, D] as well as an
 arena of pages. Without a cache it is token start + j of the batch, and there are no pages.
@@ -57,6 +59,11 @@ class CacheRows:
         _, heads, _, size = pages.shape
         page, head, token, _ = pages.stride()
         return cls(pages, heads, size, page, head, token)
+
+    @classmethod
+    def of_layer(cls, cached: Tensor) -> Self:
+        """A layer's cache, as the batch has it."""
+        return cls.of_pages(cached) if cached.dim() == 4 else cls.of_cache(cached)
 
     @classmethod
     def of_batch(cls, x: Tensor) -> Self:

@@ -30,12 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pcg.codegen.kernels.head_sizes import HEAD_SIZES
 from pcg.codegen.kernels.templates.attention_scores import LN2, LOG2E, LOWEST, bounded, places, seen
 from pcg.codegen.kernels.templates.attention_work import SPLIT_KEYS, TILE_ROWS, AttentionWork
 from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
 from pcg.errors import UnsupportedError
-
-HEAD_SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 
 
 @triton.jit

@@ -450,7 +450,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
     Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
     """
     if dtype == torch.float32:
-        return Blocks(16, 16, 8, 1)
+        return Blocks(16, 16, 8 if size <= 128 else 16, 1)
     if size > 128:
         return Blocks(32, 32, 8, 2)
     if architecture < 90:

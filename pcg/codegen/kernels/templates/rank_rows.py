@@ -82,6 +82,11 @@ def rank_rows(
                 f"{size} columns from {start} are no multiples of {ALIGNMENT}; the segmented "
                 "kernels load that many at once: use the torch backend"
             )
-    columns = torch.tensor(list(zip(starts, sizes, strict=True)), dtype=torch.int32)
-    on_device = columns.to(memory.device)
-    return RankRows(memory, rows, ranks, tuple(starts), tuple(sizes), on_device)
+    columns = int32_on([*zip(starts, sizes, strict=True)], memory.device)
+    return RankRows(memory, rows, ranks, tuple(starts), tuple(sizes), columns)
+
+
+def int32_on(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of numbers on a device; the host does not wait for the copy."""
+    found = torch.tensor(numbers, dtype=torch.int32)
+    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)

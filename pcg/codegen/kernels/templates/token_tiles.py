@@ -46,6 +46,11 @@ class Room:
     segments: int
     tiles: int
 
+    @property
+    def size(self) -> int:
+        """Numbers in all of them together."""
+        return self.places + 3 * (self.segments + self.tiles)
+
     @classmethod
     def of(cls, tokens: int, slots: int, block: int) -> Room:
         """The most that so many tokens can need, whichever of the slots each one has."""
@@ -124,7 +129,7 @@ def token_tiles(
                 f"{getattr(needed, kind)} {kind} of tokens with adapters, and room for "
                 f"{getattr(room, kind)}; make it with Room.of of as many tokens and slots"
             )
-    memory = np.zeros(room.places + 3 * (room.segments + room.tiles), np.int32)
+    memory = np.zeros(room.size, np.int32)
     memory[: len(order)] = order
     start = room.places
     memory[start : start + 3 * len(segments)] = np.ravel(segments)

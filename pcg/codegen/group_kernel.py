@@ -1,0 +1,141 @@
+"""Write the Triton kernel of a group of nodes, with what launches it.
+
+A group is one function, of a grid of row blocks and column blocks. Where groups stand side by side
+each is a function of its own, and the kernel calls one of them: the programs of the first come
+first, then those of the second, and so on.
+
+    program = program_id        part i runs where first_i <= program < first_(i + 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of, filled
+from pcg.ir.program import python_name
+from pcg.passes.group import Group
+
+
+@dataclass(frozen=True)
+class GroupKernel:
+    """A kernel's source, and what its launcher has to know.
+
+    Attributes:
+        name: of the function.
+        source: Triton source, from its decorator on; of its parts, too.
+        inputs: values that it is given, in order.
+        outputs: values that it makes, in order.
+        appends: whether some of these go to the KV cache.
+    """
+
+    name: str
+    source: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    appends: bool
+
+
+def group_kernel(group: Group, name: str) -> GroupKernel:
+    """The kernel of a group, under a name."""
+    write = _side_by_side if group.parts else _alone
+    appends = any(group.appended(output) for output in group.outputs)
+    return GroupKernel(name, write(group, name), group.inputs, group.outputs, appends)
+
+
+def _alone(group: Group, name: str) -> str:
+    shape = Shape.of(group)
+    lines = [
+        "@K.fused(",
+        *filled([f"{_inputs(group)},", f"outputs=({_outputs(group, group)}),"]),
+        f"    {_cut(shape)}, warps={shape.warps},",
+        ")",
+        TileWriter(group, name, shape).written(),
+    ]
+    return "\n".join(lines)
+
+
+def _side_by_side(group: Group, name: str) -> str:
+    elements = max(Shape.of(part).elements for part in group.parts)
+    shapes = [Shape.of(part, elements) for part in group.parts]
+    names = [f"{name}_of_{python_name(part.outputs[0])}" for part in group.parts]
+    functions = [
+        TileWriter(part, own, shape, is_part=True).written()
+        for part, own, shape in zip(group.parts, names, shapes, strict=True)
+    ]
+    firsts = [f"first_{i}" for i in range(1, len(group.parts))]
+    appends = any(group.appended(output) for output in group.outputs)
+    arguments = [*arguments_of(group), "tokens", *firsts, *["PAGE: tl.constexpr"] * appends]
+    unspecialised = ", ".join(f'"{name}"' for name in ("tokens", *firsts))
+    kernel = [
+        "@K.side_by_side(",
+        f"    {_inputs(group)}, warps={max(shape.warps for shape in shapes)},",
+        "    parts=(",
+        *_parts(group, shapes),
+        "    ),",
+        ")",
+        f"@triton.jit(do_not_specialize=[{unspecialised}])",
+        f"def {name}(",
+        *filled([f"{argument}," for argument in arguments]),
+        "):",
+        f'    """{"; ".join(_operators(part) for part in group.parts)}."""',
+        "    program = tl.program_id(0)",
+    ]
+    for i, (part, own, shape) in enumerate(zip(group.parts, names, shapes, strict=True)):
+        kernel.append(f"    {_condition(i, len(group.parts))}:")
+        kernel += _call(part, own, shape, f"program - first_{i}" if i else "program")
+    return "\n\n\n".join([*functions, "\n".join(kernel)])
+
+
+def _inputs(group: Group) -> str:
+    flags = ", ".join(str(group.graph.types[name].is_token_wise) for name in group.inputs)
+    apart = ", ".join(str(group.inputs.index(name)) for name in group.apart)
+    return f"token_wise=({flags},)" + (f", apart=({apart},)" if apart else "")
+
+
+def _cut(shape: Shape) -> str:
+    return (
+        f"rows_a_token={shape.rows_a_token}, columns={shape.columns}, "
+        f"block=({shape.row_block}, {shape.column_block})"
+    )
+
+
+def _outputs(part: Group, group: Group) -> str:
+    return "".join(f'"{_output(name, group)}", ' for name in part.outputs).removesuffix(" ")
+
+
+def _output(name: str, group: Group) -> str:
+    """Its type without tokens; of what is appended where it goes, and what stands for it."""
+    type_ = str(group.graph.types[name]).replace("T, ", "", 1)
+    node = group.appended(name)
+    if node is None:
+        return type_
+    values = (*group.inputs, *group.outputs)
+    given = f" of {values.index(node.inputs[0])}" if node.inputs[0] in values else ""
+    return f"{node.attribute('to')} {type_}{given}"
+
+
+def _parts(group: Group, shapes: list[Shape]) -> Iterator[str]:
+    for part, shape in zip(group.parts, shapes, strict=True):
+        yield "        K.FusedPart("
+        yield from filled([f"{_cut(shape)},", f"outputs=({_outputs(part, group)}),"], 12)
+        yield "        ),"
+
+
+def _operators(group: Group) -> str:
+    return ", ".join(dict.fromkeys(node.op for node in group.nodes))
+
+
+def _condition(number: int, count: int) -> str:
+    if number == count - 1:
+        return "else"
+    return f"{'elif' if number else 'if'} program < first_{number + 1}"
+
+
+def _call(part: Group, name: str, shape: Shape, program: str) -> list[str]:
+    rows = "tokens" if shape.rows_a_token == 1 else f"tokens * {shape.rows_a_token}"
+    constants = [f"ROWS={shape.row_block}", f"COLUMNS={shape.column_block}"]
+    if any(part.appended(output) for output in part.outputs):
+        constants.append("PAGE=PAGE")
+    words = [f"{word}," for word in (program, *arguments_of(part), rows, *constants)]
+    return [f"        {name}(", *filled(words, 12), "        )"]

@@ -1,0 +1,85 @@
+"""Linear operators of one input joined, and LoRA joined to those that have it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pcg.errors import VerifyError
+from pcg.ir.parser import parse_graph
+from pcg.ir.printer import print_graph
+from pcg.ir.verifier import verify
+from pcg.passes.fuse import fuse_linears, fuse_lora
+
+Q_AND_V = """\
+graph @g(%x: f32[T, 8]) {
+  frozen %wq: f32[6, 8] = "q.weight"
+  frozen %wk: f32[4, 8] = "k.weight"
+  frozen %wv: f32[4, 8] = "v.weight"
+  adapter %aq: f32[r, 8] = "q.lora_A"
+  adapter %bq: f32[6, r] = "q.lora_B"
+  adapter %av: f32[r, 8] = "v.lora_A"
+  adapter %bv: f32[4, r] = "v.lora_B"
+  %q: f32[T, 6] = linear(%x, %wq)  @attn.q
+  %q_s: f32[T, r] = shrink(%x, %aq)  @attn.q
+  %q_z: f32[T, 6] = expand_add(%q, %q_s, %bq)  @attn.q
+  %k: f32[T, 4] = linear(%x, %wk)  @attn.k
+  %v: f32[T, 4] = linear(%x, %wv)  @attn.v
+  %v_s: f32[T, r] = shrink(%x, %av)  @attn.v
+  %v_z: f32[T, 4] = expand_add(%v, %v_s, %bv)  @attn.v
+  return %q_z, %k, %v_z
+}
+"""
+FUSED = (
+    "  %q_z: f32[T, 6], %k: f32[T, 4], %v_z: f32[T, 4] = "
+    "lora_linear(%x, %wq, %wk, %wv, %aq, %av, %bq, %bv) "
+    "{adapted=(0, 2), bias=False, count=3}  @attn\n"
+)
+
+
+def fused(text: str) -> str:
+    graph = fuse_lora(fuse_linears(parse_graph(text)))
+    verify(graph)
+    assert parse_graph(print_graph(graph)) == graph
+    return print_graph(graph)
+
+
+def body(text: str) -> str:
+    return "".join(line for line in text.splitlines(True) if re.match(r"  %", line))
+
+
+def test_some_outputs_have_lora() -> None:
+    assert body(fused(Q_AND_V)) == FUSED
+
+
+def test_all_outputs_have_lora() -> None:
+    both = re.sub(r"  %k: .*\n", "", Q_AND_V).replace("%q_z, %k", "%q_z")
+    assert body(fused(both)) == (
+        "  %q_z: f32[T, 6], %v_z: f32[T, 4] = lora_linear(%x, %wq, %wv, %aq, %av, %bq, %bv) "
+        "{bias=False, count=2}  @attn\n"
+    )
+
+
+def test_lora_that_is_not_the_only_reader_stays_apart() -> None:
+    """q is wanted as it is, too, so that it may not be written over."""
+    found = body(fused(Q_AND_V.replace("return %q_z", "return %q, %q_z")))
+    assert "lora_linear(%x, %wq, %wk, %wv, %av, %bv) {adapted=(2,), bias=False" in found
+    assert found.count("shrink") == found.count("expand_add") == 1
+
+
+def test_lora_whose_s_another_reads_stays_apart() -> None:
+    """As of a fused product's parts, some of which are gathered before their LoRA is added."""
+    shared = re.sub(r"  %v_s: .*\n", "", Q_AND_V).replace("%v_s", "%q_s")
+    apart = shared.replace("linear(%x, %wv)", "linear(%q_s, %wv)")
+    found = body(fused(apart.replace("%wv: f32[4, 8]", "%wv: f32[4, r]")))
+    assert found.count("shrink") == 1
+    assert found.count("expand_add") == 2
+    assert "lora_linear(%x, %wq, %wk, %wv, %aq, %aq, %bq, %bv)" in body(fused(shared))
+
+
+@pytest.mark.parametrize("adapted", ["(0, 3)", "(2, 0)", "(0, 0)", "()", "1"])
+def test_outputs_that_cannot_be_adapted(adapted: str) -> None:
+    wrong = fused(Q_AND_V).replace("adapted=(0, 2)", f"adapted={adapted}")
+    with pytest.raises(VerifyError, match="lora_linear has"):
+        verify(parse_graph(wrong))
