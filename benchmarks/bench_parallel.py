@@ -10,7 +10,9 @@ the choice is one of them, the two are the same plan measured twice, which shows
 costs are those of a profile of this machine, which is measured first unless one is given.
 
 The result has for each case the seconds, measured and predicted, and how much slower the chosen
-strategy is than the fastest one that was measured (at most 1.1).
+strategy is than the fastest one that was measured (at most 1.1). In those each collective is waited
+for where it begins; beside them stands what share of its time the chosen one takes where what does
+not depend on a collective runs meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
 from pcg.errors import TypeCheckError
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Node
+from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
 from pcg.parallel.costs import cost_model
@@ -48,6 +51,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import differentiate
 from pcg.passes.join import join as join_messages
 from pcg.passes.localize import localize
+from pcg.passes.overlap import overlap
 from pcg.passes.parallelize import search_layer
 from pcg.passes.prune import prune
 from pcg.pipeline import Compilation, run_passes
@@ -66,6 +70,7 @@ CONFIG = {
 NAMES = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "fully sharded", "fully replicated")
 SEQUENCE = 512
 """Tokens of a sequence at most."""
+CHOSEN, OVERLAPPED = "chosen", "chosen, overlapped"
 
 
 @dataclass(frozen=True)
@@ -97,18 +102,31 @@ def _copy(value: Any) -> Any:
     return replace(value, weight=value.weight.clone()) if hasattr(value, "weight") else value
 
 
-def compiled(graph: Graph) -> Callable[[dict[str, Any]], None]:
+def compiled(graph: Graph, overlaps: bool) -> Callable[[dict[str, Any]], None]:
     """A function that adds a graph's values to a dict."""
     lines = ["def run(values):"]
-    for node in graph.nodes:
-        inputs = [f"values[{name!r}]" for name in node.inputs]
-        source = operator(node.op).source(inputs, dict(node.attributes))
-        targets = ", ".join(f"values[{value.name!r}]" for value in node.outputs)
-        comma = "," if operator(node.op).returns_sequence and len(node.outputs) == 1 else ""
-        lines.append(f"    batch = values['batch']; {targets}{comma} = {source}")
+    waited = waits(graph.nodes) if overlaps else {}
+    for place in range(len(graph.nodes) + 1):
+        ended = [graph.nodes[begun] for begun, first in waited.items() if first == place]
+        lines += [f"    {_targets(node)} = values[{node.name!r}]()" for node in ended]
+        for node in graph.nodes[place : place + 1]:
+            inputs = [f"values[{name!r}]" for name in node.inputs]
+            source = operator(node.op).source(inputs, dict(node.attributes))
+            targets = _targets(node)
+            entry = collective_of(node)
+            if entry is not None and place in waited:
+                source = entry.begun_source(inputs, dict(node.attributes))
+                targets = f"values[{node.name!r}]"
+            lines.append(f"    batch = values['batch']; {targets} = {source}")
     space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "K": torch_ops}
     exec("\n".join([*lines, "    return"]), space)
     return space["run"]  # type: ignore[no-any-return]
+
+
+def _targets(node: Node) -> str:
+    targets = ", ".join(f"values[{value.name!r}]" for value in node.outputs)
+    is_one = operator(node.op).returns_sequence and len(node.outputs) == 1
+    return f"{targets}," if is_one else targets
 
 
 def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
@@ -116,7 +134,7 @@ def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
     return torch.randn([size if isinstance(size, int) else tokens for size in shape]) * 0.05
 
 
-def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks) -> Step:
+def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
     """The step of a plan on this rank."""
     graph = localize(shard(search.graph, ranks.size, plan), ranks.size)
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
@@ -134,13 +152,16 @@ def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks) -> Step:
     copies = [
         outputs[p.name] for p in graph.parameters if p.name in outputs and p.part == REPLICATED
     ]
-    forward, backward = join_messages(graph), join_messages(found.backward)
-    return Step(compiled(forward), compiled(backward), values, tuple(copies))
+    graphs = [join_messages(graph), join_messages(found.backward)]
+    if overlaps:
+        graphs = [overlap(one) for one in graphs]
+    forward, backward = (compiled(one, overlaps) for one in graphs)
+    return Step(forward, backward, values, tuple(copies))
 
 
 def plans(search: Search, found: Found) -> dict[str, Plan]:
     """The chosen plan, and the papers' strategies at all sites."""
-    result = {"chosen": found.plan}
+    result = {CHOSEN: found.plan, OVERLAPPED: found.plan}
     for name in NAMES:
         layouts, gathered = {}, set()
         for choice in found.sites:
@@ -173,7 +194,9 @@ def measure_case(
     lengths = [sequence] * (tokens // sequence)
     batch = whole_sequences([[1] * n for n in lengths], torch.device("cpu"), [0] * len(lengths))
     batch.ranks = ranks
-    steps = {name: step(search, plan, batch, ranks) for name, plan in found.items()}
+    steps = {
+        name: step(search, plan, batch, ranks, name == OVERLAPPED) for name, plan in found.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     repeats = max(1, 64 // tokens)
     for turn in range(rounds + 1):
@@ -204,8 +227,10 @@ def on_rank(
     rows = []
     for tokens, rank in cases:
         measured = measure_case(rank, tokens, ranks, profile, rounds)
-        fastest = min(measured, key=lambda name: measured[name]["seconds"])
-        slower = measured["chosen"]["seconds"] / measured[fastest]["seconds"]
+        seconds = {name: m["seconds"] for name, m in measured.items()}
+        overlapped = seconds.pop(OVERLAPPED) / seconds[CHOSEN]
+        fastest = min(seconds, key=lambda name: seconds[name])
+        slower = seconds[CHOSEN] / seconds[fastest]
         rows.append(
             {
                 "tp": degree,
@@ -213,11 +238,15 @@ def on_rank(
                 "rank": rank,
                 "fastest": fastest,
                 "chosen / fastest": round(slower, 3),
+                "overlapped / chosen": round(overlapped, 3),
                 "ms": {n: round(1e3 * m["seconds"], 3) for n, m in measured.items()},
                 "predicted_ms": {n: round(1e3 * m["predicted"], 3) for n, m in measured.items()},
             }
         )
-        print(f"tp {degree}, {tokens:>5} tokens, rank {rank:>3}: {slower:.2f} of {fastest}")
+        print(
+            f"tp {degree}, {tokens:>5} tokens, rank {rank:>3}: {slower:.2f} of {fastest}, "
+            f"overlapped {overlapped:.2f}"
+        )
     if ranks.rank == 0:
         Path(output).write_text(json.dumps(rows))
 

@@ -46,7 +46,8 @@ from pcg.parallel.step_costs import Piece, StepShape
 from pcg.runtime.batch import Batch
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.engine import Device, Engine, Latencies
+from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.engine import Engine, Latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.program_device import ProgramDevice
@@ -81,12 +82,22 @@ class StubDevice:
     """Returns tokens at once."""
 
     cache = None
+    side = None
 
     def open(self, request: Request, number: int) -> Running:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
-    def run(self, chunks: Any, windows: Any) -> list[int]:
-        return [1] * len(chunks)
+    def fetch(self, adapters: Any) -> None:
+        """Adapters have no tensors."""
+
+    def is_coming(self, adapter: Any) -> bool:
+        return False
+
+    def evict(self, adapter: Any) -> None:
+        """There is nothing of it."""
+
+    def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
+        return lambda: [1] * len(chunks)
 
     def back(self, unit: Any) -> None:
         """There are no jobs."""
@@ -97,6 +108,7 @@ class StubProgram:
 
     ranks = ALONE
     drawing = None
+    decoding = None
 
     def asking_hidden(self, batch: Batch, adapters: Any) -> Asking[list[torch.Tensor]]:
         batch.decode_groups(0)

@@ -1,6 +1,7 @@
 """Whole steps of a model with the shape of Llama-3.1-8B and random bf16 weights, by pcg's calls.
 
-    decode     a step of an engine that serves, against the time to read weights, keys and values
+    decode     a step of an engine that serves, against the time to read weights, keys and values;
+               replayed from a graph, and beside it eager: launched by the host
     prefill    prompts, against their FLOPs
     finetune   a step, against transformers + peft: as it is, checkpointed, and compiled
     serve      what `pcg bench serve` measures, with a finetuning job beside and without
@@ -34,6 +35,8 @@ CONTEXT = 512
 """Tokens of a prompt in decode."""
 STEPS = 32
 """Decode steps that a median is of."""
+EAGER_STEPS = 8
+"""Likewise, of those that the host launches."""
 KV_CACHE_BYTES = 20 * 2**30
 """Of a pool: 128 sequences of 640 tokens take 10 GiB, 32 adapters in fp32 five."""
 VOCABULARY = 100_000
@@ -132,31 +135,49 @@ def _engine(executor: Any, tokens: int) -> Any:
 def _decode(
     bench: Bench, executor: Any, batch: int, names: Sequence[str], base_us: dict[int, float]
 ) -> Row:
+    from pcg.runtime import decode_graphs
+
     engine = _engine(executor, 8192)
     for i, prompt in enumerate(_prompts(batch, CONTEXT)):
         adapter = names[i % len(names)] if names else None
-        sampling = {"max_new_tokens": 4 * STEPS, "ignore_eos": True}
+        sampling = {"max_new_tokens": 64 + 2 * STEPS, "ignore_eos": True}
         engine.submit(executor.request(prompt, adapter, **sampling))
     begun: set[int] = set()
     while len(begun) < batch:
         begun.update(chunk.index for chunk in engine.step())
-    for _ in range(4):  # kernels are compiled, graphs captured
+    warm = decode_graphs.EAGER_STEPS + 4
+    for _ in range(warm):  # kernels are compiled, the graph is recorded
         engine.step()
+    graphs = engine.device.graphs
+    replayed = 0 if graphs is None else graphs.replayed
+    ours_us = _median_us(engine, batch, STEPS)
+    peers_us = {}
+    if graphs is not None and graphs.recorder is not None:
+        if graphs.replayed - replayed != STEPS:
+            raise AssertionError(f"{graphs.replayed - replayed} of {STEPS} steps were replayed")
+        graphs.recorder = None
+        engine.step()
+        peers_us["eager"] = _median_us(engine, batch, EAGER_STEPS)
+    seen = CONTEXT + warm + STEPS // 2
+    shape = work.LlamaShape.of(config())
+    size = 4 if executor.adapter_dtype == "f32" else 2
+    needed = work.decode_work(shape, batch, seen, len(names), RANK, size)
+    setting = f"batch {batch}, {len(names)} adapters"
+    row = bench.row("decode", setting, ours_us, needed, peers_us=peers_us)
+    if not names:
+        base_us[batch] = ours_us
+    return _decode_aimed(row, batch, len(names), base_us)
+
+
+def _median_us(engine: Any, batch: int, steps: int) -> float:
+    """Of decode steps of an engine."""
     took_us = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         chunks, seconds = _timed(engine.step)
         if len(chunks) != batch:
             raise AssertionError(f"a step gave {len(chunks)} tokens to {batch} sequences")
         took_us.append(1e6 * seconds)
-    ours_us = statistics.median(took_us)
-    seen = CONTEXT + 4 + STEPS // 2
-    shape = work.LlamaShape.of(config())
-    size = 4 if executor.adapter_dtype == "f32" else 2
-    needed = work.decode_work(shape, batch, seen, len(names), RANK, size)
-    row = bench.row("decode", f"batch {batch}, {len(names)} adapters", ours_us, needed)
-    if not names:
-        base_us[batch] = ours_us
-    return _decode_aimed(row, batch, len(names), base_us)
+    return statistics.median(took_us)
 
 
 def _decode_aimed(row: Row, batch: int, distinct: int, base_us: Mapping[int, float]) -> Row:
