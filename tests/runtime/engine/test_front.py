@@ -25,7 +25,8 @@ from pcg.runtime.adapters import Adapter
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import JobState
-from pcg.runtime.engine.request import Completion
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.request import Chunk, Completion
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
@@ -44,6 +45,7 @@ from tests.runtime.engine.test_engine import (
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
+LONG_JOB: dict[str, Any] = {**OPTIONS, "max_steps": 50}
 
 
 @contextmanager
@@ -68,6 +70,17 @@ def until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def slow_down(engine: ProgramEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 0.1 s at least, so that LONG and LONG_JOB last 5 s and more."""
+    step = engine.step
+
+    def slow_step() -> list[Chunk]:
+        time.sleep(0.1)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
 
 
 def test_threads_read_streams() -> None:
@@ -108,9 +121,10 @@ def test_coroutines_read_streams_beside_a_job() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_requests_that_are_given_up() -> None:
-    executor = make_executor()
-    with started(executor) as front:
+def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64)
+    slow_down(engine, monkeypatch)
+    with engine.start() as front:
         stream = front.submit([1, 2, 3], **LONG)
         first = next(stream)
         stream.cancel()
@@ -121,6 +135,7 @@ def test_requests_that_are_given_up() -> None:
         stream.cancel()
         late = front.submit([1, 2, 3], timeout_s=1e-6, **LONG)
         assert late.wait(60).finish_reason == "timed_out"
+    engine.check_integrity()
 
 
 def test_a_reader_that_stops_waiting_ends_nothing() -> None:
@@ -280,12 +295,14 @@ def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPat
         assert steps - before <= 1
 
 
-def test_close_cancels_what_is_left() -> None:
-    front = make_engine(make_executor(), 64).start()
-    stream = front.submit([1, 2, 3], **LONG)
-    job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
-    next(stream)
+def test_close_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64)
+    slow_down(engine, monkeypatch)
+    front = engine.start()
+    job = front.finetune(DATA, "one", peft=LORA, **LONG_JOB)
     until(lambda: job.state is JobState.RUNNING)
+    stream = front.submit([1, 2, 3], **LONG)
+    next(stream)
     front.close()
     front.close()
     assert stream.wait(0).finish_reason == "cancelled"
