@@ -43,8 +43,7 @@ from pcg.passes.prune import prune
 from pcg.passes.raise_ import raise_model
 from pcg.passes.train import LayerKind, layer_kinds, train_epilogue, train_prologue
 from pcg.passes.window_attention import window_attention
-from pcg.trace import Trace
-from pcg.trace import trace as trace_config
+from pcg.trace import Trace, trace_once
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Compilation:
 
 
 def _trace(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, traced=trace_config(state.config, state.dtype, state.whole))
+    return dataclasses.replace(state, traced=trace_once(state.config, state.dtype, state.whole))
 
 
 def _fold(state: Compilation) -> Compilation:

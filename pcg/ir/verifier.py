@@ -13,9 +13,12 @@ Parallel states are the parallel passes' business: types are compared by dtype a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NoReturn
+
+import sympy
 
 from pcg.errors import IrError, VerifyError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
@@ -38,8 +41,8 @@ def verify(graph: Graph) -> None:
 class _Verifier:
     graph: Graph
     defined: dict[str, TensorType] = field(default_factory=dict)
-    line: str = ""
-    """What is looked at, as printed."""
+    shown: Callable[[], str] = str
+    """Prints what is looked at."""
 
     def run(self) -> None:
         if not NAME.fullmatch(self.graph.name):
@@ -47,21 +50,22 @@ class _Verifier:
                 f"the graph's name {self.graph.name!r} is not of letters, digits, '_' and '.'"
             )
         for value in self.graph.inputs:
-            self.line = str(value)
+            self.shown = partial(str, value)
             self._value(value)
         for parameter in self.graph.parameters:
-            self.line = print_parameter(parameter)
+            self.shown = partial(print_parameter, parameter)
             self._parameter(parameter)
         for node in self.graph.nodes:
-            self.line = _shown(node)
+            self.shown = partial(_shown, node)
             self._node(node)
-        self.line = f"return {', '.join(f'%{name}' for name in self.graph.outputs)}"
+        self.shown = partial(_returned, self.graph)
         for name in self.graph.outputs:
             if name not in self.defined:
                 self._fail(f"output %{name} is not defined; return a value of the graph")
 
     def _fail(self, message: str) -> NoReturn:
-        shown = f"\n  {self.line}" if self.line else ""
+        line = self.shown()
+        shown = f"\n  {line}" if line else ""
         raise VerifyError(f"graph @{self.graph.name}: {message}{shown}")
 
     # ---------------------------------------------------------------------------------- values
@@ -88,11 +92,7 @@ class _Verifier:
                 f"dim {position} of %{value.name} has size {dim.size}; the token dim is the first, "
                 f"and of size {TOKENS}, or a rank's part as ceiling({TOKENS}/2)"
             )
-        try:
-            readable = parse_type(str(TensorType("f32", (dim,)))).dims[0].size == dim.size
-        except IrError:
-            readable = False
-        if not readable:
+        if not _reads_back(dim.size):
             self._fail(
                 f"size {dim.size} of %{value.name} does not read back; build it of ints, symbols "
                 "(integer=True, positive=True), + - * / **, Min, Max, ceiling and floor, evaluated"
@@ -191,6 +191,18 @@ class _Attributes(Mapping[str, Attribute]):
         unread = [name for name in self._attributes if name not in self._read]
         if unread:
             raise VerifyError(f"{op} has no attribute {', '.join(unread)}; remove it")
+
+
+@lru_cache(4096)
+def _reads_back(size: sympy.Expr) -> bool:
+    try:
+        return bool(parse_type(str(TensorType("f32", (Dim(size),)))).dims[0].size == size)
+    except IrError:
+        return False
+
+
+def _returned(graph: Graph) -> str:
+    return f"return {', '.join(f'%{name}' for name in graph.outputs)}"
 
 
 def _shown(node: Node) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,9 @@ import torch
 from pcg.ir.graph import Graph
 from pcg.trace.export import export
 from pcg.trace.importer import import_graph
+
+_MOST_KEPT = 64
+"""Traces kept for later compilations; one holds a graph of a few layers, 1 MiB or less."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,13 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
         floating,
         exported.attention,
     )
+
+
+def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> Trace:
+    """The same, made once a process: compiling a model again, for other adapters, is quicker."""
+    return _trace_of_json(json.dumps(config, sort_keys=True), dtype, whole)
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _trace_of_json(config: str, dtype: str | None, whole: bool) -> Trace:
+    return trace(json.loads(config), dtype, whole)
