@@ -47,9 +47,9 @@ from pcg.runtime.batch import Batch
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
@@ -99,7 +99,7 @@ class StubDevice:
     def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
         return lambda: [1] * len(chunks)
 
-    def back(self, unit: Any) -> None:
+    def back(self, units: Any) -> None:
         """There are no jobs."""
 
 

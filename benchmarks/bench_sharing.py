@@ -28,8 +28,7 @@ from typing import Any
 from measure import write
 
 from pcg.parallel.step_costs import StepShape
-from pcg.runtime.engine.engine import Latencies
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.metrics import ServingReport
 from pcg.runtime.engine.replay import replay
 from pcg.runtime.engine.scheduler import Limits

@@ -27,8 +27,8 @@ from measure import write
 import pcg
 from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Event, Kind
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.metrics import serving_report
 from pcg.runtime.engine.profiled_costs import ProfiledCosts, StepProfile
 from pcg.runtime.engine.request import Request

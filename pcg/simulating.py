@@ -23,8 +23,8 @@ from pcg.passes.step_memory import bytes_at
 from pcg.passes.storages import SEQUENCES
 from pcg.pipeline import Compilation, made, run_passes
 from pcg.runtime.engine.calibration import fitted_latencies
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import EventLog
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing

@@ -104,6 +104,7 @@ def _plan_functions(emitter: Emitter, block: Graph, plan: TrainingGraph, where: 
         outputs=[outputs[:count], outputs[count:]],
         given={"kept": plan.kept, "gradients": incoming},
         free=True,
+        asks=True,
     )
     return [forward, backward]
 

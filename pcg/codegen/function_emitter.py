@@ -119,6 +119,8 @@ def emit_function(
         if dead:
             lines.append(f"    del {', '.join(dead)}")
     lines += _waiting(items, waited, len(items), expressions)
+    if asks and not any("yield from" in line for line in lines):
+        lines.append("    yield from ()  # it has no product to ask for")
     lines += _returned(graph.outputs, outputs, expressions)
     return "\n".join(lines) + "\n"
 

@@ -210,9 +210,18 @@ class TrainingPass:
         """Of the next unit."""
         return self._windows[self._window]
 
+    @property
+    def next_layer(self) -> int:
+        """Of the next unit."""
+        return self._layer
+
     @torch.no_grad()
     def backward(self) -> None:
         """Take one window back through one layer, once all tokens went forward."""
+        alone(self.asking_backward())
+
+    def asking_backward(self) -> Asking[None]:
+        """The same, asking the caller for the base's products."""
         window, layer = self._windows[self._window], self._layer
         if self._window == -1 and self._cache is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -221,7 +230,7 @@ class TrainingPass:
         if layer in self._restored and window.kept[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
         gradients, window.gradients = window.gradients, []
-        window.gradients = self._runner.layer_backward(
+        window.gradients = yield from self._runner.layer_backward(
             layer, window.batch, window.kept.pop(), gradients
         )
         self._window -= 1
@@ -292,6 +301,10 @@ class BackwardUnit(Backward):
 
     def __init__(self, whole: TrainingPass) -> None:
         self.whole = whole
+
+    @property
+    def layer(self) -> int:
+        return self.whole.next_layer
 
     @property
     def load(self) -> Load:

@@ -225,7 +225,7 @@ class TrainingRunner:
 
     def layer_backward(
         self, layer: int, batch: Batch, kept: list[Any], gradients: list[Tensor]
-    ) -> list[Tensor]:
+    ) -> Asking[list[Tensor]]:
         """A layer's backward, which empties what it is given.
 
         Returns:
@@ -235,7 +235,7 @@ class TrainingRunner:
         if plan.backward is None:
             return []
         batch.layer = layer
-        below, trained = self._functions[plan.backward.name](
+        below, trained = yield from self._functions[plan.backward.name](
             self.weights.layers[layer], self._layers[layer], batch, kept, gradients
         )
         self._accumulate(self._layers[layer], plan.trained, trained)

@@ -21,10 +21,11 @@ from torch import Tensor
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing, Step
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.engine.units import Forward
 from pcg.runtime.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.page_pool import pages_for
 from pcg.runtime.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ class AnyShare(Sharing):
         room = step.limits.tokens - step.load.tokens
         return self._random.choice((0, 1, 2, 5, 9, max(room, 0)))
 
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
         return self._random.random() < 0.7
 
 
@@ -67,7 +68,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
     executor = case.executor
     limits = Limits(running=random.choice((2, 8)), tokens=random.choice((4, 19, 64)), least_chunk=3)
     jobs: dict[str, tuple[TrainingRunner, Job, list[list[int]]]] = {}
-    most = 0
+    needs: list[int] = []
     for name in names:
         sequences = prompts(random.choice(LENGTHS))
         examples = [Example(s, s) for s in sequences]
@@ -77,7 +78,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
         work = pass_through(runner, examples, runner.count_targets(examples))
         jobs[name] = runner, Job(name, work), sequences
         virtual = runner.adapter.prompt_tokens
-        most = max(most, sum(pages_for(virtual + len(s)) for s in sequences))
+        needs.append(sum(pages_for(virtual + len(s)) for s in sequences))
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     coming: list[tuple[Request, str | None]] = []
     page_bytes, largest = bytes_of_page(kv_types(executor.serving[0].model)), 0
@@ -88,7 +89,8 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
         coming.append((request, name))
         size = 0 if request.adapter is None else -(-request.adapter.size_bytes // page_bytes)
         largest = max(largest, size + pages_for(request.length + NEW))
-    # Room for one job and for the largest request with its adapter, and little more.
+    # Room for one job or for all, for the largest request with its adapter, and little more.
+    most = random.choice((max(needs), sum(needs)))
     pages = most + largest + random.randrange(2)
     engine = executor.engine(
         limits,

@@ -2,14 +2,16 @@
 
 A function that asks is a generator: it hands out a `Product`, and goes on when that was run. So
 functions that run in the same step, such as what serves a batch and the window of a finetuning job,
-run the products that they have in common once, over the tokens of all of them: the base executor of
-Symbiosis, in one process. The base's weights are read once, whatever else the functions differ in.
+or the windows of several jobs on their way back, run the products that they have in common once,
+over the tokens of all of them: the base executor of Symbiosis, in one process. The base's weights
+are read once, whatever else the functions differ in.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +21,50 @@ Asking = Generator["Product", None, Any]
 """A function that asks for products, and returns anything."""
 
 
-class Product:
-    """x by some weights of the base, to be run by whoever drives the function that asks.
+class Product(ABC):
+    """A product by the base, to be run by whoever drives the function that asks.
 
     Attributes:
-        key: layer, name of the first weight and number of weights: products of one key can be one.
-        x: [T, in].
+        key: layer, name of the first weight, and what is asked for: products of one key can be one.
+    """
+
+    __slots__ = ("_outputs", "_x", "key")
+
+    def __init__(self, key: tuple[object, ...], x: Tensor) -> None:
+        self.key = key
+        self._x: Tensor | None = x
+        self._outputs: Any = None
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run it by itself."""
+
+    @abstractmethod
+    def run_with(self, others: Sequence[Self]) -> None:
+        """Run it and others of its key as one."""
+
+    def take(self) -> Any:
+        """The outputs, once."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def _take_x(self) -> Tensor:
+        """What it is of, which it holds no more."""
+        x, self._x = self._x, None
+        assert x is not None
+        return x
+
+
+class LinearProduct(Product):
+    """x Wᵀ (+ b) by some weights.
+
+    Attributes:
         weights: [out, in] each; one joined, and None for the others, where the runtime joined them.
         biases: of each; empty for none.
         is_whole: whether the outputs are wanted side by side in one tensor.
     """
 
-    __slots__ = ("_outputs", "biases", "is_whole", "key", "weights", "x")
+    __slots__ = ("biases", "is_whole", "weights")
 
     def __init__(
         self,
@@ -40,35 +74,28 @@ class Product:
         biases: Sequence[Tensor | None],
         is_whole: bool,
     ) -> None:
-        self.key = key
-        self.x: Tensor | None = x
+        super().__init__(key, x)
         self.weights = weights
         self.biases = biases
         self.is_whole = is_whole
-        self._outputs: Any = None
 
     def run(self) -> None:
-        """Run it by itself."""
-        x, self.x = self.x, None
-        assert x is not None
+        x = self._take_x()
         if self.is_whole:
             first: Any = self.weights[0]
             self._outputs = linear(x, first, first.group_bias)
         else:
             self._outputs = linear_group(x, self.weights, self.biases)
 
-    def run_with(self, others: Sequence[Product]) -> None:
+    def run_with(self, others: Sequence[LinearProduct]) -> None:
         """Run it and others of its key as one, by the weights of one that has them joined."""
         every = (self, *others)
         best = next((one for one in every if one._is_joined), self)
-        parts = [one.x for one in every]
-        counts = [len(x) for x in parts if x is not None]
-        x = torch.cat([x for x in parts if x is not None])
+        x, counts = _side_by_side(every)
         outputs = linear_group(x, best.weights, best.biases)
         split = [out.split(counts) for out in outputs]
         for i, one in enumerate(every):
             own = [rows[i] for rows in split]
-            one.x = None
             # Each has memory of its own, which goes when it needs it no more.
             one._outputs = torch.cat(own, -1) if one.is_whole else [rows.clone() for rows in own]
 
@@ -76,10 +103,34 @@ class Product:
     def _is_joined(self) -> bool:
         return hasattr(self.weights[0], "group_sizes")
 
-    def take(self) -> Any:
-        """The outputs, once."""
-        outputs, self._outputs = self._outputs, None
-        return outputs
+
+class InputGradient(Product):
+    """dy W, of what a linear operator was given.
+
+    Attributes:
+        weight: [out, in].
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, key: tuple[object, ...], dy: Tensor, weight: Tensor) -> None:
+        super().__init__(key, dy)
+        self.weight = weight
+
+    def run(self) -> None:
+        self._outputs = linear_backward(self._take_x(), self.weight)
+
+    def run_with(self, others: Sequence[InputGradient]) -> None:
+        every = (self, *others)
+        dy, counts = _side_by_side(every)
+        for one, rows in zip(every, linear_backward(dy, self.weight).split(counts), strict=True):
+            one._outputs = rows.clone()
+
+
+def _side_by_side(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
+    """The tokens of all, and how many each has."""
+    parts = [one._take_x() for one in every]
+    return torch.cat(parts), [len(part) for part in parts]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,6 +141,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
+
+
+def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
+    """dx = dy W."""
+    if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
+        # Without native support, the product by a plain weight takes ten times as long.
+        return F.linear(dy, weight.t().contiguous())
+    return dy @ weight
 
 
 def linear_group(
@@ -126,7 +185,24 @@ def product(
     Returns:
         Their outputs, [T, out] each.
     """
-    asked = Product((batch.layer, name, len(weights)), x, weights, biases, whole)
+    asked = LinearProduct((batch.layer, name, len(weights)), x, weights, biases, whole)
     del x
+    yield asked
+    return asked.take()
+
+
+def product_backward(batch: Any, name: str, dy: Tensor, weight: Tensor) -> Asking:
+    """Ask for dy by a weight, the gradient of what its linear operator was given.
+
+    Args:
+        batch: whose tokens dy has.
+        name: of the weight in its layer.
+        dy: [T, out].
+        weight: [out, in].
+    Returns:
+        dx, [T, in].
+    """
+    asked = InputGradient((batch.layer, name, "backward"), dy, weight)
+    del dy
     yield asked
     return asked.take()

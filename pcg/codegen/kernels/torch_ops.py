@@ -47,7 +47,13 @@ from pcg.codegen.kernels.collectives import (
     placed_part,
     reduce_scatter,
 )
-from pcg.codegen.kernels.products import linear, linear_group, product
+from pcg.codegen.kernels.products import (
+    linear,
+    linear_backward,
+    linear_group,
+    product,
+    product_backward,
+)
 from pcg.codegen.kernels.virtual_tokens import (
     virtual_tokens,
     virtual_tokens_backward,
@@ -71,10 +77,12 @@ __all__ = [
     "embedding_part",
     "inner",
     "linear",
+    "linear_backward",
     "linear_group",
     "own_part",
     "placed_part",
     "product",
+    "product_backward",
     "reduce_scatter",
     "scale",
     "singular_down",
@@ -251,14 +259,6 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
     rows = torch.arange(targets.shape[0], device=targets.device)
     dlogits[rows, targets.clamp(min=0)] -= 1
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
-
-
-def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
-    """dx = dy W."""
-    if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
-        # Without native support, the product by a plain weight takes ten times as long.
-        return F.linear(dy, weight.t().contiguous())
-    return dy @ weight
 
 
 def lora_linear(

@@ -90,9 +90,14 @@ class Linear(Operator):
 
 def _asked(x: str, weights: Sequence[str], biases: Sequence[str], *rest: str) -> str:
     """A product that the caller runs, by the name of its first weight."""
-    name = weights[0].rpartition(".")[2]
-    arguments = ["batch", f'"{name}"', x, _tuple(weights), *([_tuple(biases)] if biases else [])]
+    arguments = ["batch", f'"{_name(weights[0])}"', x, _tuple(weights)]
+    arguments += [_tuple(biases)] if biases else []
     return f"yield from K.product({', '.join([*arguments, *rest])})"
+
+
+def _name(weight: str) -> str:
+    """Of a weight in its layer."""
+    return weight.rpartition(".")[2]
 
 
 def _tuple(names: Sequence[str]) -> str:
@@ -211,6 +216,10 @@ class LinearBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.linear_backward({', '.join(inputs)})"
+
+    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        dy, weight = inputs
+        return f'yield from K.product_backward(batch, "{_name(weight)}", {dy}, {weight})'
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[0].elements * inputs[0].shape[-1]

@@ -22,8 +22,7 @@ from pcg.parallel.ranks import Ranks, of_first
 from pcg.runtime.adapter_batch import AdapterStacks
 from pcg.runtime.batch import ANY_TOKEN, Batch, Span
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.engine import Latencies
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.kv_cache import KvCache, kv_types
 from pcg.runtime.model_runner import ModelRunner
 from pcg.runtime.page_pool import pages_for

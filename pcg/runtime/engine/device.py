@@ -65,5 +65,5 @@ class Device(Protocol):
             nothing where more are pending.
         """
 
-    def back(self, unit: Backward) -> None:
-        """Run a backward unit."""
+    def back(self, units: List[Backward]) -> None:
+        """Run backward units of one layer together, each of another job."""

@@ -11,15 +11,14 @@ import heapq
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 from pcg.errors import OutOfMemoryError
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
 from pcg.runtime.engine.job import Job
-from pcg.runtime.engine.jobs import Jobs
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.jobs import BackwardGroup, Jobs
+from pcg.runtime.engine.latency import Latencies, Load
 from pcg.runtime.engine.request import Chunk, Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence, State
@@ -32,19 +31,6 @@ _MOST_RESERVE = 0.25
 """Of the promised time a token, kept at most: one long hold-up is not worth more."""
 _RESERVE_KEPT = 0.98
 """What is left of the reserve after a step that needed none of it."""
-
-
-@dataclass
-class Latencies:
-    """How long work takes on a device.
-
-    Attributes:
-        forward: of a step.
-        backward: of a unit.
-    """
-
-    forward: Latency
-    backward: Latency
 
 
 class Engine:
@@ -318,23 +304,28 @@ class Engine:
 
     def _backward(self, step: Step, started: float) -> None:
         """Run backward units of the jobs in turn while there is room for them in the step."""
-        while (ready := self.jobs.backward()) is not None:
-            job, unit = ready
-            now, load = self.clock.now_s(), unit.load
-            if not self.sharing.backward(step, unit, now - started):
-                return
-            self._ran(step, load, self._back(unit, now))
-            self._go_on(step, job, load)
+        while group := self._next_group(step, self.clock.now_s() - started):
+            self._ran(step, group.load, self._back(group.units, self.clock.now_s()))
+            self._go_on(step, group)
 
-    def _back(self, unit: Backward, now: float) -> float:
-        """Run a backward unit to its end; the seconds that it took."""
+    def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
+        """As many of the units that can run together as there is room for; None for none."""
+        group = BackwardGroup()
+        for job, unit in self.jobs.backward():
+            if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
+                break
+            group.add(job, unit)
+        return group if group.jobs else None
+
+    def _back(self, units: List[Backward], now: float) -> float:
+        """Run backward units to their end; the seconds that they took."""
         side = self.device.side
         if side is None:
-            self.device.back(unit)
+            self.device.back(units)
             return self.clock.now_s() - now
         side.begin()
         with side.beside(), side.timed():
-            self.device.back(unit)
+            self.device.back(units)
         return sum(side.join())
 
     def _backward_beside(self, step: Step) -> None:
@@ -347,16 +338,12 @@ class Engine:
         assert latencies is not None
         spent_s = latencies.forward.seconds(step.load)
         with side.beside():
-            while (ready := self.jobs.backward()) is not None:
-                job, unit = ready
-                load = unit.load
-                if not self.sharing.backward(step, unit, spent_s):
-                    return
+            while group := self._next_group(step, spent_s):
                 with side.timed():
-                    self.device.back(unit)
-                self._beside.append(load)
-                spent_s += latencies.backward.seconds(load)
-                self._go_on(step, job, load)
+                    self.device.back(group.units)
+                self._beside.append(group.load)
+                spent_s += latencies.backward.seconds(group.load)
+                self._go_on(step, group)
 
     def _join(self, step: Step) -> None:
         """Wait for what ran beside the forward."""
@@ -371,12 +358,13 @@ class Engine:
             self._latencies.backward.observe(load, took)
         self.sharing.ran(step, took)
 
-    def _go_on(self, step: Step, job: Job, load: Load) -> None:
-        """Bring a job to what follows a unit."""
-        step.units += 1
-        job.tokens += load.tokens
-        job.advance()
-        self.jobs.settle(job)
+    def _go_on(self, step: Step, group: BackwardGroup) -> None:
+        """Bring jobs to what follows their units."""
+        step.units += len(group.units)
+        for job, tokens in zip(group.jobs, group.tokens, strict=True):
+            job.tokens += tokens
+            job.advance()
+            self.jobs.settle(job)
 
     # ------------------------------------------------------------------------------- the rest
 

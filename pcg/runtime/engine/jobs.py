@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.page_pool import pages_for
+
+
+@dataclass
+class BackwardGroup:
+    """Units of one layer that run together.
+
+    Attributes:
+        jobs: whose they are, each another's.
+        units: of the jobs.
+        tokens: of the units.
+        load: of all units, before they ran.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    units: list[Backward] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
+
+    def add(self, job: Job, unit: Backward) -> None:
+        """Take in a unit."""
+        self.jobs.append(job)
+        self.units.append(unit)
+        self.tokens.append(unit.load.tokens)
+        self.load += unit.load
 
 
 class Jobs:
@@ -112,10 +138,16 @@ class Jobs:
             if isinstance(job.unit, Forward):
                 yield job, job.unit
 
-    def backward(self) -> tuple[Job, Backward] | None:
-        """Who had the least of those with something to run backward; None where there is none."""
+    def backward(self) -> list[tuple[Job, Backward]]:
+        """Those that can go back through one layer together, who had the least first.
+
+        The layer furthest from the first, so that jobs behind catch up: the base's weights are then
+        read once for all. A job waits so for one pass of each of the others at most.
+        """
         ready = [(job, job.unit) for job in self.active if isinstance(job.unit, Backward)]
-        return min(ready, key=lambda pair: pair[0].tokens, default=None)
+        last = max((unit.layer for _, unit in ready), default=0)
+        together = [(job, unit) for job, unit in ready if unit.layer == last]
+        return sorted(together, key=lambda pair: pair[0].tokens)
 
     def settle(self, job: Job) -> None:
         """Bring a job to its next unit of work: give it pages or take them, start and end it."""

@@ -1,7 +1,7 @@
 """How long work takes: f(c, s) of FlexLLM's hybrid token scheduler, corrected as steps are seen.
 
     forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows
-    backward of a unit   g = b₀ + b₁ tokens + b₂ keys    (one layer of one window)
+    backward of units    g = b₀ + b₁ tokens + b₂ keys    (one layer, a window of each of some jobs)
 
 keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is the
 loss of a trained token, forward and back through the head; a₅ what a window takes however short it
@@ -146,6 +146,19 @@ class Latency:
             [(covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in places]
             for i in places
         ]
+
+
+@dataclass
+class Latencies:
+    """How long work takes on a device.
+
+    Attributes:
+        forward: of a step.
+        backward: of units of one layer that run together.
+    """
+
+    forward: Latency
+    backward: Latency
 
 
 _FORGET = 0.98

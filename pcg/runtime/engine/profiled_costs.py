@@ -22,9 +22,9 @@ from pcg.errors import CostModelError
 from pcg.parallel.step_costs import Piece, StepShape
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device, Side
-from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.job import Job
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.engine.units import Backward, Forward, Release
@@ -111,9 +111,9 @@ class ProfiledDevice:
         self.shape = StepShape.of([*served, *trained])
         return self._device.start(chunks, windows)
 
-    def back(self, unit: Backward) -> None:
-        load, started = unit.load, self._clock.now_s()
-        self._device.back(unit)
+    def back(self, units: List[Backward]) -> None:
+        load, started = sum((unit.load for unit in units), Load()), self._clock.now_s()
+        self._device.back(units)
         took = self._clock.now_s() - started
         self.behind_s += took
         self._profile.units.append((load, took))

@@ -27,7 +27,7 @@ from pcg.runtime.page_pool import PageTable
 from pcg.runtime.sampling import check_drawn, make_generator, sample
 from pcg.runtime.split_execution import Asking, alone, together
 from pcg.runtime.tokenizer import Tokenizer
-from pcg.runtime.training_pass import ForwardUnit
+from pcg.runtime.training_pass import BackwardUnit, ForwardUnit
 from pcg.runtime.uploads import uploaded_list
 
 
@@ -216,9 +216,14 @@ class ProgramDevice:
         found = sample(logits, params, samplers, history, self._runner.drawing)
         return of_first(self._runner.ranks, found)
 
-    def back(self, unit: Backward) -> None:
-        """Run a backward unit."""
-        unit.run()
+    def back(self, units: List[Backward]) -> None:
+        """Run backward units of one layer, the base's products together."""
+        functions = []
+        for unit in units:
+            assert isinstance(unit, BackwardUnit)
+            functions.append(unit.whole.asking_backward())
+        with torch.no_grad():
+            together(functions)
 
 
 class _Served:

@@ -10,10 +10,11 @@ from pcg.errors import UnsupportedError
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.program_device import ProgramDevice

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.engine.units import Forward
 
 if TYPE_CHECKING:
-    from pcg.runtime.engine.engine import Latencies
+    from pcg.runtime.engine.latency import Latencies
     from pcg.runtime.engine.scheduler import Limits
 
 
@@ -98,11 +98,11 @@ class Sharing(ABC):
         """The most tokens of a job that go forward in the step."""
 
     @abstractmethod
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
-        """Whether a job's unit runs in the step, which began so long ago."""
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
+        """Whether units of so much work run in the step, which began so long ago."""
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
-        """Hear of a backward unit that took so long."""
+        """Hear of backward units that took so long."""
 
 
 class CoServing(Sharing):
@@ -170,12 +170,12 @@ class CoServing(Sharing):
         most = min(room, fitting, max(back, 1))
         return -(-unit.remaining // -(-unit.remaining // most)) if most > 0 else 0
 
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
         if step.latencies is None:
             return not step.is_served and not step.units
         left = step.seconds(self.burst) - elapsed_s
         is_first = not step.is_served and left > 0
-        return is_first or step.latencies.backward.seconds(unit.load) <= left
+        return is_first or step.latencies.backward.seconds(load) <= left
 
 
 def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
@@ -221,7 +221,7 @@ class TemporalSharing(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return 0 if step.is_served or step.load.windows else unit.remaining
 
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
         return not step.is_served
 
 
@@ -277,11 +277,11 @@ class SpatialSharing(CoServing):
         self._earned_s -= after_s - before_s
         return tokens
 
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
         if not step.is_served:
-            return super().backward(step, unit, elapsed_s)
+            return super().backward(step, load, elapsed_s)
         assert step.latencies is not None
-        return step.latencies.backward.seconds(unit.load) <= self._earned_s
+        return step.latencies.backward.seconds(load) <= self._earned_s
 
     def ran(self, step: Step, seconds: float) -> None:
         if step.is_served:
@@ -296,5 +296,5 @@ class InferenceOnly(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return 0
 
-    def backward(self, step: Step, unit: Backward, elapsed_s: float) -> bool:
+    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
         return False

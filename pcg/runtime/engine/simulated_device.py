@@ -134,11 +134,15 @@ class SimulatedDevice:
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
         return lambda: [ANY_SAMPLED] * len(chunks)
 
-    def back(self, unit: Backward) -> None:
-        """Run a backward unit."""
-        assert isinstance(unit, SimulatedBackward)
-        self._take(self._costs.backward_seconds(unit.whole.layer, unit.whole.next_shape))
-        unit.run()
+    def back(self, units: List[Backward]) -> None:
+        """Run backward units of one layer together."""
+        pieces: list[Piece] = []
+        for unit in units:
+            assert isinstance(unit, SimulatedBackward)
+            pieces += unit.whole.next_window
+        self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
+        for unit in units:
+            unit.run()
 
     def update(self) -> None:
         """Run an optimizer's update."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from pcg.parallel.step_costs import StepCosts
 from pcg.runtime.engine.adapter_pages import AdapterPages
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.engine import Engine, Latencies
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.scheduler import Limits, Scheduler

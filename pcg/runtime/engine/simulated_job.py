@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pcg.parallel.step_costs import Piece, StepShape
+from pcg.parallel.step_costs import Piece
 from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
 
@@ -55,14 +55,14 @@ class SimulatedPass:
         return self.layer < 0
 
     @property
-    def next_shape(self) -> StepShape:
-        """Of the window whose backward comes next: the last one first."""
-        return StepShape.of(self._next_window)
+    def next_window(self) -> list[Piece]:
+        """Whose backward comes next: the last one first."""
+        return self.windows[self._index]
 
     @property
     def next_load(self) -> Load:
         """Its work, as the engine counts it."""
-        return sum((Load.of(one.tokens, one.context) for one in self._next_window), Load())
+        return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
 
     def forward(self, tokens: int) -> None:
         """Take the next tokens forward."""
@@ -89,10 +89,6 @@ class SimulatedPass:
     @property
     def _index(self) -> int:
         return len(self.windows) - 1 if self._window is None else self._window
-
-    @property
-    def _next_window(self) -> list[Piece]:
-        return self.windows[self._index]
 
 
 class SimulatedForward(Forward):
@@ -122,6 +118,10 @@ class SimulatedBackward(Backward):
 
     def __init__(self, whole: SimulatedPass) -> None:
         self.whole = whole
+
+    @property
+    def layer(self) -> int:
+        return self.whole.layer
 
     @property
     def load(self) -> Load:

@@ -45,6 +45,11 @@ class Backward(ABC):
 
     @property
     @abstractmethod
+    def layer(self) -> int:
+        """Of the model; units of one layer, of several jobs, run together."""
+
+    @property
+    @abstractmethod
     def load(self) -> Load:
         """Its work."""
 

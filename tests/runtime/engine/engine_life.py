@@ -7,10 +7,9 @@ from collections.abc import Callable
 from random import Random
 
 from pcg.errors import OutOfMemoryError
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Event, EventLog, Kind
 from pcg.runtime.engine.job import JobState
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits

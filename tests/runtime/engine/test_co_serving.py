@@ -13,8 +13,7 @@ from itertools import repeat
 import pytest
 
 from pcg.parallel.step_costs import StepShape
-from pcg.runtime.engine.engine import Latencies
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.metrics import ServingReport
 from pcg.runtime.engine.replay import replay
 from pcg.runtime.engine.scheduler import Limits

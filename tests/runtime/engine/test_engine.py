@@ -18,9 +18,8 @@ import pcg.compiler as compiler
 from pcg.codegen.kernels import products
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.runtime.data import Example
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.request import Completion, Request
 from pcg.runtime.engine.scheduler import Limits
@@ -230,6 +229,33 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
     engine.step()
     layers = executor.program.config["num_hidden_layers"]
     assert rows == [20] * 4 * layers  # one that decodes and 19 that train: q k v, o, gate up, down
+
+
+def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for the windows of all, whatever they train; each trains what it does alone."""
+    recipes = {"lora": LORA, "few": {**LORA, "target_modules": ["q_proj", "down_proj"]}}
+    executor, alone = make_executor(), make_executor()
+    engine = make_engine(executor, 64)
+    jobs = [engine.finetune(DATA, name, peft=peft, **OPTIONS) for name, peft in recipes.items()]
+    rows: list[int] = []
+    run = products.linear_backward
+
+    def counted(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows.append(len(dy))
+        return run(dy, weight)
+
+    monkeypatch.setattr(products, "linear_backward", counted)
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    # 7 products, and 4 in the first layer, where nobody asks below q, k and v, for three batches.
+    assert rows == [2 * tokens for tokens in (51, 20, 51) for _ in range(7 + 4)]
+    for job, (name, peft) in zip(jobs, recipes.items(), strict=True):
+        assert job.error is None
+        alone.finetune(DATA, name, peft=peft, progress=False, **OPTIONS)
+        ours, theirs = (e.adapters[name].tensors for e in (executor, alone))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_promises_bound_finetuning() -> None:

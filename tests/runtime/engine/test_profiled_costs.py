@@ -6,8 +6,7 @@ import pytest
 
 from pcg.errors import CostModelError
 from pcg.parallel.step_costs import StepShape
-from pcg.runtime.engine.engine import Latencies
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.profiled_costs import ProfiledCosts, StepProfile
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits

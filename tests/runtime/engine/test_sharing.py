@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import (
@@ -19,7 +18,7 @@ from pcg.runtime.engine.sharing import (
     Step,
     TemporalSharing,
 )
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.engine.units import Forward
 from pcg.runtime.executor import Executor
 from pcg.runtime.kv_cache import bytes_of_page, kv_types
 from tests.runtime.engine.test_engine import (
@@ -116,20 +115,6 @@ class Tokens(Forward):
         self._remaining -= tokens
 
 
-class Layer(Backward):
-    """A unit of so many tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    @property
-    def load(self) -> Load:
-        return Load(self._tokens)
-
-    def run(self) -> None:
-        pass
-
-
 def step_of(tokens: int) -> Step:
     """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
     latencies = Latencies(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
@@ -146,9 +131,9 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
         rule.begin(step)
         if number % 2:
             trained_s += 1e-3 * rule.forward(step, Tokens(1000))
-        unit = Layer(3)
+        load = Load(3)
         elapsed_s = 0.01
-        while rule.backward(step, unit, elapsed_s):
+        while rule.backward(step, load, elapsed_s):
             rule.ran(step, 6e-3)
             elapsed_s, trained_s = elapsed_s + 6e-3, trained_s + 6e-3
     assert trained_s == pytest.approx(400 * 5e-3, rel=0.01)
@@ -159,8 +144,8 @@ def test_co_serving_keeps_to_the_promise() -> None:
     rule, step = CoServing(burst=1), step_of(10)
     # A layer of 12 goes back within 25 ms; 1000 make 84 such windows.
     assert rule.forward(step, Tokens(1000)) == 12
-    assert rule.backward(step, Layer(12), 0.02)
-    assert not rule.backward(step, Layer(12), 0.03)
+    assert rule.backward(step, Load(12), 0.02)
+    assert not rule.backward(step, Load(12), 0.03)
     full = step_of(50)
     assert rule.forward(full, Tokens(1000)) == 0
 
@@ -179,8 +164,8 @@ def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
     rule = CoServing(burst=4)
     awaited = [rule.forward(window_step(1.0, True), Tokens(180)) for _ in range(40)]
     assert {*awaited} == {0, 30}
-    assert rule.backward(window_step(1.0), Layer(10), 0.19)
-    assert not rule.backward(window_step(1.0, True), Layer(10), 0.049)
+    assert rule.backward(window_step(1.0), Load(10), 0.19)
+    assert not rule.backward(window_step(1.0, True), Load(10), 0.049)
 
 
 def test_a_batch_is_split_evenly() -> None:

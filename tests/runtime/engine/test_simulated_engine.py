@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from pcg.errors import BenchmarkError, GenerationError
 from pcg.parallel.step_costs import StepShape
-from pcg.runtime.engine.engine import Latencies
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.engine.metrics import serving_report
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
@@ -18,6 +18,7 @@ from pcg.runtime.engine.simulated_device import SimulatedAdapter
 from pcg.runtime.engine.simulated_engine import SimulatedEngine
 from pcg.runtime.engine.simulation import Fullest, Simulation, TakingTurns
 from pcg.runtime.engine.timelines import Slo
+from pcg.runtime.engine.units import Backward
 from pcg.runtime.sampling_params import SamplingParams
 from pcg.runtime.workloads.request import TimedRequest
 from pcg.runtime.workloads.workload import Workload
@@ -77,10 +78,10 @@ def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
     ran: list[tuple[int, int]] = []
     back = engine.device.back
 
-    def listen(unit: object) -> None:
-        whole = unit.whole  # type: ignore[attr-defined]
-        ran.append((whole.layer, whole.next_load.tokens))
-        back(unit)  # type: ignore[arg-type]
+    def listen(units: Sequence[Backward]) -> None:
+        (unit,) = units
+        ran.append((unit.layer, unit.load.tokens))
+        back(units)
 
     engine.device.back = listen  # type: ignore[method-assign]
     job = engine.finetune("tuned", [(12, 5), (3,)])
@@ -96,6 +97,28 @@ def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
     assert job.result == 2
     steps = [event for event in engine.log.of("tuned") if event.kind is Kind.STEPPED]
     assert [event.details["tokens"] for event in steps] == [17, 3]
+
+
+def test_jobs_go_back_together_and_those_behind_catch_up() -> None:
+    """The layer furthest from the first runs; all that are there, as one."""
+    engine = make_engine(limits=Limits(tokens=8))
+    ran: list[tuple[int, list[int]]] = []
+    back = engine.device.back
+
+    def listen(units: Sequence[Backward]) -> None:
+        assert len({unit.layer for unit in units}) == 1
+        ran.append((units[0].layer, sorted(unit.load.tokens for unit in units)))
+        back(units)
+
+    engine.device.back = listen  # type: ignore[method-assign]
+    jobs = [engine.finetune(name, [(tokens,)]) for name, tokens in (("a", 3), ("b", 4))]
+    engine.step()
+    late = engine.finetune("c", [(8,), (5,)])
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    assert [job.result for job in (*jobs, late)] == [1, 1, 2]
+    assert ran == [(1, [3, 4]), (1, [8]), (0, [3, 4, 8]), (1, [5]), (0, [5])]
 
 
 def test_a_preempted_request_is_admitted_again_in_the_log() -> None:
