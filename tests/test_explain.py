@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -311,27 +310,20 @@ def test_numbers_as_people_read_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_process_is_quick_and_small() -> None:
-    reference = _process("import torch; from transformers import LlamaForCausalLM")
-    deep = _process("import pcg; pcg.explain('meta-llama/Llama-3.1-70B')")
-    assert deep[0] <= 2.5 * reference[0]
-    assert deep[1] <= 2**30
-
-
-def _process(code: str) -> tuple[float, int]:
-    """CPU seconds and peak resident bytes of a Python process."""
+def test_the_whole_process_is_small() -> None:
+    """Its peak is of the weights' types alone; benchmarks/bench_startup.py has times."""
     # Not ru_maxrss, which a child inherits from the process that starts it.
-    peak = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = (
+        "import pcg; pcg.explain('meta-llama/Llama-3.1-70B')\n"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    )
     ended = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{peak}"],
+        [sys.executable, "-c", code],
         check=True,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"},
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, int(ended.stdout) * 1024
+    assert int(ended.stdout) * 1024 <= 2**30
 
 
 def test_depth_costs_no_nodes() -> None:

@@ -5,7 +5,6 @@ Long because every command and every bad input of it is a test of its own.
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -90,19 +89,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------------------------- the whole
 
 
-def test_help_is_light_and_quick() -> None:
+def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from cli import main\n"
+        "heavy = 'torch', 'transformers', 'peft', 'triton', 'sympy', 'networkx', 'numpy'\n"
         "try: main()\n"
-        "finally: print([n for n in ('torch', 'transformers', 'sympy') if n in sys.modules])"
+        "finally: print([name for name in heavy if name in sys.modules])"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "Compile, serve and finetune" in done.stdout
     assert done.stdout.rstrip().endswith("[]")
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 def test_version() -> None:
