@@ -30,6 +30,7 @@ NAMED = {
     "head-80": Case(kv_heads=1, size=80, value_size=80, dtype=torch.bfloat16),
     "head-192-128": Case(kv_heads=1, size=192, value_size=128, dtype=torch.bfloat16),
     "head-256": Case(kv_heads=1, size=256, value_size=256, dtype=torch.bfloat16),
+    "head-256-fp32": Case(kv_heads=1, size=256, value_size=256),
     "window": Case(kv_heads=1, window=9),
     "wide-window": Case(kv_heads=1, window=35),
     "softcap": Case(kv_heads=1, softcap=2.0),

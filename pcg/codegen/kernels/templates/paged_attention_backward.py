@@ -36,6 +36,10 @@ from pcg.codegen.kernels.templates.paged_attention import Blocks, head_constants
 from pcg.errors import UnsupportedError
 
 
+PIECE: tl.constexpr = tl.constexpr(16)
+"""Elements of a head that a product of fp32 takes at once, where all are too many for registers."""
+
+
 @triton.jit(do_not_specialize=["count"])
 def delta_rows(
     dout,
@@ -60,6 +64,17 @@ def delta_rows(
     x = tl.load(dout + (token * dout_token + head * dout_head)[:, None] + dv[None, :], inside, 0.0)
     y = tl.load(out + (token * out_token + head * out_head)[:, None] + dv[None, :], inside, 0.0)
     tl.store(delta + row, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), row < count)
+
+
+@triton.jit
+def row_products(x, y, SIZE: tl.constexpr):
+    """x yᵀ, of rows of SIZE elements."""
+    if (x.dtype == tl.float32) & (SIZE > 128):
+        pieces: tl.constexpr = SIZE // PIECE
+        left = tl.trans(tl.reshape(x, (x.shape[0], pieces, PIECE)), (1, 0, 2))
+        right = tl.trans(tl.reshape(y, (y.shape[0], pieces, PIECE)), (1, 2, 0))
+        return tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
 
 
 @triton.jit
@@ -104,8 +119,7 @@ def add_keys(
         place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
         inside = there[:, None] & (d < D)[None, :]
         key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
-        products = tl.dot(query, tl.trans(key), input_precision="ieee")
-        scores, growth = bounded(products, scale, SOFTCAP)
+        scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
         if ALIBI:
             scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
         weights = tl.exp2(scores - logsum[:, None])
@@ -115,7 +129,7 @@ def add_keys(
         place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
         inside = there[:, None] & (dv < DV)[None, :]
         value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
-        weighted = tl.dot(upstream, tl.trans(value), input_precision="ieee")
+        weighted = row_products(upstream, value, BLOCK_DV)
         dscores = weights * (weighted - inner[:, None]) * growth
         total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
     return total
