@@ -35,6 +35,7 @@ from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
 from pcg.passes.fuse_loss import fuse_loss
+from pcg.passes.hand_on import hand_on
 from pcg.passes.join import join
 from pcg.passes.overlap import overlap
 from pcg.passes.parallelize import Sharded, parallelize
@@ -222,9 +223,11 @@ def _fuse(state: Compilation) -> Compilation:
     model = fuse(made(state.serving_model)).map(join)
     model = dataclasses.replace(model, prologue=overlap(model.prologue))
     epilogue = state.training_epilogue
-    if state.backend == "triton" and epilogue is not None:
-        whole, loss, trained = epilogue
-        epilogue = fuse_loss(whole), fuse_loss(loss), trained
+    if state.backend == "triton":
+        model = hand_on(model)
+        if epilogue is not None:
+            whole, loss, trained = epilogue
+            epilogue = fuse_loss(whole), fuse_loss(loss), trained
     return dataclasses.replace(state, serving_model=model, training_epilogue=epilogue)
 
 

@@ -90,18 +90,18 @@ def launched(name: str, **changes: Any) -> list[str]:
 
 
 def test_one_launch_rotates_and_appends() -> None:
-    """Of a layer that decodes there were eight: queries, keys and the cache had one each."""
+    """And the sum of what the layer before made is one with the norm behind it."""
     attend = ["attend_splits", "reduce_splits"]
-    rest = ["block_0_add_rms_norm", "block_0_silu_mul"]
-    assert launched("llama3") == ["block_0_rms_norm", "block_0_rope_append", *attend, *rest]
-    with_norms = ["block_0_rms_norm", "block_0_rms_norm_rope_append", *attend, *rest]
+    rest = ["block_0_add_rms_norm_2", "block_0_silu_mul"]
+    assert launched("llama3") == ["block_0_add_rms_norm", "block_0_rope_append", *attend, *rest]
+    with_norms = ["block_0_add_rms_norm", "block_0_rms_norm_rope_append", *attend, *rest]
     assert launched("qwen3", head_dim=16) == with_norms
     # Nothing is made beside products: attention appends.
     assert launched("gpt2") == [
-        "block_0_layer_norm",
+        "block_0_add_layer_norm",
         "append_rows",
         *attend,
-        "block_0_add_layer_norm",
+        "block_0_add_layer_norm_2",
     ]
 
 

@@ -35,7 +35,6 @@ from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
 from pcg.codegen.kernels.templates.paged_attention import Blocks, head_constants
 from pcg.errors import UnsupportedError
 
-
 PIECE: tl.constexpr = tl.constexpr(16)
 """Elements of a head that a product of fp32 takes at once, where all are too many for registers."""
 
