@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pcg.codegen.lines import WIDTH, statement, wrapped
 from pcg.errors import CodegenError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.operators import operator
 from pcg.ir.program import python_name
-
-WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def emit_function(
     lines.append('    """')
     for holder, values in given.items():
         if values:
-            lines += _wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
+            lines += wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
             lines.append(f"    {holder}.clear()")
     items = graph.nodes if items is None else items
     waited = waits(items)
@@ -117,7 +116,9 @@ def emit_function(
             lines += _statement(item, expressions, asks and _is_frozen(graph, item))
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
-            lines.append(f"    del {', '.join(dead)}")
+            line = f"    del {', '.join(dead)}"
+            words = [f"{name}," for name in dead]
+            lines += [line] if len(line) <= WIDTH else wrapped(words, "del (", ")")
     lines += _waiting(items, waited, len(items), expressions)
     if asks and not any("yield from" in line for line in lines):
         lines.append("    yield from ()  # it has no product to ask for")
@@ -149,7 +150,7 @@ def _launch(launch: Launch, expressions: Mapping[str, str]) -> list[str]:
     arguments = ["batch,"] * launch.asks_batch
     arguments += [f"{expressions[name]}," for name in launch.inputs]
     arguments[-1] = arguments[-1].removesuffix(",")
-    return _wrapped(arguments, f"{targets} = {launch.name}(", ")")
+    return wrapped(arguments, f"{targets} = {launch.name}(", ")")
 
 
 def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -> list[str]:
@@ -161,7 +162,7 @@ def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -
     targets = ", ".join(expressions[value.name] for value in node.outputs)
     if entry.returns_sequence and len(node.outputs) == 1:
         targets = f"({targets},)"
-    return _assigned(targets, source)
+    return [statement(f"{targets} = {source}")]
 
 
 def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
@@ -169,7 +170,8 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
     entry = collective_of(node)
     assert entry is not None
     arguments = [expressions[name] for name in node.inputs]
-    return _assigned(expressions[node.name], entry.begun_source(arguments, dict(node.attributes)))
+    source = entry.begun_source(arguments, dict(node.attributes))
+    return [statement(f"{expressions[node.name]} = {source}")]
 
 
 def _waiting(
@@ -182,42 +184,6 @@ def _waiting(
         targets = ", ".join(expressions[value.name] for value in begun.outputs)
         lines.append(f"    {targets} = {expressions[begun.name]}()")
     return lines
-
-
-def _assigned(targets: str, source: str) -> list[str]:
-    line = f"    {targets} = {source}"
-    if len(line) <= WIDTH or not source.endswith(")") or "(" not in source:
-        return [line]
-    # The operator's call, with its arguments on lines of their own.
-    call, _, inner = source.partition("(")
-    return _wrapped(_arguments(inner.removesuffix(")")), f"{targets} = {call}(", ")")
-
-
-def _arguments(inner: str) -> list[str]:
-    """The arguments of a call, split at the commas that stand in no parentheses."""
-    parts, depth = [""], 0
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    words = [f"{part.strip()}," for part in parts]
-    return [*words[:-1], words[-1].removesuffix(",")]
-
-
-def _wrapped(words: Sequence[str], opening: str, closing: str) -> list[str]:
-    """`opening words closing` on one line if it fits, else the words filled over lines."""
-    line = f"    {opening}{' '.join(words)}{closing}"
-    if len(line) <= WIDTH:
-        return [line]
-    lines = [" " * 8 + words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + 1 + len(word) <= WIDTH:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(" " * 8 + word)
-    return [f"    {opening}", *lines, f"    {closing}"]
 
 
 def _last_uses(
@@ -245,6 +211,6 @@ def _returned(
     names = []
     for i, group in enumerate(groups):
         words = [f"{expressions[name]}," for name in group]
-        lines += _wrapped(words, f"group_{i} = (", ")")
+        lines += wrapped(words, f"group_{i} = (", ")")
         names.append(f"group_{i}")
     return [*lines, f"    return {', '.join(names)}"]

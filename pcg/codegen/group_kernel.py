@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of, filled
+from pcg.codegen.lines import filled
+from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of
 from pcg.ir.program import python_name
 from pcg.passes.group import Group
 

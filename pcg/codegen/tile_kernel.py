@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from pcg.codegen.lines import filled, statement
 from pcg.ir.graph import Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.tile import Tile
@@ -43,7 +44,6 @@ _TILE = 2048
 _MOST_ROWS = 16
 _WARP_ELEMENTS = 512
 """Elements of a tile that a warp holds: 16 registers a thread for each value in fp32."""
-WIDTH = 100
 _OWN_NAMES = (
     *("row", "rows", "column", "group", "token", "inside", "in_row", "in_rows", "tl", "K"),
     *("program", "slot", "cell", "head"),
@@ -186,7 +186,7 @@ class TileWriter:
             "):",
             f'    """{self._summary()}',
             "",
-            *(f"    {line}" for line in self._nodes()),
+            *self._nodes(),
             '    """',
             f"    row = {rows} * ROWS + tl.arange(0, ROWS)[:, None]",
         ]
@@ -209,13 +209,15 @@ class TileWriter:
 
     def _nodes(self) -> list[str]:
         """The nodes that it came from, as text IR without types, under their modules."""
-        lines, scope = [], None
+        lines: list[str] = []
+        scope = None
         for node in self.group.nodes:
             if node.scope != scope:
                 scope = node.scope
-                lines.append(f"{scope or 'layer'}:")
+                lines.append(f"    {scope or 'layer'}:")
             attributes = "".join(f", {name}={value!r}" for name, value in node.attributes)
-            lines.append(f"    {node.name} = {node.op}({', '.join(node.inputs)}{attributes})")
+            text = f"{node.name} = {node.op}({', '.join(node.inputs)}{attributes})"
+            lines.append(statement(text, 8))
         return lines
 
     def _stored(self, name: str) -> list[str]:
@@ -228,21 +230,21 @@ class TileWriter:
         mask = "inside" if self.shape.is_padded else "in_rows"
         plain = f"tl.store({address} + {self._offset(place, type_)}, {value}, {mask})"
         if node is None:
-            return [_line(plain)]
+            return [statement(plain)]
         stored = self._stored_in_cache(python_name(name), place, value, mask)
         if held in self.group.inputs or held in self.group.outputs:
             return stored
-        return [*stored, "    else:", _line(plain, 8)]
+        return [*stored, "    else:", statement(plain, 8)]
 
     def _stored_in_cache(self, to: str, place: Place, value: str, mask: str) -> list[str]:
         """At the token's row, of whose heads each row of the value is one."""
         head = "0" if place.group == "0" else f"{place.group}.to(tl.int64) * {to}_head"
         return [
             "    if PAGE:",
-            _line("slot = tl.load(slots_ptr + token, in_rows, other=-1)", 8),
-            _line(f"cell = slot // PAGE * {to}_page + slot % PAGE * {to}_token", 8),
-            _line(f"head = {head}", 8),
-            _line(
+            statement("slot = tl.load(slots_ptr + token, in_rows, other=-1)", 8),
+            statement(f"cell = slot // PAGE * {to}_page + slot % PAGE * {to}_token", 8),
+            statement(f"head = {head}", 8),
+            statement(
                 f"tl.store({to}_ptr + cell + head + {place.column}, {value}, {mask} & (slot >= 0))",
                 8,
             ),
@@ -309,7 +311,7 @@ class TileWriter:
         while variable in self.taken:
             variable, count = f"{stem}_{count}", count + 1
         self.taken.add(variable)
-        self.lines.append(_line(f"{variable} = {expression}"))
+        self.lines.append(statement(f"{variable} = {expression}"))
         return variable
 
     def let(self, name: str, expression: str) -> str:
@@ -415,29 +417,3 @@ def _linear(place: Place, size: int) -> str:
     if place.group == "0":
         return place.column
     return f"({place.group} * {size} + {place.column})"
-
-
-def _line(statement: str, indent: int = 4) -> str:
-    """A statement of the body; what is too long for a line has a call's arguments on a second."""
-    space = " " * indent
-    if len(statement) + indent <= WIDTH or "(" not in statement:
-        return f"{space}{statement}"
-    opening, _, rest = statement.partition("(")
-    depth, end = 1, 0
-    while depth:
-        depth += {"(": 1, ")": -1}.get(rest[end], 0)
-        end += 1
-    inner, closing = rest[: end - 1], rest[end - 1 :]
-    return f"{space}{opening}(\n{space}    {inner}\n{space}{closing}"
-
-
-def filled(words: list[str], indent: int = 4) -> list[str]:
-    """Words on lines."""
-    space = " " * indent
-    lines = [space + words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + 1 + len(word) <= WIDTH:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(space + word)
-    return lines

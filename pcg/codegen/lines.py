@@ -1,0 +1,80 @@
+"""Lines of emitted Python that are no longer than a reader wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WIDTH = 100
+
+_OPERATORS = (("&", "|"), ("+", "-"), ("*", "/", "//", "%"))
+"""Binary ones, the loosest first."""
+
+
+def statement(text: str, indent: int = 4) -> str:
+    """A statement on a line, or with what stands in its first parentheses on lines of its own."""
+    space = " " * indent
+    begin = text.find("(", text.find(" = ") + 1)
+    if len(text) + indent <= WIDTH or begin < 0:
+        return f"{space}{text}"
+    depth, end = 1, begin + 1
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    inner = filled(_parts(text[begin + 1 : end - 1]), indent + 4)
+    return "\n".join([f"{space}{text[: begin + 1]}", *inner, f"{space}{text[end - 1 :]}"])
+
+
+def _parts(inner: str) -> list[str]:
+    """Arguments, or else the operands of the loosest operator, which begins each but the first."""
+    found = _arguments(inner)
+    words = inner.split(" ")
+    for kind in _OPERATORS:
+        if len(found) > 1:
+            return found
+        found, depth = [], 0
+        for word in words:
+            if not depth and word in kind and found:
+                found.append(word)
+            elif found:
+                found[-1] += f" {word}"
+            else:
+                found.append(word)
+            depth += sum({"(": 1, "[": 1, ")": -1, "]": -1}.get(mark, 0) for mark in word)
+    return found
+
+
+def _arguments(inner: str) -> list[str]:
+    """The arguments of a call, split behind the commas that stand in no parentheses."""
+    parts, depth = [""], 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    words = [f"{part.strip()}," for part in parts]
+    # A comma at the end, as of a tuple of one, stays.
+    return words[:-1] if words[-1] == "," else [*words[:-1], words[-1].removesuffix(",")]
+
+
+def wrapped(words: Sequence[str], opening: str, closing: str, indent: int = 4) -> list[str]:
+    """`opening words closing` on one line if it fits, else the words filled over lines."""
+    space = " " * indent
+    line = f"{space}{opening}{' '.join(words)}{closing}"
+    if len(line) <= WIDTH:
+        return [line]
+    return [f"{space}{opening}", *filled(words, indent + 4), f"{space}{closing}"]
+
+
+def filled(words: Sequence[str], indent: int = 4) -> list[str]:
+    """Words on lines; one that is too long for a line is broken like a statement."""
+    space = " " * indent
+    lines: list[str] = []
+    for word in words:
+        if len(word) + indent > WIDTH:
+            lines += statement(word, indent).splitlines()
+        elif lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(space + word)
+    return lines
