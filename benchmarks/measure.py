@@ -27,7 +27,11 @@ def interleave(
     Args:
         contenders: by name; a call runs the workload and returns its time in seconds or its rate.
         rounds: how often; one more comes first and is thrown away.
+    Raises:
+        SystemExit: fewer than one round.
     """
+    if rounds < 1:
+        raise SystemExit(f"error: {rounds} rounds; use at least 1")
     values: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 1):
         for name, run in contenders.items():

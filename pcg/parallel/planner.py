@@ -26,7 +26,8 @@ were at most.
 An adapter's weight is held in the layout that its reader takes, or in parts that are gathered where
 it is read; a copy of which each rank has a part of the gradient (=) costs an all-reduce of it once
 an optimizer step. The base's weights, and the ways of the base's nodes, may be given: the search
-for bypass networks takes them so (dependent parallelization).
+for bypass networks takes them so (dependent parallelization). (Long by a few lines: one dynamic
+program and its steps.)
 """
 
 from __future__ import annotations

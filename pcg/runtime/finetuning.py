@@ -3,7 +3,7 @@
 Between two steps the whole state of a job is the adapter, the optimizer's and a `TrainerState`;
 nothing is random but the order of the data, a function of seed and epoch, and what is dropped, one
 of seed, step and batch. So a run that is resumed ends with the same bits as one that was not
-interrupted.
+interrupted. (Long by a few lines: one run from its options to its result.)
 """
 
 from __future__ import annotations
