@@ -24,7 +24,7 @@ from pcg.errors import (
 from pcg.ir.graph import Graph
 from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.printer import print_graphs
-from pcg.ir.program import ModelGraph, Serving, Training
+from pcg.ir.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.ir.verifier import verify
 from pcg.parallel.costs import CostModel
 from pcg.parallel.layer_costs import DeviceCosts
@@ -34,6 +34,7 @@ from pcg.passes.compress import compress
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
 from pcg.passes.fuse import fuse, fuse_linears
+from pcg.passes.fuse_gradients import fuse_gradients
 from pcg.passes.fuse_loss import fuse_loss
 from pcg.passes.hand_on import hand_on
 from pcg.passes.join import join
@@ -231,6 +232,14 @@ def _fuse(state: Compilation) -> Compilation:
     return dataclasses.replace(state, serving_model=model, training_epilogue=epilogue)
 
 
+def _fused(plan: TrainingGraph, backend: str) -> TrainingGraph:
+    """Grouped as serving's are, so that both can run a product together."""
+    forward, backward = fuse_linears(plan.forward), plan.backward
+    if backend == "triton" and backward is not None:
+        backward = fuse_gradients(backward)
+    return dataclasses.replace(plan, forward=forward, backward=backward)
+
+
 def _emit(state: Compilation) -> Compilation:
     model = made(state.serving_model)
     serving = Serving(model, emit_serving(state.name, model, state.backend))
@@ -238,10 +247,7 @@ def _emit(state: Compilation) -> Compilation:
     if state.training_model is not None:
         epilogue, loss, trained = made(state.training_epilogue)
         model, plan = state.training_model, made(state.plan)
-        # Grouped as serving's are, so that both can run a product together.
-        plans = tuple(
-            dataclasses.replace(one, forward=fuse_linears(one.forward)) for one in plan.plans
-        )
+        plans = tuple(_fused(one, state.backend) for one in plan.plans)
         prologue, prologue_trained = state.training_prologue
         source = emit_training(
             state.name, model, plans, plan.layers, epilogue, loss, prologue, state.backend

@@ -19,12 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 import pcg
+from cli.application import app
 from pcg.html.element import Markup, element
 from pcg.html.layout import layout
 from pcg.html.plot import Scale
 from pcg.report import KINDS, Report, Stage
 from pcg.source import resolve
-from pcg_cli.application import app
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 VOID = {"input", "meta"}

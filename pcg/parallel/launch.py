@@ -6,6 +6,7 @@ torchrun. When one ends badly, the launcher ends the others within a second.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -43,6 +44,8 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // degree)))
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    patience = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}  # torch 2.12
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,7 +56,7 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=SHUTDOWN_S,
+        **patience,
     )
     try:
         elastic_launch(config, _as_rank)(act, dict(arguments))

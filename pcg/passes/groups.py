@@ -7,6 +7,8 @@ what it reads become one where
     rows                     what is summed over rows has the rows of all that leaves it,
     order                    no path leads from it through another node back into it.
 
+So do, at last, groups that read two tensors or more which both have to load.
+
 What a memory plan makes again in backward stands in the graph like any other node, so it is made in
 registers beside what reads it. Views at a group's border cost nothing, and stay outside. In the end
 some groups share a kernel, side by side.
@@ -14,7 +16,7 @@ some groups share a kernel, side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from pcg.ir.graph import Graph, Node
@@ -33,19 +35,26 @@ def schedule(graph: Graph) -> tuple[Node | Group, ...]:
     def group(numbers: Sequence[int]) -> Group:
         return Group(graph, tuple(graph.nodes[i] for i in sorted(numbers)))
 
+    def join(i: int, j: int) -> None:
+        first, second = owner[j], owner[i]
+        both = members[first] + members[second]
+        if group(both).fits() and not _has_detour(graph, places, owner, first, second):
+            members[first], members[second] = both, []
+            for k in both:
+                owner[k] = first
+
     for i, node in enumerate(graph.nodes):
         if not is_fusible(graph, node):
             continue
         for name in node.inputs:
             j = places.get(name)
-            if j is None or owner[j] == owner[i] or not is_fusible(graph, graph.nodes[j]):
-                continue
-            both = members[owner[j]] + members[owner[i]]
-            if group(both).fits() and not _has_detour(graph, places, owner, owner[j], owner[i]):
-                members[owner[j]], members[owner[i]] = both, []
-                first = owner[j]
-                for k in both:
-                    owner[k] = first
+            if j is not None and owner[j] != owner[i] and is_fusible(graph, graph.nodes[j]):
+                join(i, j)
+    for i, j in _reading_the_same(graph, places):
+        if owner[j] != owner[i] and _loads_in_common(
+            group(members[owner[i]]), group(members[owner[j]])
+        ):
+            join(i, j)
     fusible = [
         numbers for numbers in members if numbers and is_fusible(graph, graph.nodes[numbers[0]])
     ]
@@ -61,6 +70,19 @@ def is_fusible(graph: Graph, node: Node) -> bool:
     types = [type_, *(graph.types[name] for name in node.inputs)]
     sized = all(type_.dims and RANK not in type_.shape for type_ in types)
     return sized and bool(type_.features) and operator(node.op).tiles(dict(node.attributes))
+
+
+def _reading_the_same(graph: Graph, places: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """Pairs of nodes for kernels, a later and the first, which read one value of tokens."""
+    for name, readers in graph.consumers.items():
+        if graph.types[name].is_token_wise:
+            first, *others = [places[n.name] for n in readers if is_fusible(graph, n)] or [0]
+            yield from ((other, first) for other in others)
+
+
+def _loads_in_common(one: Group, other: Group) -> bool:
+    """Whether two groups read two tensors or more that neither makes."""
+    return len({*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()) > 1
 
 
 def _has_detour(

@@ -371,7 +371,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
     inputs["use_cache"], shapes["use_cache"] = False, None
     try:
-        with _ListIndexAsTake():
+        with _NumbersOnMeta():
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
@@ -380,8 +380,11 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
         raise _NotThisWay(f"torch.export cannot trace {type(model).__name__}: {line}") from error
 
 
-class _ListIndexAsTake(TorchFunctionMode):
-    """x[..., [i], :] as one operator: on the meta device an index tensor loses its numbers."""
+class _NumbersOnMeta(TorchFunctionMode):
+    """Calls whose numbers would be tensors, which lose them on the meta device.
+
+    x[..., [i], :] is one operator, and torch.tensor(number) is torch.full.
+    """
 
     def __torch_function__(
         self,
@@ -398,6 +401,8 @@ class _ListIndexAsTake(TorchFunctionMode):
                 dim = x.dim() - after if Ellipsis in entries[: lists[0]] else lists[0]
                 (index,) = entries[lists[0]]
                 return torch.ops.pcg.take(x, dim, index % x.shape[dim])
+        if func is torch.tensor and isinstance(args[0], int | float):
+            return torch.full((), args[0], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

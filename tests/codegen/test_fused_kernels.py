@@ -167,7 +167,7 @@ def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
     for code, kernel in zip(found, (k for k in asked for _ in architectures), strict=True):
         code.check_in_registers(128)
         assert code.shared_bytes <= 48 * 1024
-        if "inv_freq" not in kernel.module:  # a few columns for each token
+        if "rotary_emb" not in kernel.module:  # a few columns for each token
             assert code.count("STG") == code.count("STG", "128"), kernel.module
             # Tokens' rows of the cache are numbers; the weights of a head's norm are 256 bytes for
             # a whole tile.

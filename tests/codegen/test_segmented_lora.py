@@ -111,8 +111,8 @@ def test_shrink(
 
 
 @settings(max_examples=25)
-@given(cases(), dtypes, dtypes)
-def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype) -> None:
+@given(cases(), dtypes, dtypes, st.booleans())
+def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_place: bool) -> None:
     b = scattered(case.ranks, case.starts, case.sizes, case.most_rank, dtype, case.generator)
     y, tiles, scales = drawn(case, y_dtype, sum(case.sizes)), case.tiles, scales_of(case)
     before = y.clone()
@@ -121,9 +121,17 @@ def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype) -> Non
         for slot, first, count in tiles.tiles.tolist():
             parts[:, j, first : first + count, ranks[slot] :] = 0
     with sanitized():
-        found = expand_add(y, parts, b, tiles, scales)
+        found = expand_add(y, parts, b, tiles, scales, in_place)
     s = by_token(parts, case, tiles)
     expected, magnitude = reference_expand(before, s, b, case, scales)
+    if not in_place:  # what nobody has is nobody's
+        assert torch.equal(y, before)
+        has = torch.zeros(y.shape, dtype=torch.bool)
+        for token, slot in enumerate(case.slots):
+            for j, ranks in enumerate(case.ranks):
+                own = slice(b.starts[j], b.starts[j] + b.sizes[j])
+                has[token, own] = slot >= 0 and ranks[slot] > 0
+        found = torch.where(has, found, before)
     check_close(found, expected, magnitude, WIDE + SUMS + ROUNDING[y_dtype])
     none = torch.tensor([slot < 0 for slot in case.slots], dtype=torch.bool)
     assert torch.equal(found[none], before[none])
@@ -309,17 +317,17 @@ _ODD = ("order", "segments", "tiles", "slices", "slots", "places")
 
 
 def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Kernel:
-    is_decode, is_wide = block == 16, dtype == "fp32"
+    is_decode, is_large = block == 16, dtype == "fp32" and ranks > 16
     types = {"x": f"*{x}", "tiles": "*i32", "memory": f"*{dtype}", "part_columns": "i32"}
-    block_k = 256 if is_decode else 32 if is_wide else 64
+    block_k = 256 if is_decode else 32 if is_large else 64
     constants = {"HAS_SCALES": True, "BLOCK_M": block, "BLOCK_R": ranks, "BLOCK_K": block_k}
-    warps, stages = 8 if is_wide and not is_decode else 4, 2 if is_decode else 3
+    warps, stages = 8 if is_large else 4, 2 if is_decode else 3
     return Kernel(_MODULE, "shrink_kernel", _TYPES | types, constants, _ODD, warps, stages)
 
 
 def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
     is_decode, is_wide = block == 16, dtype == "fp32"
-    types = {"y": "*bf16", "tiles": "*i32", "memory": f"*{dtype}"}
+    types = {"y": "*bf16", "z": "*bf16", "tiles": "*i32", "memory": f"*{dtype}"}
     block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     constants = {
         "HAS_SCALES": True, "SUMMED": summed, "PARTS": parts, "BLOCK_M": block, "BLOCK_N": block_n
@@ -330,8 +338,8 @@ def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Ker
 
 def _outer(dtype: str) -> Kernel:
     types = {"x": f"*{dtype}", "segments": "*i32", "memory": "*fp32"}
-    blocks = {"BLOCK_T": 64, "BLOCK_N": 128} if dtype != "fp32" else {"BLOCK_T": 32, "BLOCK_N": 64}
-    constants = {"HAS_SCALES": True, "ADDS": True, "BLOCK_R": 16, **blocks}
+    blocks = {"BLOCK_T": 32 if dtype == "fp32" else 64, "BLOCK_N": 64, "BLOCK_R": 16}
+    constants = {"HAS_SCALES": True, "ADDS": True, **blocks}
     module = f"{_MODULE}_backward"
     return Kernel(module, "outer_kernel", _TYPES | types, constants, _ODD, 4, 3)
 
@@ -351,6 +359,7 @@ _RARE_KERNELS = {
     "fp16 expand": _expand(64, 1, 1, "fp16"),
     "fp32 shrink": _shrink(64, 64, "fp32", "fp32"),
     "fp32 shrink of bf16": _shrink(64, 64, "fp32"),
+    "fp32 shrink of bf16, rank 16": _shrink(64, 16, "fp32"),
     "fp32 expand": _expand(64, 1, 1, "fp32"),
     "fp32 decode expand": _expand(16, 16, 1, "fp32"),
     "fp32 outer": _outer("fp32"),

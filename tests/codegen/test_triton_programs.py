@@ -14,6 +14,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.codegen.kernels import torch_ops
+from pcg.codegen.kernels.trained_lora import LoraGradients
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
@@ -91,6 +92,39 @@ def test_tokens_and_trained_adapters_are_those_of_pytorch(name: str) -> None:
     assert tokens == expected
     for ours, other in zip(trained, theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
+
+
+def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA of two jobs beside a job of (IA)³, whose base products are theirs too."""
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    names, data = ("r4", "r20", "ia3"), [Example(ids, ids) for ids in prompts((11, 7))]
+    together: list[int] = []
+    run = LoraGradients.run
+
+    def counted(self: Any, dz: Any, dx: Any, parts: Any) -> None:
+        together.append(len(parts))
+        run(self, dz, dx, parts)
+
+    monkeypatch.setattr(LoraGradients, "run", counted)
+
+    def trained(backend: str) -> list[torch.Tensor]:
+        executor = compiler.compile(base, backend=backend)
+        page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+        engine = executor.engine(kv_cache_bytes=200 * page_bytes)
+        jobs = [
+            engine.finetune(data, name, peft=RECIPES[name], max_steps=1, batch_size=2, seed=1)
+            for name in names
+        ]
+        while not engine.is_idle:
+            engine.step()
+        assert [job.error for job in jobs] == [None] * 3
+        return [tensor for name in names for tensor in executor.adapters[name].tensors]
+
+    ours = trained("triton")
+    # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
+    assert together == [1] * 4 + [2] + [1] + [2] + [1] * 4
+    for one, other in zip(ours, trained("torch"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_sizes_that_kernels_do_not_take_are_left_to_pytorch() -> None:

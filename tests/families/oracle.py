@@ -24,6 +24,10 @@ def random_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about options of generation
         parsed = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if getattr(parsed, "attn_logit_softcapping", None):
+            parsed._attn_implementation = (
+                "eager"  # transformers 5.17 takes SDPA, which leaves it out
+            )
         model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -2,6 +2,8 @@
 
 There values of bf16 are raw bits: arithmetic and products run on the bits, and casts truncate. Here
 they go through fp32, and are rounded to the nearest, ties to even, as on a device.
+
+Triton 3.6 also makes indices of arrays of one element, which numpy 2.5 refuses.
 """
 
 from __future__ import annotations
@@ -60,6 +62,14 @@ def install() -> None:
         return reduce(self, inputs)
 
     interpreter.ReduceScanOpInterface.apply = reduced
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _through_fp32(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -104,33 +106,81 @@ class LinearProduct(Product):
         return hasattr(self.weights[0], "group_sizes")
 
 
+class Bypass(ABC):
+    """What a bypass network adds to the gradient of what a linear operator was given."""
+
+    @abstractmethod
+    def run(self, dy: Tensor, dx: Tensor, parts: Sequence[Part[Self]]) -> None:
+        """Add it to dx for each of these, in one go.
+
+        Args:
+            dy: [T, out].
+            dx: the base's gradient, [T, in]; written over.
+            parts: the bypass networks, this one too, and their tokens.
+        """
+
+
+Own = TypeVar("Own", bound=Bypass)
+
+
+@dataclass(frozen=True)
+class Part(Generic[Own]):
+    """A bypass network and its tokens.
+
+    Attributes:
+        bypass: one.
+        start: its first token.
+        count: of its tokens.
+    """
+
+    bypass: Own
+    start: int
+    count: int
+
+
 class InputGradient(Product):
-    """dy W, of what a linear operator was given.
+    """dy W, of what a linear operator was given, and what a bypass network adds to it.
 
     Attributes:
         weight: [out, in].
+        bypass: of the operator; None where it is in nodes of its own.
     """
 
-    __slots__ = ("weight",)
+    __slots__ = ("bypass", "weight")
 
-    def __init__(self, key: tuple[object, ...], dy: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, key: tuple[object, ...], dy: Tensor, weight: Tensor, bypass: Bypass | None
+    ) -> None:
         super().__init__(key, dy)
         self.weight = weight
+        self.bypass = bypass
 
     def run(self) -> None:
-        self._outputs = linear_backward(self._take_x(), self.weight)
+        (self._outputs,) = self._made((self,))
 
     def run_with(self, others: Sequence[InputGradient]) -> None:
         every = (self, *others)
-        dy, counts = _side_by_side(every)
-        for one, rows in zip(every, linear_backward(dy, self.weight).split(counts), strict=True):
+        for one, rows in zip(every, self._made(every), strict=True):
             one._outputs = rows.clone()
+
+    def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
+        dy, counts = _side_by_side(every)
+        dx = linear_backward(dy, self.weight)
+        starts = accumulate(counts[:-1], initial=0)
+        parts = [
+            Part(one.bypass, start, count)
+            for one, start, count in zip(every, starts, counts, strict=True)
+            if one.bypass is not None
+        ]
+        if parts:
+            parts[0].bypass.run(dy, dx, parts)
+        return dx.split(counts)
 
 
 def _side_by_side(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
     """The tokens of all, and how many each has."""
     parts = [one._take_x() for one in every]
-    return torch.cat(parts), [len(part) for part in parts]
+    return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,7 +241,9 @@ def product(
     return asked.take()
 
 
-def product_backward(batch: Any, name: str, dy: Tensor, weight: Tensor) -> Asking:
+def product_backward(
+    batch: Any, name: str, dy: Tensor, weight: Tensor, bypass: Bypass | None = None
+) -> Asking:
     """Ask for dy by a weight, the gradient of what its linear operator was given.
 
     Args:
@@ -199,10 +251,11 @@ def product_backward(batch: Any, name: str, dy: Tensor, weight: Tensor) -> Askin
         name: of the weight in its layer.
         dy: [T, out].
         weight: [out, in].
+        bypass: what is added to it on the way.
     Returns:
         dx, [T, in].
     """
-    asked = InputGradient((batch.layer, name, "backward"), dy, weight)
+    asked = InputGradient((batch.layer, name, "backward"), dy, weight, bypass)
     del dy
     yield asked
     return asked.take()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops
+from pcg.codegen.kernels import torch_ops, trained_lora
 from pcg.codegen.kernels.fused import FusedPart, fused, side_by_side
 from pcg.codegen.kernels.head_sizes import HEAD_SIZES
 from pcg.codegen.kernels.templates import segmented_lora
@@ -39,6 +39,15 @@ from pcg.codegen.kernels.templates.token_tiles import (
     TokenTiles,
     token_tiles,
 )
+from pcg.codegen.kernels.trained_lora import (
+    expand_backward,
+    is_column_wise,
+    lora_linear_backward,
+    outer,
+    rows_of,
+    scaled_outer,
+    segments_of,
+)
 from pcg.errors import UnsupportedError
 
 __all__ = [
@@ -52,13 +61,17 @@ __all__ = [
     "decode_room",
     "draw",
     "expand_add",
+    "expand_backward",
     "fused",
     "greedy",
     "inner",
     "linear_cross_entropy",
+    "lora_linear_backward",
+    "outer",
     "pack_signs",
     "relu_backward_packed",
     "scale",
+    "scaled_outer",
     "shrink",
     "side_by_side",
     "sum_tokens",
@@ -220,6 +233,8 @@ def _matrices(lora: Any) -> tuple[RankRows, RankRows]:
 
 def shrink(x: Tensor, a: Any) -> Any:
     """s = x Aᵀ, each token by its own adapter; of rows as the segmented kernels have it."""
+    if _is_trained(a):
+        return trained_lora.shrink(x, a)
     if not hasattr(a, "a_rows"):
         return torch_ops.shrink(x, a)
     down, _ = _matrices(a)
@@ -239,10 +254,17 @@ def activate(s: Any, bias: Any, function: str) -> Any:
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
+    if _is_trained(b):
+        return trained_lora.expand_add(y, s, b)
     if not hasattr(b, "b_rows"):
         return torch_ops.expand_add(y, s, b)
     _, up = _matrices(b)
     return segmented_lora.expand_add(y, s, up, _tiles(b.tokens.known, b.tokens.spans, y))
+
+
+def _is_trained(weight: Any) -> bool:
+    """Whether it is that of the one adapter that is trained, or made of it."""
+    return isinstance(weight, Tensor) or getattr(weight, "segments", weight) is None
 
 
 # ------------------------------------------------------------------------------- vectors
@@ -284,31 +306,15 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
 
 def _is_summable(x: Tensor) -> bool:
     """Whether kernels can sum x [tokens, n] up, in fp32."""
-    is_known = x.dim() == 2 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if not is_known or x.stride(1) != 1:
-        return False
-    return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and is_column_wise(x)
 
 
 def _summed(left: Tensor, right: Tensor | None, base: Tensor | None) -> Tensor:
     """The sum over the tokens of the one adapter that is trained, without a copy of any in fp32."""
     tokens, size = left.shape
-    total = torch.zeros(size, dtype=torch.float32, device=left.device)
-    vector = replace(_one_vector(size, left.device), memory=total)
-    segment_inner(left, right, vector, _one_segment(tokens, left.device), base)
-    return total
-
-
-@lru_cache(maxsize=64)
-def _one_vector(size: int, device: torch.device) -> RankRows:
-    rows = torch.zeros((1, 1, 1), dtype=torch.int64, device=device)
-    ranks = torch.ones((1, 1), dtype=torch.int32, device=device)
-    return rank_rows(torch.empty(0, device=device), rows, ranks, (0,), (size,))
-
-
-@lru_cache(maxsize=64)
-def _one_segment(tokens: int, device: torch.device) -> TokenTiles:
-    return token_tiles([(0, tokens, 0)], PREFILL_BLOCK).to(device)
+    total = torch.zeros((1, size), dtype=torch.float32, device=left.device)
+    segment_inner(left, right, rows_of([total]), segments_of([tokens], left.device), base)
+    return total[0]
 
 
 def _is_stack(y: Tensor, vector: Any) -> bool:

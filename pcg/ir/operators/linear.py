@@ -225,6 +225,42 @@ class LinearBackward(Operator):
         return 2 * outputs[0].elements * inputs[0].shape[-1]
 
 
+class LoraLinearBackward(Operator):
+    """The gradients of a linear operator with LoRA, without A's; in programs for Triton.
+
+    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A
+
+    `dz: [T, out]`, `W: [out, in]`, `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
+    """
+
+    name = "lora_linear_backward"
+    is_product = True
+    inputs = (5, 5)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, weight, a, b, s = types
+        (ds,) = ExpandBackward().infer((dz, b), {})
+        (db,) = ScaledOuter().infer((dz, s, b), {})
+        (dx,) = LinearBackward().infer((dz, weight), {})
+        if ds != s or a.shape != (s.shape[-1], weight.shape[1]):
+            raise TypeCheckError(f"lora_linear_backward of {dz} with {a}, {b} and {s}")
+        return ds, db, dx
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        return ("s", "B", "x")
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dz, weight, *rest = inputs
+        called = f'K.lora_linear_backward(batch, "{_name(weight)}", {dz}, {weight}'
+        return f"yield from {called}, {', '.join(rest)})"
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype  # the base's product; LoRA's are small beside it
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[2].elements * inputs[0].shape[-1]
+
+
 class Shrink(Operator):
     """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""
 
@@ -431,6 +467,7 @@ OPERATORS: tuple[Operator, ...] = (
     LinearBackward(),
     LinearGroup(),
     LoraLinear(),
+    LoraLinearBackward(),
     Outer(),
     ScaledOuter(),
     Shrink(),

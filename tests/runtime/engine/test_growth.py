@@ -47,6 +47,7 @@ def operations(engine: SimulatedEngine) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # CPython 3.12.1 counts none if no frame wants them yet
     sys.settrace(trace)
     try:
         while not engine.is_idle:

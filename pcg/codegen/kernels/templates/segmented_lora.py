@@ -1,14 +1,14 @@
 """LoRA of many adapters in one launch, each token by its own (SGMV, MBGMM, MBGMV).
 
     shrink:     s[j, p, k] = scale Σ_i x[order[p], start_j + i] · A[j, k, i]
-    expand_add: y[order[p], start_j + n] += scale Σ_k s[j, p, k] · B[j, k, n]
+    expand_add: z[order[p], start_j + n] = y[order[p], …] + scale Σ_k s[j, p, k] · B[j, k, n]
 
 j is a slice, p a place of `token_tiles`, k a rank, A and B are the rows of the place's slot
 (`rank_rows`), and scale is the slot's, or 1. Backward is the same kernels with the other matrix:
 ds is shrink over B's rows with scale, dx is expand_add over A's without.
 
-    x, y: [tokens, columns], fp32, bf16 or fp16, of their own dtypes
-    s:    [parts, slices, places, most_rank], fp32: partial sums, whose sum over parts is s
+    x, y, z: [tokens, columns], fp32, bf16 or fp16, of their own dtypes
+    s:       [parts, slices, places, most_rank], fp32: partial sums, whose sum over parts is s
 
 Sums are in fp32 and in a fixed order, and y is rounded once. Products run on tensor cores where one
 factor has 16 bits: x is converted to the dtype of rows of 16 bits, and where the other factor, s or
@@ -199,8 +199,9 @@ def shrink(
         # Not in the kernel, where tensor cores would read what is converted from registers.
         x = x.to(a.memory.dtype)
         check_tokens(x, a)
-    block_k = DECODE_COLUMNS if is_decode else PREFILL_COLUMNS // (2 if is_wide else 1)
     block_r = 16 if is_decode else min(64, max(16, triton.next_power_of_2(a.most_rank)))
+    is_large = is_wide and block_r > 16  # tiles of fp32 rows
+    block_k = DECODE_COLUMNS if is_decode else PREFILL_COLUMNS // (2 if is_large else 1)
     rank_blocks = triton.cdiv(a.most_rank, block_r)
     steps = triton.cdiv(max(a.sizes), block_k)
     if parts is None:
@@ -218,7 +219,7 @@ def shrink(
             scales, s, a.slices, a.slots, tiles.room.places, a.most_rank, part_steps * block_k,
             HAS_SCALES=scales is not None,
             BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k,
-            num_warps=8 if is_wide and not is_decode else 4, num_stages=2 if is_decode else 3,
+            num_warps=8 if is_large else 4, num_stages=2 if is_decode else 3,
         )  # fmt: skip
     return s
 
@@ -262,12 +263,12 @@ def expand_matrix(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def expand_kernel(
-    y, stride, order, tiles, memory, rows, ranks, columns, scales, s,
+    y, z, stride, order, tiles, memory, rows, ranks, columns, scales, s,
     slices, slots, places, most_rank,
     HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y for a tile and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones.
+    """z for a tile and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones.
 
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
     """
@@ -300,9 +301,9 @@ def expand_kernel(
     start = tl.multiple_of(tl.load(columns + 2 * j), 8)
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
-    y += token[None, :] + (start + n)[:, None]
+    own = token[None, :] + (start + n)[:, None]
     if BLOCK_M == 16:  # under way while the product waits; in prefill it would cost registers
-        before = tl.load(y, inside[:, None] & taken, 0.0)
+        before = tl.load(y + own, inside[:, None] & taken, 0.0)
     part_stride = slices * places * most_rank
     at = (j * places + place)[None, :] * most_rank
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -323,14 +324,19 @@ def expand_kernel(
             s, at, part_stride, taken, scale, most_rank, PARTS,
         )  # fmt: skip
     if BLOCK_M != 16:
-        before = tl.load(y, inside[:, None] & taken, 0.0)
-    tl.store(y, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
+        before = tl.load(y + own, inside[:, None] & taken, 0.0)
+    tl.store(z + own, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
 
 
 def expand_add(
-    y: Tensor, s: Tensor, b: RankRows, tiles: TokenTiles, scales: Tensor | None = None
+    y: Tensor,
+    s: Tensor,
+    b: RankRows,
+    tiles: TokenTiles,
+    scales: Tensor | None = None,
+    in_place: bool = True,
 ) -> Tensor:
-    """y + scale · s Bᵀ of each token's own adapter, written over y.
+    """y + scale · s Bᵀ of each token's own adapter.
 
     Args:
         y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
@@ -339,8 +345,9 @@ def expand_add(
             y is the sum over slices.
         tiles: as for s.
         scales: of s, [slices, slots], fp32.
+        in_place: written over y; else what has no adapter is left undefined.
     Returns:
-        y.
+        y, or a tensor of its strides.
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, has too few columns, or s is of others.
     """
@@ -350,16 +357,17 @@ def expand_add(
     # y of 256 by 16 and 128 by 64 is 32 and 64 registers a thread; fp32 factors take registers too.
     block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     summed = b.slices if b.is_shared else 1
+    z = y if in_place else torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
     if tiles.room.tiles:
         expand_kernel[(tiles.room.tiles, triton.cdiv(max(b.sizes), block_n), b.slices // summed)](
-            y, y.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks, b.columns,
+            y, z, y.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks, b.columns,
             scales, s, b.slices, b.slots, tiles.room.places, b.most_rank,
             HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
             BLOCK_M=tiles.block, BLOCK_N=block_n,
             # Loads of decode's one step of most ranks go to registers, without a detour.
             num_warps=8 if is_wide and not is_decode else 4, num_stages=1 if is_decode else 2,
         )  # fmt: skip
-    return y
+    return z
 
 
 # ------------------------------------------------------------------------------------- checks

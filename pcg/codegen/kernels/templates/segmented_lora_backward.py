@@ -126,7 +126,7 @@ def segment_outer(
     if s.shape[0] > 1:
         s = s.sum(0)  # once, as every block of columns reads it
     is_wide = x.dtype == torch.float32
-    block_n = 64 if is_wide else 128  # 128 by 16 is 16 registers a thread, and as many of x
+    block_n = 64  # the rows of one wgmma, and 128 bytes of bf16
     columns = triton.cdiv(max(gradients.sizes), block_n)
     ranks = gradients.most_rank // 16
     if tiles.room.segments:

@@ -1,0 +1,81 @@
+"""The gradients of a base product and of its LoRA in one operator, where nothing is between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pcg.compiler import compile_program
+from pcg.ir.graph import Graph
+from pcg.ir.operators import operator
+from pcg.ir.verifier import verify
+from pcg.passes.fuse_gradients import fuse_gradients
+from tests.families.families import BY_NAME
+
+LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+LAYER = 7
+"""Linear operators of a layer of Llama's."""
+
+
+def backwards(name: str, recipe: dict[str, Any]) -> list[Graph]:
+    """Of the first layer and of the others, for PyTorch."""
+    program = compile_program(BY_NAME[name].config(2), recipe)
+    assert program.training is not None
+    found = [plan.backward for plan in program.training.plans]
+    return [graph for graph in found if graph is not None]
+
+
+def counts(graph: Graph) -> Counter[str]:
+    return Counter(node.op for node in graph.nodes)
+
+
+def test_every_site_of_llama() -> None:
+    first, rest = backwards("llama3", LORA)
+    fused = fuse_gradients(rest)
+    verify(fused)
+    before, after = counts(rest), counts(fused)
+    assert after["lora_linear_backward"] == before["linear_backward"] == LAYER
+    assert after["outer"] == before["outer"] == LAYER
+    gone = {"linear_backward", "expand_backward", "scaled_outer", "shrink_backward", "cast"}
+    assert not gone & after.keys()
+    # Of gate and up, and of q, k and v, their own sums stay; of each of the 7 LoRA's is gone.
+    assert before["add"] - after["add"] == LAYER
+    assert [fused.types[name] for name in fused.outputs] == [
+        rest.types[name] for name in rest.outputs
+    ]
+    for node in fused.nodes:
+        if node.op == "lora_linear_backward":
+            types = tuple(fused.types[name] for name in node.inputs)
+            assert operator(node.op).infer(types, {}) == tuple(v.type for v in node.outputs)
+    # Nobody asks below q, k and v of the first layer, where there is no base's product.
+    assert counts(fuse_gradients(first))["lora_linear_backward"] == LAYER - 3
+    assert counts(fuse_gradients(first))["expand_backward"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "fused"),
+    [
+        # Masks are between A and the sum.
+        ("llama3", {**LORA, "lora_dropout": 0.1}, 0),
+        # Sites without LoRA have the base's product alone.
+        ("llama3", {**LORA, "target_modules": ["q_proj", "down_proj"]}, 2),
+        # One product of q, k and v.
+        ("gpt_neox", LORA, 4),
+        ("llama3", {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj"]}, 1),
+        (
+            "llama3",
+            {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []},
+            0,
+        ),
+    ],
+    ids=["dropout", "some", "joined", "vera", "ia3"],
+)
+def test_where_there_is_something_to_fuse(name: str, recipe: dict[str, Any], fused: int) -> None:
+    graph = backwards(name, recipe)[-1]
+    found = fuse_gradients(graph)
+    verify(found)
+    assert counts(found)["lora_linear_backward"] == fused
+    if not fused:
+        assert found == graph
