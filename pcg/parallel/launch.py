@@ -6,7 +6,6 @@ torchrun. When one ends badly, the launcher ends the others within a second.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -25,8 +24,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pcg.errors import ParallelError, PcgError, RankLostError
 
 LOOPBACK = "127.0.0.1"
-SHUTDOWN_S = 30
-"""That ranks have to end by themselves once the launcher asks them to."""
 
 
 def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
@@ -44,8 +41,7 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // degree)))
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    patience = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}  # torch 2.12
+    # Ranks have 30 seconds to end by themselves once the launcher asks them to, as torch has it.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -56,7 +52,6 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
-        **patience,
     )
     try:
         elastic_launch(config, _as_rank)(act, dict(arguments))

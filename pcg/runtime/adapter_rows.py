@@ -12,11 +12,12 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.parallel.ranks import ALONE, Ranks
 from pcg.runtime.adapter_batch import AdapterStacks, Bound, Namespace
 from pcg.runtime.adapter_stack import Sites
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.joined_sites import bottlenecks_of
-from pcg.runtime.lora_rows import LoraMemory, LoraSite, TokenSpans, row_shapes
+from pcg.runtime.lora_rows import LoraMemory, LoraSite, TokenSpans
 from pcg.runtime.page_pool import PageTable
 from pcg.runtime.row_room import OwnRoom, PageRoom, RowRoom, pages_of_rows
 from pcg.runtime.served_weights import ServedWeights
@@ -35,6 +36,7 @@ class AdapterRows(AdapterStacks):
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
+        ranks: Ranks = ALONE,
         room: Callable[[torch.dtype], RowRoom] | None = None,
     ) -> None:
         """Keep none yet.
@@ -43,9 +45,10 @@ class AdapterRows(AdapterStacks):
             model: that reads them.
             weights: of the adapters.
             device: of the program.
+            ranks: the group.
             room: for rows of a dtype; a memory of their own by default.
         """
-        super().__init__(model, weights, device)
+        super().__init__(model, weights, device, ranks)
         graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
         graphs += [(model.prologue, 0), (model.epilogue, 0)]
         sites = [
@@ -55,8 +58,8 @@ class AdapterRows(AdapterStacks):
         if sites:
             dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
             own = OwnRoom(dtype, device) if room is None else room(dtype)
-            self.lora = LoraMemory(sites, weights, device, own)
-        self._model, self._weights = model, weights
+            self.lora = LoraMemory(sites, self._cutter, own)
+        self._model = model
         self._in_pages: WeakSet[AdapterRows] = WeakSet()
         in_rows = {
             parameter.source.format(layer=site.layer)
@@ -70,9 +73,8 @@ class AdapterRows(AdapterStacks):
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> AdapterRows:
         if pages is None:
             return self
-        made = AdapterRows(
-            self._model, self._weights, self._device, partial(PageRoom, pages, table)
-        )
+        cutter, room = self._cutter, partial(PageRoom, pages, table)
+        made = AdapterRows(self._model, cutter.weights, cutter.device, cutter.ranks, room)
         self._in_pages.add(made)
         return made
 
@@ -80,9 +82,10 @@ class AdapterRows(AdapterStacks):
         if self.lora is None:
             return super().pages_of(adapter, page_bytes)
         element_bytes = self.lora.element_bytes
-        shapes = row_shapes(adapter, self.lora.sites)
+        shapes = self.lora.shapes(adapter)
         in_rows = sum(rows * size for rows, size in shapes) * element_bytes
-        others = max(adapter.size_bytes - in_rows, 0)
+        # Over ranks each has about its share of what does not lie in rows.
+        others = max(adapter.size_bytes // self._cutter.ranks.size - in_rows, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
     def _sites_of(self, graph: Graph) -> Sites:
@@ -95,7 +98,7 @@ class AdapterRows(AdapterStacks):
     @torch.inference_mode(False)
     def fetch(self, adapters: Sequence[Adapter]) -> None:
         super().fetch(adapters)
-        if self.lora is not None and self.lora.fetch(adapters):
+        if self._is_alone and self.lora is not None and self.lora.fetch(adapters):
             self._bound.clear()
 
     def is_coming(self, adapter: Adapter) -> bool:

@@ -88,16 +88,42 @@ class Cutter:
         """
         path = parameter.source.format(layer=layer)
         parts = [None if one is None else self.weights.part(one, path) for one in adapters]
-        present = [part is not None for part in parts]
+        stack = self._cut(parts, parameter, least)
+        return None if stack is None else stack.to(self.device), [one is not None for one in parts]
+
+    def _cut(
+        self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
+    ) -> Tensor | None:
+        """The parts stacked, of which this rank has its piece alone."""
         multiples = [1, 1]
         for dim in open_dims(parameter):
             multiples[dim] = self.ranks.size
         stack = _padded(parts, _absent(parameter.source), multiples, least)
         if stack is None:
-            return None, present
+            return None
         piece = piece_of_stack(stack, parameter, self.ranks)
         # A piece by itself, so that the stack of whole weights goes.
-        return (piece.contiguous() if piece is not stack else stack).to(self.device), present
+        return piece.contiguous() if piece is not stack else stack
+
+    def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
+        """An adapter's matrix or vector; over ranks this rank's piece, cut after it was padded.
+
+        Args:
+            adapter: whose part it is.
+            parameter: of the program.
+            layer: of the model.
+        """
+        part = self.weights.part(adapter, parameter.source.format(layer=layer))
+        if part is None or self.ranks.size == 1:
+            return part
+        stack = self._cut([part], parameter, (0, 0))
+        return None if stack is None else stack[0]
+
+    def inner_size(self, size: int, parameter: Parameter) -> int:
+        """Of what `part` gives of an adapter whose rank, or width of a bottleneck, is this one."""
+        size = -(-size // self.ranks.size) * self.ranks.size
+        is_parted = parted_dim(parameter) in open_dims(parameter)
+        return size // self.ranks.size if is_parted else size
 
     def write(self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int) -> Has:
         """Write an adapter's part, or what stands for none, into its place in a stack.

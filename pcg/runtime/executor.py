@@ -93,10 +93,8 @@ class Executor:
         return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
 
     def _stacks_of(self, model: ModelGraph) -> AdapterStacks:
-        # Pieces of adapters over ranks have one width, and are products of PyTorch's.
-        if self.program.backend == "triton" and self.ranks.size == 1:
-            return AdapterRows(model, self._served, self.device)
-        return AdapterStacks(model, self._served, self.device, self.ranks)
+        made = AdapterRows if self.program.backend == "triton" else AdapterStacks
+        return made(model, self._served, self.device, self.ranks)
 
     def _use(self, program: ServingProgram) -> None:
         self._serving = program

@@ -8,6 +8,8 @@ kernels find them by tables of their first elements:
 
 A bottleneck adapter's matrices lie so, too, and the bias between them as a matrix of one row.
 
+Over ranks they are those of the rank's pieces, of as many ranks on each (`Cutter.part`).
+
 An adapter takes a slot of the tables and room for its rows before it first runs, and gives them up
 when others need them and it does not run (`pcg/runtime/row_room.py`).
 """
@@ -25,10 +27,10 @@ from torch import Tensor
 
 from pcg.ir.program import python_name
 from pcg.runtime.adapter_copies import Copies
+from pcg.runtime.adapter_stack import Cutter
 from pcg.runtime.adapters import Adapter
 from pcg.runtime.joined_sites import JoinedSite
 from pcg.runtime.row_room import RowRoom
-from pcg.runtime.served_weights import ServedWeights
 
 _ALIGNMENT = 8
 """Elements that rows are a multiple of, so that kernels load 16 bytes of bf16 at once."""
@@ -127,21 +129,14 @@ class LoraMemory:
 
     Args:
         sites: in order.
-        weights: of adapters.
-        device: of the tables.
+        cutter: of the adapters' matrices, for the device of the tables.
         room: for the rows.
     """
 
-    def __init__(
-        self,
-        sites: Sequence[LoraSite],
-        weights: ServedWeights,
-        device: torch.device,
-        room: RowRoom,
-    ) -> None:
+    def __init__(self, sites: Sequence[LoraSite], cutter: Cutter, room: RowRoom) -> None:
         self.sites = tuple(sites)
-        self._weights = weights
-        self._device = device
+        self._cutter = cutter
+        self._device = device = cutter.device
         self._room = room
         self._first: list[int] = []
         matrices = 0
@@ -227,6 +222,23 @@ class LoraMemory:
         """Free what an adapter has: it has changed or gone."""
         self._drop(id(adapter))
 
+    def shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
+        """Rows of an adapter's matrices, and their elements, in the order of the tables.
+
+        Where these are no multiple of what kernels load at once, they are filled up.
+        """
+        shapes = []
+        for site in self.sites:
+            sizes = [site.joined.in_size] * len(site.joined.modules)
+            sizes += [one.size for one in site.joined.modules]
+            for parameter, size in zip_longest(site.joined.matrices, sizes):
+                module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
+                weights = adapter.weights.get(module)
+                if weights is not None and kind in weights.served:
+                    inner = self._cutter.inner_size(weights.inner_size, parameter)
+                    shapes.append((1, _aligned_size(inner)) if size is None else (inner, size))
+        return shapes
+
     @property
     def layout(self) -> object:
         """Where memory and tables lie, and what there is of them."""
@@ -278,7 +290,7 @@ class LoraMemory:
 
     def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
         """Room for an adapter in place of others but these; None where there is none."""
-        shapes = row_shapes(adapter, self.sites)
+        shapes = self.shapes(adapter)
         most = max((rows for rows, _ in shapes), default=0)
         if most > self._rows.shape[2] and not grows:
             return None
@@ -295,7 +307,7 @@ class LoraMemory:
     def _write(self, adapter: Adapter, place: _Place) -> bool:
         """Write an adapter's rows, and where they are; on any thread."""
         parts = [
-            _aligned(self._weights.part(adapter, parameter.source.format(layer=site.layer)))
+            _aligned(self._cutter.part(adapter, parameter, site.layer))
             for site in self.sites
             for parameter in site.joined.matrices
         ]
@@ -369,21 +381,3 @@ def _aligned(part: Tensor | None) -> Tensor | None:
 def _aligned_size(size: int) -> int:
     """Elements of a row of so many, with those that it is filled up with."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def row_shapes(adapter: Adapter, sites: Sequence[LoraSite]) -> list[tuple[int, int]]:
-    """Rows of an adapter's matrices at some sites, and their elements, in the order of tables.
-
-    Where these are no multiple of what kernels load at once, they are filled up.
-    """
-    shapes = []
-    for site in sites:
-        sizes = [site.joined.in_size] * len(site.joined.modules)
-        sizes += [one.size for one in site.joined.modules]
-        for parameter, size in zip_longest(site.joined.matrices, sizes):
-            module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
-            weights = adapter.weights.get(module)
-            if weights is not None and kind in weights.served:
-                inner = weights.inner_size
-                shapes.append((1, _aligned_size(inner)) if size is None else (inner, size))
-    return shapes

@@ -3,12 +3,14 @@
 There values of bf16 are raw bits: arithmetic and products run on the bits, and casts truncate. Here
 they go through fp32, and are rounded to the nearest, ties to even, as on a device.
 
-Triton 3.6 also makes indices of arrays of one element, which numpy 2.5 refuses.
+Triton 3.6 also makes indices of arrays of one element, which numpy 2.5 refuses. And a launch
+changes `triton.language` for as long as it runs, so that those of other threads have to wait.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +72,14 @@ def install() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def one_at_a_time(self: Any, *arguments: Any, **named: Any) -> Any:
+        with lock:
+            return launch(self, *arguments, **named)
+
+    interpreter.GridExecutor.__call__ = one_at_a_time
 
 
 def _through_fp32(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from pcg.codegen.kernels import torch_ops
 from pcg.errors import UnsupportedError
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import JobState
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
 from tests.families.families import BY_NAME
+from tests.interpreter import bf16
 from tests.parallel.ranked import (
     EXAMPLES,
     JOB,
@@ -26,6 +28,7 @@ from tests.parallel.ranked import (
 )
 from tests.threads import ThreadRanks, run_ranks
 
+bf16.install()
 CACHE_BYTES = 2**20
 PROMISES = Limits(tokens=24, ttft_slo_s=30.0, tpot_slo_s=10.0)
 FREE = Limits(tokens=24)
@@ -42,11 +45,11 @@ class Served:
     events: tuple[tuple[float, Kind, str], ...]
 
 
-def serve(executor: Executor, name: str, limits: Limits) -> Served:
+def serve(executor: Executor, name: str, limits: Limits, **changes: Any) -> Served:
     """Requests of mixed adapters beside a job that makes another."""
     engine = executor.engine(limits, kv_cache_bytes=CACHE_BYTES)
     recipe = recipes(BY_NAME[name])["b"]
-    job = engine.finetune(EXAMPLES, "new", peft=recipe, publish_every=1, **JOB)
+    job = engine.finetune(EXAMPLES, "new", peft=recipe, publish_every=1, **{**JOB, **changes})
     tokens: dict[int, tuple[int, ...]] = {}
     steps = 0
     while steps < BUSY or not engine.is_idle:
@@ -66,8 +69,8 @@ def serve(executor: Executor, name: str, limits: Limits) -> Served:
 
 
 @cache
-def on_one(name: str) -> Served:
-    return serve(make_executor(make_program(name, 1), name), name, FREE)
+def on_one(name: str, **changes: Any) -> Served:
+    return serve(make_executor(make_program(name, 1), name), name, FREE, **changes)
 
 
 @pytest.mark.parametrize("limits", [FREE, PROMISES], ids=["free", "promises"])
@@ -88,6 +91,22 @@ def test_an_engine_over_ranks(name: str, degree: int, limits: Limits) -> None:
     kinds = [kind for _, kind, _ in found[0].events]
     assert kinds.count(Kind.PUBLISHED) == kinds.count(Kind.STEPPED) + 1
     assert kinds.index(Kind.STARTED) < kinds.index(Kind.TOKEN)
+
+
+def test_programs_for_triton_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by kernels, whose rows are those of each rank's pieces in pages of the cache."""
+    job: dict[str, Any] = {"epochs": 1, "eval_data": None}
+    expected = on_one("llama3", **job)
+    program = make_program("llama3", 2, backend="triton")
+    for function in ("_add_joined", "outer"):
+        monkeypatch.delattr(torch_ops, function)
+    run = lambda ranks: serve(make_executor(program, "llama3", ranks), "llama3", FREE, **job)  # noqa: E731
+    found = run_ranks(2, run)
+    for served in found:
+        assert served.tokens == expected.tokens
+        for ours, theirs in zip(served.trained, expected.trained, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        assert served.events == found[0].events
 
 
 def test_an_error_of_one_rank_is_the_error() -> None:

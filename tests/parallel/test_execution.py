@@ -25,6 +25,7 @@ from pcg.runtime.weights import Checkpoint
 from pcg.source import resolve
 from tests.families import oracle
 from tests.families.families import BY_NAME
+from tests.interpreter import bf16
 from tests.parallel.ranked import (
     EXAMPLES,
     JOB,
@@ -42,6 +43,7 @@ from tests.parallel.ranked import (
 )
 from tests.threads import ThreadRanks, run_ranks
 
+bf16.install()
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
 FAST = (("llama3", 2), ("gpt2", 4))
 
@@ -52,10 +54,11 @@ def test_a_job_over_ranks(name: str, degree: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
-    check_job(name, degree)
+def test_a_job_of_every_family_over_ranks(name: str, degree: int, backend: str) -> None:
+    check_job(name, degree, backend=backend)
 
 
 @pytest.mark.parametrize(("name", "degree"), [("llama3", 2), ("gpt2", 2), ("llama3", 4)])

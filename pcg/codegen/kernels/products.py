@@ -174,7 +174,8 @@ class InputGradient(Product):
         ]
         if parts:
             parts[0].bypass.run(dy, dx, parts)
-        return dx.split(counts)
+        own: Sequence[Tensor] = dx.split(counts)
+        return own
 
 
 def _side_by_side(every: Sequence[Product]) -> tuple[Tensor, list[int]]:

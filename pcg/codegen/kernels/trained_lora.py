@@ -150,7 +150,8 @@ def _outers(
     gradients = replace(_layout(tuple(ranks), x.shape[1], x.shape[1], x.device), memory=memory)
     padded = _padded(s, gradients.most_rank).unsqueeze(0)
     segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
-    return memory.split(list(ranks))
+    own: Sequence[Tensor] = memory.split(list(ranks))
+    return own
 
 
 # ------------------------------------------------------------------------------- what kernels read
