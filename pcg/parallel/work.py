@@ -15,9 +15,21 @@ import sympy
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
-from pcg.ir.operators.bypass import ColumnNorm
+from pcg.ir.operators.bypass import Activate, BottleneckBackward, ColumnNorm
 from pcg.ir.operators.collective import Collective, PlacedPart, Transition
-from pcg.ir.operators.linear import ExpandAdd, Linear, LinearBackward, LoraLinear, Shrink
+from pcg.ir.operators.linear import (
+    BiasAdd,
+    ExpandAdd,
+    ExpandBackward,
+    Linear,
+    LinearBackward,
+    LoraLinear,
+    LoraLinearBackward,
+    ScaledOuter,
+    Shrink,
+    ShrinkBackward,
+    SumTokens,
+)
 from pcg.ir.operators.model import (
     CONTEXT,
     AttentionBackward,
@@ -154,6 +166,9 @@ def parts_of(
     if op == LinearCrossEntropy.name:
         yield from _parts_of_loss(inputs, outputs, attributes)
         return
+    if op in (LoraLinearBackward.name, BottleneckBackward.name):
+        yield from _parts_of_gradients(op, inputs, outputs, attributes)
+        return
     if op != LoraLinear.name:
         yield op, inputs, outputs, attributes
         return
@@ -180,6 +195,27 @@ def _parts_of_loss(
     if dloss:
         yield CrossEntropyBackward.name, (*dloss, logits, targets), (logits,), {}
         yield LinearBackward.name, (logits, weight), outputs[1:], {}
+
+
+def _parts_of_gradients(
+    op: str, inputs: Types, outputs: Types, attributes: Attributes
+) -> Iterator[tuple[str, Types, Types, Attributes]]:
+    """Those of an adapter, and of the base's product beside it."""
+    if op == LoraLinearBackward.name:
+        dz, weight, a, b, s = inputs
+        ds, db, dx = outputs
+        yield LinearBackward.name, (dz, weight), (dx,), {}
+        yield ShrinkBackward.name, (ds, a), (dx.with_dtype(ds.dtype),), {}
+    else:
+        dz, b, s, bias = inputs
+        ds, db, dbias = outputs
+        slope, own = Activate.gradients[str(attributes["function"])]
+        yield Activate.name, (s, bias), (s,), attributes
+        yield BiasAdd.name, (s, bias), (s,), {}
+        yield slope, (ds, s), (ds,), own
+        yield SumTokens.name, (ds, bias), (dbias,), {"dtype": dbias.dtype}
+    yield ExpandBackward.name, (dz, b), (ds,), {}
+    yield ScaledOuter.name, (dz, s, b), (db,), {}
 
 
 def _entry(op: str) -> Operator:

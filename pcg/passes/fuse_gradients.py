@@ -1,26 +1,33 @@
-"""Fuse the gradients of a frozen linear operator and of its LoRA.
+"""Fuse gradients of adapters, which the runtime then makes at once for jobs that run together.
 
-    ds = scale · dz B        dB = scale · dzᵀ s
+    ds = scale · dz B        dB = scale · dzᵀ s                           LoRA, and its base's
     dx = … + dz W + … + ds A + …                      each of the dtype of dx
 
-become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum. The
-runtime then adds LoRA's part to the base's where that lies, and does it at once for the jobs that
-run the base's product together. It stands where the last of its inputs is made. Where something is
-between A and the sum, as dropout or a collective, LoRA's products stay by themselves.
+become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum:
+LoRA's part is added to the base's where that lies. Where something is between A and the sum, as
+dropout or a collective, LoRA's products stay by themselves.
+
+    h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
+    ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
+
+become one operator, `bottleneck_backward`. Each stands where the last of its inputs is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pcg.ir.graph import Graph, Node
+from pcg.ir.operators.bypass import Activate
 
 
 def fuse_gradients(graph: Graph) -> Graph:
     """A layer's backward with such operators, where there can be some."""
     for base in [node for node in graph.nodes if node.op == "linear_backward"]:
         graph = _fused(graph, base)
+    for inner in [node for node in graph.nodes if node.op == "activate"]:
+        graph = _with_bottleneck(graph, inner)
     return graph
 
 
@@ -33,10 +40,8 @@ def _fused(graph: Graph, base: Node) -> Graph:
     if parameter is None or parameter.role != "frozen":
         return graph
     for expand in up:
-        outer = next(
-            (n for n in of_gradient if n.op == "scaled_outer" and n.inputs[2] == expand.inputs[1]),
-            None,
-        )
+        outers = [n for n in of_gradient if n.op == "scaled_outer"]
+        outer = next((n for n in outers if n.inputs[2] == expand.inputs[1]), None)
         down = [n for n in graph.consumers[expand.name] if n.op == "shrink_backward"]
         if outer is None or len(down) != 1:
             continue
@@ -68,7 +73,7 @@ def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | 
 def _sums(graph: Graph, name: str) -> list[Node]:
     """The sums that a value is a summand of, from the inmost."""
     found: list[Node] = []
-    while len(readers := graph.consumers[name]) == 1 and name not in graph.outputs:
+    while len(readers := graph.consumers.get(name, ())) == 1 and name not in graph.outputs:
         (reader,) = readers
         if reader.op != "add" or len({*reader.inputs}) != 2:
             break
@@ -93,22 +98,60 @@ def _with_operator(
     (last,) = [node for node in sums if lora in node.inputs]
     (other,) = [name for name in last.inputs if name != lora]
     gone = {base.name, expand.name, outer.name, down.name, lora, last.name}
-    nodes: list[Node] = []
-    waiting = {*inputs} & graph.producers.keys()
-    is_there = not waiting
-    if is_there:
-        nodes.append(fused)
-    for node in graph.nodes:
-        if node.name not in gone:
-            nodes.append(
-                dataclasses.replace(
-                    node,
-                    inputs=tuple(other if name == last.name else name for name in node.inputs),
-                )
-            )
-        waiting -= {value.name for value in node.outputs}
-        if not waiting and not is_there:
-            nodes.append(fused)
-            is_there = True
-    outputs_of_graph = tuple(other if name == last.name else name for name in graph.outputs)
-    return graph.replace(nodes=tuple(nodes), outputs=outputs_of_graph)
+    kept = [
+        dataclasses.replace(node, inputs=tuple(_renamed(node.inputs, last.name, other)))
+        for node in graph.nodes
+        if node.name not in gone
+    ]
+    outputs_of_graph = tuple(_renamed(graph.outputs, last.name, other))
+    return graph.replace(nodes=_placed(kept, fused), outputs=outputs_of_graph)
+
+
+def _renamed(names: Sequence[str], old: str, new: str) -> Iterator[str]:
+    return (new if name == old else name for name in names)
+
+
+def _placed(nodes: Sequence[Node], fused: Node) -> tuple[Node, ...]:
+    """The nodes with one behind those that make what it reads."""
+    places = [i for i, node in enumerate(nodes) if {v.name for v in node.outputs} & {*fused.inputs}]
+    place = max(places, default=-1) + 1
+    return (*nodes[:place], fused, *nodes[place:])
+
+
+# ------------------------------------------------------------------------------- bottlenecks
+
+
+def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
+    """The graph with the gradients of one bottleneck adapter in one operator."""
+    s, bias = inner.inputs
+    readers = graph.consumers
+    for outer in readers.get(inner.name, ()):
+        if outer.op != "scaled_outer" or outer.inputs[1] != inner.name:
+            continue
+        gradient, _, up = outer.inputs
+        expand = _reader(readers, gradient, "expand_backward", up)
+        if expand is None or len(readers[expand.name]) != 1:
+            continue
+        (slope,) = readers[expand.name]
+        of_sum = graph.producers.get(slope.inputs[-1])
+        of_bias = _reader(readers, slope.name, "sum_tokens", bias)
+        is_slope = slope.op == Activate.gradients[str(inner.attribute("function"))][0]
+        if not is_slope or of_sum is None or of_sum.inputs != inner.inputs or of_bias is None:
+            continue
+        fused = Node(
+            "bottleneck_backward",
+            (gradient, up, s, bias),
+            (slope.output, outer.output, of_bias.output),
+            inner.attributes,
+            outer.scope,
+        )
+        gone = {expand.name, slope.name, outer.name, of_bias.name}
+        kept = [node for node in graph.nodes if node.name not in gone]
+        return graph.replace(nodes=_placed(kept, fused)).without_dead_code()
+    return graph
+
+
+def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
+    """What reads a value by an operator, and another one behind it."""
+    found = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
+    return next(found, None)

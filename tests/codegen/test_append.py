@@ -185,7 +185,7 @@ def test_machine_code() -> None:
     kernels = [code_of(96, 64, 16), code_of(128, 128, 0)]
     found = compiled(kernels)
     for code, kernel in zip(found, (k for k in kernels for _ in (80, 90)), strict=True):
-        code.check_in_registers(64)
+        code.check_in_registers(80)  # 72 by the ptxas of Triton 3.6
         assert not code.shared_bytes
         slots = code.count("LDG", "64") if kernel.constants["PAGE"] else 0
         assert code.count("LDG") - slots == code.count("LDG", "128") > 0

@@ -14,7 +14,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.codegen.kernels import torch_ops
-from pcg.codegen.kernels.trained_lora import LoraGradients
+from pcg.codegen.kernels.trained_adapters import BottleneckGradients, LoraGradients
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
@@ -95,9 +95,13 @@ def test_tokens_and_trained_adapters_are_those_of_pytorch(name: str) -> None:
 
 
 def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LoRA of two jobs beside a job of (IA)³, whose base products are theirs too."""
+    """LoRA of two jobs beside (IA)³, whose base products are theirs too, and two bottlenecks."""
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    names, data = ("r4", "r20", "ia3"), [Example(ids, ids) for ids in prompts((11, 7))]
+    data = [Example(ids, ids) for ids in prompts((11, 7))]
+    recipes = {name: RECIPES[name] for name in ("r4", "r20", "ia3")}
+    for size in (5, 16):
+        of_size = {"variant": "houlsby", "bottleneck_size": size, "non_linearity": "silu"}
+        recipes[f"houlsby{size}"] = {"peft_type": "BOTTLENECK", **of_size}
     together: list[int] = []
     run = LoraGradients.run
 
@@ -106,23 +110,32 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
         run(self, dz, dx, parts)
 
     monkeypatch.setattr(LoraGradients, "run", counted)
+    bottlenecks: list[int] = []
+    run_with = BottleneckGradients.run_with
+
+    def counted_too(self: Any, others: Any) -> None:
+        bottlenecks.append(1 + len(others))
+        run_with(self, others)
+
+    monkeypatch.setattr(BottleneckGradients, "run_with", counted_too)
 
     def trained(backend: str) -> list[torch.Tensor]:
         executor = compiler.compile(base, backend=backend)
         page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
         engine = executor.engine(kv_cache_bytes=200 * page_bytes)
         jobs = [
-            engine.finetune(data, name, peft=RECIPES[name], max_steps=1, batch_size=2, seed=1)
-            for name in names
+            engine.finetune(data, name, peft=recipe, max_steps=1, batch_size=2, seed=1)
+            for name, recipe in recipes.items()
         ]
         while not engine.is_idle:
             engine.step()
-        assert [job.error for job in jobs] == [None] * 3
-        return [tensor for name in names for tensor in executor.adapters[name].tensors]
+        assert [job.error for job in jobs] == [None] * len(recipes)
+        return [tensor for name in recipes for tensor in executor.adapters[name].tensors]
 
     ours = trained("triton")
     # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
     assert together == [1] * 4 + [2] + [1] + [2] + [1] * 4
+    assert bottlenecks == [2] * 4  # behind attention and the MLP of both layers
     for one, other in zip(ours, trained("torch"), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

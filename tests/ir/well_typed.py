@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.operators.bypass import Activate
 from pcg.ir.types import (
     DTYPE_BYTES,
     TOKENS,
@@ -263,6 +264,21 @@ def linear_group(make: Maker, op: str) -> Sequence[str]:
         inputs += [make.of("f32", rank, size) for rank in ranks]
         inputs += [make.of("f32", outs[i], r) for i, r in zip(adapted, ranks, strict=True)]
     return make.add(op, x, *inputs, **attributes)
+
+
+def lora_linear_backward(make: Maker, op: str) -> Sequence[str]:
+    dz, (size, rank) = make.matrix(), make.sizes(2)
+    dtype, out = make.type(dz).dtype, make.type(dz).shape[-1]
+    weight, a, b = make.of(dtype, out, size), make.of("f32", rank, size), make.of("f32", out, rank)
+    return make.add(op, dz, weight, a, b, make.of("f32", make.type(dz).shape[0], rank))
+
+
+def bottleneck_backward(make: Maker, op: str) -> Sequence[str]:
+    dz, (size,) = make.matrix(), make.sizes(1)
+    tokens, out = make.type(dz).shape
+    function = make.draw(st.sampled_from(sorted(Activate.gradients)))
+    given = (make.of("f32", out, size), make.of("f32", tokens, size), make.of("f32", size))
+    return make.add(op, dz, *given, function=function)
 
 
 def outer(make: Maker, op: str) -> Sequence[str]:
@@ -570,6 +586,7 @@ RECIPES: dict[str, Recipe] = {
     "activate": activate,
     "append": append,
     "bias_add": bias_add,
+    "bottleneck_backward": bottleneck_backward,
     "cast": cast,
     "column_factor": column_factor,
     **dict.fromkeys(("column_norm", "column_norm_part"), column_norm),
@@ -585,6 +602,7 @@ RECIPES: dict[str, Recipe] = {
     "linear_group": linear_group,
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": linear_group,
+    "lora_linear_backward": lora_linear_backward,
     "outer": outer,
     "permute": permute,
     "pow": power,

@@ -387,10 +387,12 @@ def test_every_operator_that_runs_is_measured() -> None:
     # As what they stand for; what is appended to the cache, as its attention.
     sums = {
         "append",
+        "bottleneck_backward",
         "column_norm_part",
         "expand_add_part",
         "linear_cross_entropy",
         "lora_linear",
+        "lora_linear_backward",
         "window_attention_backward",
     }
     assert computed - kernels == sums
@@ -441,6 +443,23 @@ def test_a_fused_product_costs_its_parts() -> None:
     given = (x, w, w, a, b)
     some = seconds(model, "lora_linear", *given, adapted=(1,), bias=False, count=2)
     assert some == pytest.approx(parts + seconds(model, "linear", x, w))
+
+
+def test_gradients_in_one_operator_cost_their_parts() -> None:
+    model = ProfileModel(quick())
+    x, w, s = tensor("f32", TOKENS, 64), tensor("f32", 64, 64), tensor("f32", TOKENS, 8)
+    a, b, bias = tensor("f32", 8, 64), tensor("f32", 64, 8), tensor("f32", 8)
+    both = seconds(model, "expand_backward", x, b) + seconds(model, "scaled_outer", x, s, b)
+    parts = seconds(model, "linear_backward", x, w) + seconds(model, "shrink_backward", s, a)
+    fused = seconds(model, "lora_linear_backward", x, w, a, b, s)
+    assert fused == pytest.approx(parts + both)
+    inner = seconds(model, "activate", s, bias, function="gelu") + seconds(
+        model, "bias_add", s, bias
+    )
+    inner += seconds(model, "gelu_backward", s, s, approximate="none")
+    inner += seconds(model, "sum_tokens", s, bias, dtype="f32")
+    fused = seconds(model, "bottleneck_backward", x, b, s, bias, function="gelu")
+    assert fused == pytest.approx(inner + both)
 
 
 def test_only_floats_are_profiled() -> None:

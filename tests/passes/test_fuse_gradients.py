@@ -79,3 +79,19 @@ def test_where_there_is_something_to_fuse(name: str, recipe: dict[str, Any], fus
     assert counts(found)["lora_linear_backward"] == fused
     if not fused:
         assert found == graph
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"), [("gelu", 2), ("gelu_new", 2), ("relu", 2), ("silu", 2), ("tanh", 0)]
+)
+def test_bottlenecks(function: str, fused: int) -> None:
+    """Of a tanh what it made is kept, and nothing is left to make anew."""
+    recipe = {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 8}
+    graph = backwards("llama3", {**recipe, "non_linearity": function})[-1]
+    found = fuse_gradients(graph)
+    verify(found)
+    assert counts(found)["bottleneck_backward"] == fused
+    assert counts(found)["expand_backward"] == 2 - fused
+    assert [found.types[name] for name in found.outputs] == [
+        graph.types[name] for name in graph.outputs
+    ]

@@ -93,7 +93,7 @@ class LinearProduct(Product):
         """Run it and others of its key as one, by the weights of one that has them joined."""
         every = (self, *others)
         best = next((one for one in every if one._is_joined), self)
-        x, counts = _side_by_side(every)
+        x, counts = joined_tokens(every)
         outputs = linear_group(x, best.weights, best.biases)
         split = [out.split(counts) for out in outputs]
         for i, one in enumerate(every):
@@ -164,7 +164,7 @@ class InputGradient(Product):
             one._outputs = rows.clone()
 
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
-        dy, counts = _side_by_side(every)
+        dy, counts = joined_tokens(every)
         dx = linear_backward(dy, self.weight)
         starts = accumulate(counts[:-1], initial=0)
         parts = [
@@ -178,7 +178,7 @@ class InputGradient(Product):
         return own
 
 
-def _side_by_side(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
+def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
     """The tokens of all, and how many each has."""
     parts = [one._take_x() for one in every]
     return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]

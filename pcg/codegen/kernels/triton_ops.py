@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops, trained_lora
+from pcg.codegen.kernels import torch_ops, trained_adapters
 from pcg.codegen.kernels.fused import FusedPart, fused, side_by_side
 from pcg.codegen.kernels.head_sizes import HEAD_SIZES
 from pcg.codegen.kernels.templates import segmented_lora
@@ -39,7 +39,8 @@ from pcg.codegen.kernels.templates.token_tiles import (
     TokenTiles,
     token_tiles,
 )
-from pcg.codegen.kernels.trained_lora import (
+from pcg.codegen.kernels.trained_adapters import (
+    bottleneck_backward,
     expand_backward,
     is_column_wise,
     lora_linear_backward,
@@ -58,6 +59,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "bias_add",
+    "bottleneck_backward",
     "decode_room",
     "draw",
     "expand_add",
@@ -234,7 +236,7 @@ def _matrices(lora: Any) -> tuple[RankRows, RankRows]:
 def shrink(x: Tensor, a: Any) -> Any:
     """s = x Aᵀ, each token by its own adapter; of rows as the segmented kernels have it."""
     if _is_trained(a):
-        return trained_lora.shrink(x, a)
+        return trained_adapters.shrink(x, a)
     if not hasattr(a, "a_rows"):
         return torch_ops.shrink(x, a)
     down, _ = _matrices(a)
@@ -255,7 +257,7 @@ def activate(s: Any, bias: Any, function: str) -> Any:
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
     if _is_trained(b):
-        return trained_lora.expand_add(y, s, b)
+        return trained_adapters.expand_add(y, s, b)
     if not hasattr(b, "b_rows"):
         return torch_ops.expand_add(y, s, b)
     _, up = _matrices(b)

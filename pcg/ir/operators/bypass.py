@@ -323,8 +323,40 @@ class Activate(Operator):
         return [ds if context.needs[0] else None, dbias if context.needs[1] else None]
 
 
+class BottleneckBackward(Operator):
+    """The gradients of a bottleneck adapter from its width on; in programs for Triton.
+
+    With h = σ(s + scale · d): ds = σ'(s + scale · d) ⊙ (scale · dz U), dU = scale · dzᵀ h, and
+    dd = scale · Σ ds. `dz: [T, out]`, `U: [out, size]`, `s: [T, size]`, `d: [size]`; `function`
+    names σ.
+    """
+
+    name = "bottleneck_backward"
+    is_product = True
+    inputs = (4, 4)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, up, s, bias = types
+        (h,) = Activate().infer((s, bias), attributes)
+        if up.shape != (dz.shape[-1], h.shape[-1]):
+            raise TypeCheckError(f"bottleneck_backward of {dz} by {up} and {s}")
+        return s, up, bias
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        return ("s", "up", "bias")
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dz, up, *rest = inputs
+        called = f'K.bottleneck_backward(batch, "{up.rpartition(".")[2]}", {dz}, {up}'
+        return f"yield from {called}, {', '.join(rest)}, {attributes['function']!r})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 4 * inputs[0].elements * inputs[1].shape[-1]
+
+
 OPERATORS: tuple[Operator, ...] = (
     Activate(),
+    BottleneckBackward(),
     ColumnFactor(),
     ColumnNorm(),
     Dropout(),

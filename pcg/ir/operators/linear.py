@@ -242,7 +242,7 @@ class LoraLinearBackward(Operator):
         (ds,) = ExpandBackward().infer((dz, b), {})
         (db,) = ScaledOuter().infer((dz, s, b), {})
         (dx,) = LinearBackward().infer((dz, weight), {})
-        if ds != s or a.shape != (s.shape[-1], weight.shape[1]):
+        if ds.shape != s.shape or a.shape != (s.shape[-1], weight.shape[1]):
             raise TypeCheckError(f"lora_linear_backward of {dz} with {a}, {b} and {s}")
         return ds, db, dx
 

@@ -1,4 +1,4 @@
-"""LoRA in training by the segmented kernels, in the interpreter: PyTorch's products in fp64."""
+"""Products by adapters in training, in the interpreter: PyTorch's in fp64 are the truth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops, trained_lora
+from pcg.codegen.kernels import torch_ops, trained_adapters
 from pcg.runtime.module_weights import AdapterWeight
 from pcg.runtime.split_execution import together
 from tests.codegen.segmented_batches import DTYPES, ROUNDING
@@ -81,7 +81,7 @@ def test_products_of_one_adapter(
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch_ops, name)  # it is the kernels that are tested
         with sanitized():
-            found = getattr(trained_lora, name)(*given)
+            found = getattr(trained_adapters, name)(*given)
     rounded = found.dtype if name == "expand_add" else torch.float32
     assert found.dtype == (dtype if name == "expand_add" else torch.float32)
     close(found, reference(name, given), PRODUCT + ROUNDING[rounded])
@@ -100,21 +100,21 @@ def test_gradients_of_several_jobs_are_each_ones_own(
     jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
     batch: Any = SimpleNamespace(layer=3)
     asking = [
-        trained_lora.lora_linear_backward(batch, "up", job.dz, weight, job.a, job.b, job.s)
+        trained_adapters.lora_linear_backward(batch, "up", job.dz, weight, job.a, job.b, job.s)
         for job in jobs
     ]
     other = Job(9, 1, 72, 48, dtype).dz
     if has_another:
-        asking.insert(1, trained_lora.product_backward(batch, "up", other, weight))
+        asking.insert(1, trained_adapters.product_backward(batch, "up", other, weight))
     launches = []
     with pytest.MonkeyPatch.context() as patch:
-        outer = trained_lora.segmented_lora_backward.segment_outer
+        outer = trained_adapters.segmented_lora_backward.segment_outer
 
         def counted(*arguments: Any) -> None:
             launches.append(arguments)
             outer(*arguments)
 
-        patch.setattr(trained_lora.segmented_lora_backward, "segment_outer", counted)
+        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
         with sanitized():
             results = together(asking)
     assert len(launches) == 1
@@ -127,6 +127,40 @@ def test_gradients_of_several_jobs_are_each_ones_own(
         through = job.dz.double() @ weight.double() + expected @ job.a.weight.double()
         assert dx.dtype == dtype
         close(dx, through, 2 * ROUNDING[dtype] + PRODUCT)  # of the base's part, and of the sum
+
+
+def of_bottleneck(job: Job, bias: AdapterWeight, function: str) -> list[Tensor]:
+    """ds, dU and dd by autograd, in fp64."""
+    leaves = [one.double().requires_grad_() for one in (job.s, job.b.weight, bias.weight)]
+    s, up, vector = leaves
+    h = torch_ops.activate(s, AdapterWeight(vector, bias.scale), function)
+    z = job.b.scale * h @ up.t()
+    return list(torch.autograd.grad(z, leaves, job.dz.double()))
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.tuples(counts, ranks), min_size=1, max_size=3),
+    dtypes,
+    st.sampled_from(["gelu", "gelu_new", "relu", "silu", "tanh"]),
+)
+def test_bottlenecks_of_several_jobs_are_each_ones_own(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, function: str
+) -> None:
+    jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
+    biases = [AdapterWeight(torch.randn(rank), 0.5 + 0.01 * rank) for _, rank in shapes]
+    batch: Any = SimpleNamespace(layer=3)
+    asking = [
+        trained_adapters.bottleneck_backward(batch, "up", job.dz, job.b, job.s, bias, function)
+        for job, bias in zip(jobs, biases, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch_ops, "activate")  # it is the kernels that are tested
+        with sanitized():
+            results = together(asking)
+    for job, bias, found in zip(jobs, biases, results, strict=True):
+        for one, expected in zip(found, of_bottleneck(job, bias, function), strict=True):
+            close(one, expected, PRODUCT)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +176,17 @@ def test_what_kernels_do_not_take_is_left_to_pytorch(
         job.s, job.a, job.b = job.s.double(), wide(job.a), wide(job.b)
     for name in PRODUCTS:
         given = arguments(job, name)
-        close(getattr(trained_lora, name)(*given), reference(name, given), 2e-6)
+        close(getattr(trained_adapters, name)(*given), reference(name, given), 2e-6)
     weight = torch.randn(out, 20, dtype=dtype)
     batch: Any = SimpleNamespace(layer=0)
-    asking = trained_lora.lora_linear_backward(batch, "w", job.dz, weight, job.a, job.b, job.s)
+    asking = trained_adapters.lora_linear_backward(batch, "w", job.dz, weight, job.a, job.b, job.s)
     ((ds, db, dx),) = together([asking])
     expected = reference("expand_backward", (job.dz, job.b))
     close(ds, expected, 2e-6)
     close(db, reference("scaled_outer", (job.dz, job.s, job.b)), 2e-6)
     close(dx, job.dz.double() @ weight.double() + expected @ job.a.weight.double(), 2e-6)
+    bias = AdapterWeight(torch.randn(rank, dtype=dtype), 0.5)
+    asking = trained_adapters.bottleneck_backward(batch, "w", job.dz, job.b, job.s, bias, "gelu")
+    (found,) = together([asking])
+    for one, wanted in zip(found, of_bottleneck(job, bias, "gelu"), strict=True):
+        close(one, wanted, 2e-6)

@@ -1,7 +1,9 @@
-"""LoRA in training by the segmented kernels: of one adapter, or of several jobs at once.
+"""Products by adapters in training, by the segmented kernels: of one, or of several jobs at once.
 
     s = x Aᵀ                   z = y + scale · s Bᵀ
     ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
+
+A bottleneck adapter's products are the same, around σ(s + scale · d).
 
 Adapters are fp32 over activations of 16 bits, which these read as they are: no tensor of tokens is
 made in fp32 on the way. A parameter is its own memory of rows; B [out, r] is turned for that, and
@@ -22,9 +24,21 @@ from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
 from pcg.codegen.kernels.bypass_ops import as_weight
-from pcg.codegen.kernels.products import Asking, Bypass, Part, product_backward
+from pcg.codegen.kernels.products import (
+    Asking,
+    Bypass,
+    Part,
+    Product,
+    joined_tokens,
+    product_backward,
+)
 from pcg.codegen.kernels.templates import segmented_lora, segmented_lora_backward
 from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, int32_on, rank_rows
+from pcg.codegen.kernels.templates.segmented_activate import (
+    segment_sum,
+    segmented_activate,
+    segmented_activate_backward,
+)
 from pcg.codegen.kernels.templates.token_tiles import (
     DECODE_BLOCK,
     PREFILL_BLOCK,
@@ -130,7 +144,8 @@ class LoraGradients(Bypass):
         jobs = [part.bypass for part in parts]
         up = rows_of([job._b.weight.t() for job in jobs])
         down = rows_of([job._a.weight for job in jobs])
-        tiles = _segments(tuple((part.start, part.count) for part in parts), dz.device)
+        spans = tuple((part.start, part.count) for part in parts)
+        tiles = _segments(spans, dz.device, _stream(dz.device))
         scales = _scales(tuple(job._b.scale for job in jobs), dz.device)
         ranks = [job._s.shape[1] for job in jobs]
         ds = _whole(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
@@ -142,12 +157,82 @@ class LoraGradients(Bypass):
             job.ds, job.db = _of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
+def bottleneck_backward(
+    batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
+) -> Asking:
+    """Ask for the gradients of a bottleneck adapter, from its width on.
+
+    Args:
+        batch: whose tokens dz has.
+        name: of `up` in its layer.
+        dz: [T, out].
+        up: the adapter's U [out, size], and scale.
+        s: x Aᵀ, [T, size].
+        bias: the adapter's d [size], and scale.
+        function: σ's name.
+    Returns:
+        ds [T, size], dU [out, size], dd [size].
+    """
+    if _is_rows(dz) and _is_summand(s) and _is_matrix(up.weight.t(), dz.shape[1]):
+        asked = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
+        del dz
+        yield asked
+        return asked.take()
+    dh = torch_ops.expand_backward(dz, up)
+    with torch.enable_grad():
+        before = s.detach().requires_grad_()
+        h = torch_ops.activate(before, bias, function)
+        (ds,) = torch.autograd.grad(h, before, dh)
+    return ds, torch_ops.scaled_outer(dz, h.detach(), up), torch_ops.sum_tokens(ds, bias)
+
+
+class BottleneckGradients(Product):
+    """The gradients of one job's bottleneck adapter; of what has the key, σ is the same."""
+
+    __slots__ = ("_bias", "_s", "_up")
+
+    def __init__(self, key: tuple[object, ...], dz: Tensor, up: Any, s: Tensor, bias: Any) -> None:
+        super().__init__(key, dz)
+        self._up = up
+        self._s = s
+        self._bias = bias
+
+    def run(self) -> None:
+        self.run_with(())
+
+    def run_with(self, others: Sequence[BottleneckGradients]) -> None:
+        every = (self, *others)
+        function = str(self.key[-1])
+        dz, counts = joined_tokens(every)
+        device, widths = dz.device, [one._s.shape[1] for one in every]
+        tiles, up = segments_of(counts, device), rows_of([one._up.weight.t() for one in every])
+        of_up, of_bias = (
+            _scales(tuple(one.scale for one in ones), device)
+            for ones in ([one._up for one in every], [one._bias for one in every])
+        )
+        biases = _vectors([one._bias.weight for one in every])
+        s = _as_places([one._s for one in every], up)
+        dh = segmented_lora_backward.expand_backward(dz, up, tiles, of_up)
+        h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
+        ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
+        sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
+        segment_sum(ds, sums, up.ranks, tiles, of_bias)
+        gradients = zip(
+            ds[0, 0].split(counts),
+            _outers(h[0], dz, widths, tiles, of_up),
+            sums.memory.split(widths),
+            strict=True,
+        )
+        for one, width, (own, of_rows, of_vector) in zip(every, widths, gradients, strict=True):
+            one._outputs = own[:, :width], of_rows.t().contiguous(), of_vector
+
+
 def _outers(
     s: Tensor, x: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Tensor]:
     """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, places, ranks]."""
     memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
-    gradients = replace(_layout(tuple(ranks), x.shape[1], x.shape[1], x.device), memory=memory)
+    gradients = rows_of(memory.split([*ranks]), memory)
     padded = _padded(s, gradients.most_rank).unsqueeze(0)
     segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
     own: Sequence[Tensor] = memory.split(list(ranks))
@@ -164,26 +249,41 @@ def is_column_wise(x: Tensor) -> bool:
     return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
 
 
-def rows_of(matrices: Sequence[Tensor]) -> RankRows:
-    """Matrices [r, n], each of a slot, as the rows of one memory; one of them as it lies."""
+def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
+    """Matrices [r, n], each of a slot, as the rows of one memory.
+
+    Args:
+        matrices: one, which is read where it lies, or several, which are joined.
+        memory: of all of them, one below the other, where there is one.
+    """
     size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
-    if len(matrices) > 1:
+    if memory is not None:
+        assert memory.is_contiguous()
+    elif len(matrices) > 1:
         memory = torch.cat([*matrices])
     else:
         (memory,) = matrices
         if not is_column_wise(memory):
             memory = memory.contiguous()
-    return replace(_layout(ranks, size, memory.stride(0), memory.device), memory=memory)
+    return replace(
+        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)),
+        memory=memory,
+    )
 
 
 def segments_of(counts: Sequence[int], device: torch.device) -> TokenTiles:
     """Tokens one behind the other, so many of each slot."""
     starts = accumulate(counts[:-1], initial=0)
-    return _segments(tuple(zip(starts, counts, strict=True)), device)
+    return _segments(tuple(zip(starts, counts, strict=True)), device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    """That tables are copied on: another one does not wait for the copy, and has its own."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @lru_cache(maxsize=256)
-def _segments(spans: tuple[tuple[int, int], ...], device: torch.device) -> TokenTiles:
+def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
     """First token and tokens of each slot."""
     count = sum(length for _, length in spans)
     block = DECODE_BLOCK if count <= DECODE_BLOCK * len(spans) else PREFILL_BLOCK
@@ -192,7 +292,9 @@ def _segments(spans: tuple[tuple[int, int], ...], device: torch.device) -> Token
 
 
 @lru_cache(maxsize=256)
-def _layout(ranks: tuple[int, ...], size: int, stride: int, device: torch.device) -> RankRows:
+def _layout(
+    ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
+) -> RankRows:
     """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
     most = -(-max(ranks) // 16) * 16
     rows = torch.zeros((1, len(ranks), most), dtype=torch.int64)
@@ -200,6 +302,20 @@ def _layout(ranks: tuple[int, ...], size: int, stride: int, device: torch.device
         rows[0, slot, : ranks[slot]] = stride * torch.arange(first, first + ranks[slot])
     there = int32_on([ranks], device)
     return rank_rows(torch.empty(0, device=device), rows.to(device), there, (0,), (size,))
+
+
+def _vectors(each: Sequence[Tensor]) -> RankRows:
+    """Vectors, each of a slot, as one row of one memory; kernels are told elsewhere how long."""
+    sizes = tuple(len(vector) for vector in each)
+    memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
+    return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
+
+
+@lru_cache(maxsize=256)
+def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
+    rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
+    ranks = int32_on([[1] * len(sizes)], device)
+    return rank_rows(torch.empty(0, device=device), rows.to(device), ranks, (0,), (ALIGNMENT,))
 
 
 @lru_cache(maxsize=256)
