@@ -30,6 +30,7 @@ from gpu_case import Bench, Case, CudaTimer, Row, Timer, measured
 from gpu_groups import CASES as GROUPS
 from gpu_kernels import CASES as KERNELS
 from gpu_model import CASES as MODELS
+from gpu_training import CASES as TRAINING
 from measure import RESULTS, environment
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +39,7 @@ LIMIT_S = 530.0
 """Of the whole, from the first import to the file: ten seconds less than nine minutes."""
 START_S = 15.0
 """That a case must have left to be begun: a process needs that long for torch and the device."""
-CASES: tuple[Case, ...] = (*KERNELS, *GROUPS, *MODELS)
+CASES: tuple[Case, ...] = (*KERNELS, *TRAINING, *GROUPS, *MODELS)
 _MARK = "gpu-row "
 """What a line of a case's process begins with that is a row."""
 

@@ -387,9 +387,9 @@ def _draw(bench: Bench, rows: int) -> Row:
 
 
 CASES = (
-    Case("loss", 40, loss_settings),
+    Case("loss", 34, loss_settings),
     Case("lora", 45, lora_settings),
-    Case("attention", 70, attention_settings),
-    Case("signs", 20, sign_settings),
-    Case("sampling", 20, sampling_settings),
+    Case("attention", 62, attention_settings),
+    Case("signs", 12, sign_settings),
+    Case("sampling", 12, sampling_settings),
 )

@@ -31,6 +31,7 @@ import gpu
 import gpu_groups
 import gpu_kernels
 import gpu_model
+import gpu_training
 import gpu_work
 from gpu_case import Bench, Case, Row, Setting, measured
 from gpu_work import Ceilings, LlamaShape, Work
@@ -319,6 +320,16 @@ def test_case_of_attention(batch: int, tokens: int, keys: int) -> None:
     row = gpu_kernels._attention(bench(), batch, tokens, keys)
     assert set(row.peers_us) == {"SDPA", "FlexAttention"}
     assert not row.note
+
+
+def test_cases_of_adapters_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    row = gpu_training._forward(bench(), 20, 64, 136)
+    assert (row.setting, row.bytes) == ("forward, 20 tokens", 2 * 20 * 336 + 4 * 16 * 200)
+    row = gpu_training._backward(bench(), (20, 5), 64, 136)
+    assert row.setting == "backward, 2 of 20 tokens"
+    assert row.bytes == 2 * (25 * (136 + 128) + 64 * 136) + 8 * 2 * 16 * 200
+    assert row.peers_us.keys() == {"torch", "torch.compile"}
 
 
 def test_targets_of_lora() -> None:

@@ -287,7 +287,9 @@ def recorder_for(device: torch.device) -> Recorder | None:
 def decode_graphs(
     runner: ModelRunner, stacks: AdapterStacks, cache: KvCache, device: torch.device
 ) -> DecodeGraphs | None:
-    """Of a program over a cache; None where it has no lists, or other memory for adapters."""
-    if runner.decoding is None or cache.pages is None or not isinstance(stacks, AdapterRows):
+    """Of a program over a cache; None over ranks, without lists, or other memory for adapters."""
+    if runner.ranks.size > 1 or runner.decoding is None:
+        return None
+    if cache.pages is None or not isinstance(stacks, AdapterRows):
         return None
     return DecodeGraphs(runner, stacks, cache, device, recorder_for(device), EAGER_STEPS)

@@ -126,6 +126,7 @@ def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_pla
     expected, magnitude = reference_expand(before, s, b, case, scales)
     if not in_place:  # what nobody has is nobody's
         assert torch.equal(y, before)
+        assert found.is_contiguous()  # and keeps nothing of what y is a part of
         has = torch.zeros(y.shape, dtype=torch.bool)
         for token, slot in enumerate(case.slots):
             for j, ranks in enumerate(case.ranks):
@@ -327,7 +328,7 @@ def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Ker
 
 def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
     is_decode, is_wide = block == 16, dtype == "fp32"
-    types = {"y": "*bf16", "z": "*bf16", "tiles": "*i32", "memory": f"*{dtype}"}
+    types = {"y": "*bf16", "z": "*bf16", "z_stride": "i32", "tiles": "*i32", "memory": f"*{dtype}"}
     block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     constants = {
         "HAS_SCALES": True, "SUMMED": summed, "PARTS": parts, "BLOCK_M": block, "BLOCK_N": block_n
@@ -375,7 +376,7 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
             # 16 ranks by 16 tokens are too few for a wgmma.
             assert hopper.count("HMMA" if name == "decode shrink" else "HGMMA"), name
         for code in (ampere, hopper):
-            code.check_in_registers(240 if "fp16" in name else 184)
+            code.check_in_registers(255 if "fp16" in name else 184)
             assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has
             # What is narrower: tables, and sums of fp32 that a thread has two of.
             assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, name

@@ -48,6 +48,7 @@ class Served:
 def serve(executor: Executor, name: str, limits: Limits, **changes: Any) -> Served:
     """Requests of mixed adapters beside a job that makes another."""
     engine = executor.engine(limits, kv_cache_bytes=CACHE_BYTES)
+    assert executor.ranks.size == 1 or engine.device.graphs is None  # collectives are in none
     recipe = recipes(BY_NAME[name])["b"]
     job = engine.finetune(EXAMPLES, "new", peft=recipe, publish_every=1, **{**JOB, **changes})
     tokens: dict[int, tuple[int, ...]] = {}

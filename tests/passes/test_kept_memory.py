@@ -16,8 +16,10 @@ from pcg.runtime.split_execution import alone
 from pcg.runtime.training_pass import TrainingPass
 from tests.families import oracle
 from tests.families.families import BY_NAME, FAMILIES, Family
+from tests.interpreter import bf16
 from tests.passes.live_memory import peak_of
 
+bf16.install()
 BATCH, SEQ = 2, 16
 FAST = ("llama3", "gpt2", "falcon-40b")
 
@@ -46,11 +48,14 @@ def measured(executor: Executor) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in resident)
 
 
-def check(family: Family, dtype: torch.dtype, targets: str | tuple[str, ...]) -> None:
+def check(
+    family: Family, dtype: torch.dtype, targets: str | tuple[str, ...], backend: str = "torch"
+) -> None:
     recipe = LoraRecipe(
         rank=4, target_modules=targets, exclude_modules=tuple(family.excluded) or None
     )
-    executor = compiler.compile(oracle.random_model(family.config(3), dtype), {"a": recipe})
+    base = oracle.random_model(family.config(3), dtype)
+    executor = compiler.compile(base, {"a": recipe}, backend=backend)
     name = str(dtype).removeprefix("torch.")
     report = explaining.explain(family.config(3), recipe, batch=BATCH, seq=SEQ, dtype=name)
     (kept,) = [stage for stage in report.activations if stage.stage == "compressed"]
@@ -99,10 +104,10 @@ def test_the_peak_of_a_step_whose_layers_share_inputs_is_predicted(size_bytes: i
     assert abs(peak_error(BY_NAME["llama3"], "float32", size_bytes, layers=16)) < 0.03
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", FAST)
-def test_a_family_keeps_what_is_predicted(name: str) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
-    check(family, torch.bfloat16, "all-linear")
+def test_a_family_keeps_what_is_predicted(name: str, backend: str) -> None:
+    check(BY_NAME[name], torch.bfloat16, "all-linear", backend)
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def expand_matrix(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def expand_kernel(
-    y, z, stride, order, tiles, memory, rows, ranks, columns, scales, s,
+    y, stride, z, z_stride, order, tiles, memory, rows, ranks, columns, scales, s,
     slices, slots, places, most_rank,
     HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -292,8 +292,7 @@ def expand_kernel(
     m = tl.arange(0, BLOCK_M)
     place = first_place + m
     taken = (m < count)[None, :]
-    token = tl.load(order + place, m < count, 0)
-    token = tl.multiple_of(token.to(tl.int64) * stride, [8])
+    token = tl.load(order + place, m < count, 0).to(tl.int64)
     if SUMMED == 1:
         is_absent = rank == 0
         if is_absent:
@@ -301,9 +300,9 @@ def expand_kernel(
     start = tl.multiple_of(tl.load(columns + 2 * j), 8)
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
-    own = token[None, :] + (start + n)[:, None]
+    y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
     if BLOCK_M == 16:  # under way while the product waits; in prefill it would cost registers
-        before = tl.load(y + own, inside[:, None] & taken, 0.0)
+        before = tl.load(y, inside[:, None] & taken, 0.0)
     part_stride = slices * places * most_rank
     at = (j * places + place)[None, :] * most_rank
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -324,8 +323,9 @@ def expand_kernel(
             s, at, part_stride, taken, scale, most_rank, PARTS,
         )  # fmt: skip
     if BLOCK_M != 16:
-        before = tl.load(y + own, inside[:, None] & taken, 0.0)
-    tl.store(z + own, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
+        before = tl.load(y, inside[:, None] & taken, 0.0)
+    z += tl.multiple_of(token * z_stride, [8])[None, :] + (start + n)[:, None]
+    tl.store(z, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
 
 
 def expand_add(
@@ -347,7 +347,7 @@ def expand_add(
         scales: of s, [slices, slots], fp32.
         in_place: written over y; else what has no adapter is left undefined.
     Returns:
-        y, or a tensor of its strides.
+        y, or a contiguous tensor like it.
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, has too few columns, or s is of others.
     """
@@ -357,11 +357,11 @@ def expand_add(
     # y of 256 by 16 and 128 by 64 is 32 and 64 registers a thread; fp32 factors take registers too.
     block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     summed = b.slices if b.is_shared else 1
-    z = y if in_place else torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+    z = y if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if tiles.room.tiles:
         expand_kernel[(tiles.room.tiles, triton.cdiv(max(b.sizes), block_n), b.slices // summed)](
-            y, z, y.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks, b.columns,
-            scales, s, b.slices, b.slots, tiles.room.places, b.most_rank,
+            y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
+            b.columns, scales, s, b.slices, b.slots, tiles.room.places, b.most_rank,
             HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
             BLOCK_M=tiles.block, BLOCK_N=block_n,
             # Loads of decode's one step of most ranks go to registers, without a detour.

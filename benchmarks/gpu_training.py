@@ -1,0 +1,120 @@
+"""Adapters' products in training against PyTorch's, in the sizes of Llama-3.1-8B.
+
+What a case needs is imported within it: one whose kernel is not there is a failed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_work as work
+from gpu_case import Bench, Case, Row, Setting
+
+HIDDEN, INTERMEDIATE = 4096, 14336
+RANK = 16
+BF16 = 2
+"""Bytes."""
+
+
+def training_settings(bench: Bench) -> Iterator[Setting]:
+    """LoRA of a gate projection: forward, and backward beside the base's product, of some jobs."""
+    yield "forward, 4096 tokens", lambda: _forward(bench, 4096)
+    for counts in ((4096,), (128,) * 4) if bench.quick else ((4096,), (512,) * 4, (64,) * 8):
+        tokens = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(counts[0])
+        yield f"backward, {tokens} tokens", lambda counts=counts: _backward(bench, counts)
+
+
+class _Site:
+    """A job's adapter and tokens: bf16 over fp32."""
+
+    def __init__(self, bench: Bench, tokens: int, in_: int, out: int) -> None:
+        import torch
+
+        from pcg.runtime.module_weights import AdapterWeight
+
+        def drawn(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+            return torch.randn(shape, device=bench.device, dtype=dtype)
+
+        self.x, self.y, self.dz = drawn(tokens, in_), drawn(tokens, out), drawn(tokens, out)
+        self.s = drawn(tokens, RANK, dtype=torch.float32)
+        self.a = AdapterWeight(0.02 * drawn(RANK, in_, dtype=torch.float32))
+        self.b = AdapterWeight(0.02 * drawn(out, RANK, dtype=torch.float32), 2.0)
+
+
+def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIATE) -> Row:
+    """Ours and peers of s = x Aᵀ and z = y + scale · s Bᵀ."""
+    import torch
+
+    from pcg.codegen.kernels import torch_ops, triton_ops
+
+    site = _Site(bench, tokens, in_, out)
+
+    def run(ops: Any) -> Any:
+        return ops.expand_add(site.y, ops.shrink(site.x, site.a), site.b)
+
+    compiled = torch.compile(lambda: run(torch_ops))
+    _check("z", run(triton_ops), run(torch_ops))
+    peers, wrong = bench.peers_us({"torch": lambda: run(torch_ops), "torch.compile": compiled})
+    ours_us = bench.timer.median_us(lambda: run(triton_ops))
+    moved = BF16 * tokens * (in_ + 2 * out) + 4 * RANK * (in_ + out)
+    needed = work.Work(moved, 2 * tokens * RANK * (in_ + out))
+    name = f"forward, {tokens} tokens"
+    return bench.row("training", name, ours_us, needed, peers_us=peers, note=wrong)
+
+
+def _backward(
+    bench: Bench, counts: Sequence[int], in_: int = HIDDEN, out: int = INTERMEDIATE
+) -> Row:
+    """Ours and peers of ds, dB, dA and dx of some jobs; the base's product is once for all."""
+    import torch
+
+    from pcg.codegen.kernels import torch_ops, triton_ops
+    from pcg.runtime.split_execution import together
+
+    sites = [_Site(bench, count, in_, out) for count in counts]
+    weight = 0.02 * torch.randn(out, in_, device=bench.device, dtype=torch.bfloat16)
+    batch = SimpleNamespace(layer=0)
+
+    def ours() -> list[tuple[Any, ...]]:
+        asked = [
+            triton_ops.lora_linear_backward(batch, "w", one.dz, weight, one.a, one.b, one.s)
+            for one in sites
+        ]
+        made = zip(together(asked), sites, strict=True)
+        return [(db, dx, triton_ops.outer(ds, one.x)) for (ds, db, dx), one in made]
+
+    def theirs() -> list[tuple[Any, ...]]:
+        through = torch.cat([one.dz for one in sites]) @ weight
+        found = []
+        for one, dx in zip(sites, through.split([*counts]), strict=True):
+            ds = torch_ops.expand_backward(one.dz, one.b)
+            dx = dx + torch_ops.shrink_backward(ds, one.a).to(dx.dtype)
+            db = torch_ops.scaled_outer(one.dz, one.s, one.b)
+            found.append((db, dx, torch_ops.outer(ds, one.x)))
+        return found
+
+    for mine, other in zip(ours(), theirs(), strict=True):
+        for name, one, expected in zip(("dB", "dx", "dA"), mine, other, strict=True):
+            _check(name, one, expected)
+    compiled = torch.compile(theirs)
+    peers, wrong = bench.peers_us({"torch": theirs, "torch.compile": compiled})
+    ours_us = bench.timer.median_us(ours)
+    tokens = sum(counts)
+    # dz and x are read, dx is written; the base's weight, and each job's adapter and gradients.
+    moved = BF16 * (tokens * (out + 2 * in_) + in_ * out) + 8 * len(counts) * RANK * (in_ + out)
+    needed = work.Work(moved, 2 * tokens * (in_ * out + 2 * RANK * (in_ + out)))
+    name = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(tokens)
+    setting = f"backward, {name} tokens"
+    return bench.row("training", setting, ours_us, needed, peers_us=peers, note=wrong)
+
+
+def _check(what: str, found: Any, expected: Any) -> None:
+    """AssertionError: it is further from the peer's than so much of the largest element."""
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    if not error <= 1e-2:
+        raise AssertionError(f"{what} is wrong by {error:.1e} of its largest; 0.01 allowed")
+
+
+CASES = (Case("training", 30, training_settings),)
