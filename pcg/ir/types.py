@@ -149,6 +149,12 @@ class TensorType:
         return self.dtype in _FLOAT_RANK
 
     @property
+    def is_sized(self) -> bool:
+        """Whether no feature is left open, as adapters' ranks are in serving."""
+        sizes = self.shape[1:] if self.is_token_wise else self.shape
+        return all(isinstance(size, int) or size.is_number for size in sizes)
+
+    @property
     def features(self) -> tuple[int, ...]:
         """The sizes behind the token dim; every size of a tensor that has no token dim."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape

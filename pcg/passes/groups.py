@@ -7,7 +7,7 @@ what it reads become one where
     rows                     what is summed over rows has the rows of all that leaves it,
     order                    no path leads from it through another node back into it.
 
-So do, at last, groups that read two tensors or more which both have to load.
+So do, at last, groups that have to load two tensors or more of the size of what leaves them.
 
 What a memory plan makes again in backward stands in the graph like any other node, so it is made in
 registers beside what reads it. Views at a group's border cost nothing, and stay outside. In the end
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from math import prod
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.types import RANK
 from pcg.passes.group import Group
 from pcg.passes.side_by_side import items_of, side_by_side
 
@@ -68,7 +68,7 @@ def is_fusible(graph: Graph, node: Node) -> bool:
     if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
         return False
     types = [type_, *(graph.types[name] for name in node.inputs)]
-    sized = all(type_.dims and RANK not in type_.shape for type_ in types)
+    sized = all(type_.dims and type_.is_sized for type_ in types)
     return sized and bool(type_.features) and operator(node.op).tiles(dict(node.attributes))
 
 
@@ -81,8 +81,10 @@ def _reading_the_same(graph: Graph, places: Mapping[str, int]) -> Iterator[tuple
 
 
 def _loads_in_common(one: Group, other: Group) -> bool:
-    """Whether two groups read two tensors or more that neither makes."""
-    return len({*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()) > 1
+    """Whether two groups read two tensors or more, as large as what leaves them."""
+    types, size = one.graph.types, one.type.features
+    both = {*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()
+    return sum(prod(types[name].features) == prod(size) for name in both) > 1
 
 
 def _has_detour(

@@ -35,11 +35,14 @@ MORE = 0.02
 def overlap(graph: Graph, counted: Iterable[str] = ()) -> Graph:
     """A rank's graph in an order in which collectives have something to run beside them.
 
+    One with sizes that are open, as a served prompt's, stays as it is.
+
     Args:
         graph: whose collectives are joined.
         counted: values whose memory is counted elsewhere.
     """
-    if not any(map(collective_of, graph.nodes)):
+    is_sized = all(type_.is_sized for type_ in graph.types.values())
+    if not is_sized or not any(map(collective_of, graph.nodes)):
         return graph
     return _overlapped(graph, frozenset(counted))
 

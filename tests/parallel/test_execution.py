@@ -167,9 +167,19 @@ def test_a_method_over_ranks(name: str, method: str, degree: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("name", "degree"), [("gpt2", 2), ("opt", 2), ("qwen2", 4)])
-def test_every_method_over_ranks(name: str, degree: int, method: str) -> None:
-    check_method(name, method, degree)
+@pytest.mark.parametrize(
+    ("name", "degree", "backend"),
+    [("gpt2", 2, "torch"), ("opt", 2, "torch"), ("qwen2", 4, "torch"), ("qwen2", 2, "triton")],
+)
+def test_every_method_over_ranks(name: str, degree: int, backend: str, method: str) -> None:
+    check_method(name, method, degree, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_compiles_over_ranks(method: str, backend: str) -> None:
+    program = make_program("qwen2", 2, peft={"m": METHODS[method]}, backend=backend)
+    assert program.training is not None
 
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
