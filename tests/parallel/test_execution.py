@@ -54,9 +54,13 @@ def test_a_job_over_ranks(name: str, degree: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "torch") for name in FAMILIES]
+    # Attention's kernels know no heads of 24.
+    + [(name, "triton") for name in FAMILIES if name != "gemma2"],
+)
 def test_a_job_of_every_family_over_ranks(name: str, degree: int, backend: str) -> None:
     check_job(name, degree, backend=backend)
 
