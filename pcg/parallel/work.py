@@ -18,6 +18,7 @@ from pcg.ir.operators import operator
 from pcg.ir.operators.bypass import Activate, BottleneckBackward, ColumnNorm
 from pcg.ir.operators.collective import Collective, PlacedPart, Transition
 from pcg.ir.operators.linear import (
+    AskedOuter,
     BiasAdd,
     ExpandAdd,
     ExpandBackward,
@@ -25,6 +26,7 @@ from pcg.ir.operators.linear import (
     LinearBackward,
     LoraLinear,
     LoraLinearBackward,
+    Outer,
     ScaledOuter,
     Shrink,
     ShrinkBackward,
@@ -165,6 +167,9 @@ def parts_of(
         return
     if op == LinearCrossEntropy.name:
         yield from _parts_of_loss(inputs, outputs, attributes)
+        return
+    if op == AskedOuter.name:
+        yield Outer.name, inputs, outputs, {}
         return
     if op in (LoraLinearBackward.name, BottleneckBackward.name):
         yield from _parts_of_gradients(op, inputs, outputs, attributes)

@@ -10,7 +10,8 @@ dropout or a collective, LoRA's products stay by themselves.
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become one operator, `bottleneck_backward`. Each stands where the last of its inputs is made.
+become one operator, `bottleneck_backward`. Each stands where the last of its inputs is made. Behind
+them dA = dsᵀ x is asked for, too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ def fuse_gradients(graph: Graph) -> Graph:
         graph = _fused(graph, base)
     for inner in [node for node in graph.nodes if node.op == "activate"]:
         graph = _with_bottleneck(graph, inner)
-    return graph
+    return graph.replace(nodes=tuple(_asked(graph, node) for node in graph.nodes))
+
+
+def _asked(graph: Graph, node: Node) -> Node:
+    """The gradient of A behind a fused operator, asked for by its name; any other node as it is."""
+    maker = graph.producers.get(node.inputs[0]) if node.op == "outer" else None
+    if maker is None or maker.op not in ("lora_linear_backward", "bottleneck_backward"):
+        return node
+    return dataclasses.replace(node, op="asked_outer", attributes=(("of", node.name),))
 
 
 def _fused(graph: Graph, base: Node) -> Graph:

@@ -19,6 +19,7 @@ class Product(Protocol):
     """What emitted functions ask for; see `pcg.codegen.kernels.products`."""
 
     key: tuple[object, ...]
+    is_own: bool
 
     def run(self) -> None:
         """Run it by itself."""
@@ -44,22 +45,30 @@ def alone(function: Asking[Result]) -> Result:
 def together(functions: Sequence[Asking[Any]]) -> list[Any]:
     """Run functions side by side; products of one key that they ask for in turn are one.
 
+    Who asks for the base's waits while others ask for products of their own, which not all have: so
+    they come to the base's next one together.
+
     Returns:
         What each returns.
     """
     results: list[Any] = [None] * len(functions)
     left = dict(enumerate(functions))
+    asked: dict[int, Product] = {}
     while left:
-        asked: dict[tuple[object, ...], list[Product]] = {}
         for index, function in list(left.items()):
+            if index in asked:
+                continue
             try:
-                product = next(function)
+                asked[index] = next(function)
             except StopIteration as end:
                 results[index] = end.value
                 del left[index]
-            else:
-                asked.setdefault(product.key, []).append(product)
-        for first, *others in asked.values():
+        own = [index for index, product in asked.items() if product.is_own]
+        by_key: dict[tuple[object, ...], list[Product]] = {}
+        for index in own or list(asked):
+            product = asked.pop(index)
+            by_key.setdefault(product.key, []).append(product)
+        for first, *others in by_key.values():
             if others:
                 first.run_with(others)
             else:

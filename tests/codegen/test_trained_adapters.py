@@ -129,6 +129,33 @@ def test_gradients_of_several_jobs_are_each_ones_own(
         close(dx, through, 2 * ROUNDING[dtype] + PRODUCT)  # of the base's part, and of the sum
 
 
+@settings(max_examples=6)
+@given(st.lists(st.tuples(counts, ranks), min_size=2, max_size=3), dtypes, st.booleans())
+def test_outer_products_of_several_jobs(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, are_small: bool
+) -> None:
+    """One launch where the jobs' tokens are few; else one after the other."""
+    jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
+    batch: Any = SimpleNamespace(layer=3)
+    asking = [trained_adapters.asked_outer(batch, "dA", job.s, job.x) for job in jobs]
+    launches = []
+    with pytest.MonkeyPatch.context() as patch:
+        outer = trained_adapters.segmented_lora_backward.segment_outer
+
+        def counted(*arguments: Any) -> None:
+            launches.append(arguments)
+            outer(*arguments)
+
+        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
+        if not are_small:
+            patch.setattr(trained_adapters, "_MOST_JOINED", 0)
+        with sanitized():
+            results = together(asking)
+    assert len(launches) == (1 if are_small else len(jobs))
+    for job, found in zip(jobs, results, strict=True):
+        close(found, reference("outer", (job.s, job.x)), PRODUCT)
+
+
 def of_bottleneck(job: Job, bias: AdapterWeight, function: str) -> list[Tensor]:
     """ds, dU and dd by autograd, in fp64."""
     leaves = [one.double().requires_grad_() for one in (job.s, job.b.weight, bias.weight)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.codegen.kernels import torch_ops
+from pcg.codegen.kernels import products, torch_ops
 from pcg.codegen.kernels.trained_adapters import BottleneckGradients, LoraGradients
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
@@ -118,6 +118,14 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
         run_with(self, others)
 
     monkeypatch.setattr(BottleneckGradients, "run_with", counted_too)
+    tokens: list[int] = []
+    product = products.linear_backward
+
+    def of_base(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tokens.append(len(dy))
+        return product(dy, weight)
+
+    monkeypatch.setattr(products, "linear_backward", of_base)
 
     def trained(backend: str) -> list[torch.Tensor]:
         executor = compiler.compile(base, backend=backend)
@@ -136,6 +144,9 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
     # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
     assert together == [1] * 4 + [2] + [1] + [2] + [1] * 4
     assert bottlenecks == [2] * 4  # behind attention and the MLP of both layers
+    # 7 products of the base, and those of the first layer that a job asks below, for all five jobs.
+    assert tokens[:7] == [5 * 18] * 7
+    monkeypatch.undo()
     for one, other in zip(ours, trained("torch"), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

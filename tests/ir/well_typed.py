@@ -282,7 +282,8 @@ def bottleneck_backward(make: Maker, op: str) -> Sequence[str]:
 
 
 def outer(make: Maker, op: str) -> Sequence[str]:
-    return make.add(op, make.matrix(), make.matrix())
+    named = {"of": "d_lora_A"} if op == "asked_outer" else {}
+    return make.add(op, make.matrix(), make.matrix(), **named)
 
 
 def scaled_outer(make: Maker, op: str) -> Sequence[str]:
@@ -603,7 +604,7 @@ RECIPES: dict[str, Recipe] = {
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": linear_group,
     "lora_linear_backward": lora_linear_backward,
-    "outer": outer,
+    **dict.fromkeys(("asked_outer", "outer"), outer),
     "permute": permute,
     "pow": power,
     "repeat_interleave": repeat_interleave,

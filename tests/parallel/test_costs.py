@@ -387,6 +387,7 @@ def test_every_operator_that_runs_is_measured() -> None:
     # As what they stand for; what is appended to the cache, as its attention.
     sums = {
         "append",
+        "asked_outer",
         "bottleneck_backward",
         "column_norm_part",
         "expand_add_part",
@@ -460,6 +461,8 @@ def test_gradients_in_one_operator_cost_their_parts() -> None:
     inner += seconds(model, "sum_tokens", s, bias, dtype="f32")
     fused = seconds(model, "bottleneck_backward", x, b, s, bias, function="gelu")
     assert fused == pytest.approx(inner + both)
+    asked = seconds(model, "asked_outer", s, x, of="a")
+    assert asked == seconds(model, "outer", s, x)
 
 
 def test_only_floats_are_profiled() -> None:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,11 @@ class Product(ABC):
 
     Attributes:
         key: layer, name of the first weight, and what is asked for: products of one key can be one.
+        is_own: whether it is by an adapter's weights alone, which not all functions have.
     """
 
     __slots__ = ("_outputs", "_x", "key")
+    is_own: ClassVar[bool] = False
 
     def __init__(self, key: tuple[object, ...], x: Tensor) -> None:
         self.key = key

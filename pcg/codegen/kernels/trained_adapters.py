@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,56 @@ class LoraGradients(Bypass):
             job.ds, job.db = _of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
+_MOST_JOINED = 1024
+"""Tokens for each job beside the first, up to which to copy them costs less than its launch."""
+
+
+def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
+    """Ask for dA = dsᵀ x, [r, in].
+
+    Args:
+        batch: whose tokens they have.
+        name: of the gradient in its layer.
+        ds: [T, r].
+        x: [T, in].
+    """
+    if not (_is_rows(x) and _is_summand(ds)):
+        return torch_ops.outer(ds, x)
+    asked = OuterProduct((batch.layer, name), x, ds)
+    del x
+    yield asked
+    return asked.take()
+
+
+class OuterProduct(Product):
+    """dsᵀ x of one job."""
+
+    __slots__ = ("_ds",)
+    is_own: ClassVar[bool] = True
+
+    def __init__(self, key: tuple[object, ...], x: Tensor, ds: Tensor) -> None:
+        super().__init__(key, x)
+        self._ds = ds
+
+    def run(self) -> None:
+        self._outputs = outer(self._ds, self._take_x())
+
+    def run_with(self, others: Sequence[OuterProduct]) -> None:
+        """Run it and others as one launch, where they are small; else one after the other."""
+        every = (self, *others)
+        if sum(len(one._ds) for one in every) > _MOST_JOINED * len(others):
+            for one in every:
+                one.run()
+            return
+        x, counts = joined_tokens(every)
+        widths = [one._ds.shape[1] for one in every]
+        most = -(-max(widths) // 16) * 16
+        ds = torch.cat([_padded(one._ds, most) for one in every]).unsqueeze(0)
+        gradients = _outers(ds, x, widths, segments_of(counts, x.device), None)
+        for one, gradient in zip(every, gradients, strict=True):
+            one._outputs = gradient.clone()
+
+
 def bottleneck_backward(
     batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
 ) -> Asking:
@@ -190,6 +240,7 @@ class BottleneckGradients(Product):
     """The gradients of one job's bottleneck adapter; of what has the key, σ is the same."""
 
     __slots__ = ("_bias", "_s", "_up")
+    is_own: ClassVar[bool] = True
 
     def __init__(self, key: tuple[object, ...], dz: Tensor, up: Any, s: Tensor, bias: Any) -> None:
         super().__init__(key, dz)

@@ -40,6 +40,7 @@ from pcg.codegen.kernels.templates.token_tiles import (
     token_tiles,
 )
 from pcg.codegen.kernels.trained_adapters import (
+    asked_outer,
     bottleneck_backward,
     expand_backward,
     is_column_wise,
@@ -56,6 +57,7 @@ __all__ = [
     "FusedPart",
     "activate",
     "add_lora",
+    "asked_outer",
     "attention",
     "attention_backward",
     "bias_add",

@@ -396,6 +396,18 @@ class Outer(Operator):
         return cast_bytes(inputs[1], outputs[0].dtype)
 
 
+class AskedOuter(Outer):
+    """An outer product that the caller runs, for what the attribute `of` names; for Triton.
+
+    So those of several jobs are one launch.
+    """
+
+    name = "asked_outer"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"yield from K.asked_outer(batch, {attributes['of']!r}, {', '.join(inputs)})"
+
+
 class ScaledOuter(Outer):
     """dB = scale · dzᵀ s, in B's dtype: `dz: [T, out]`, `s: [T, r]`, `B: [out, r]`."""
 
@@ -460,6 +472,7 @@ class SumTokens(Operator):
 
 
 OPERATORS: tuple[Operator, ...] = (
+    AskedOuter(),
     BiasAdd(),
     ExpandAdd(),
     ExpandBackward(),
