@@ -105,6 +105,7 @@ class Compilation:
     kinds: tuple[LayerKind, ...] = ()
     frontiers: Frontiers | None = None
     plan: MemoryPlan | None = None
+    fused_plans: tuple[TrainingGraph, ...] | None = None
     training_prologue: tuple[Graph | None, tuple[str, ...]] = (None, ())
     training_epilogue: tuple[Graph, Graph, tuple[str, ...]] | None = None
     serving: Serving | None = None
@@ -121,13 +122,20 @@ class Compilation:
         """The same of so many tokens that attend to so many, by some device's costs."""
         return DeviceCosts(costs, self.tp, tokens, context, self.gradient_accumulation_steps)
 
+    def fused(self, plan: TrainingGraph) -> TrainingGraph:
+        """A plan grouped as serving's graphs are, so that both can run a product together."""
+        backward = plan.backward
+        if self.backend == "triton" and backward is not None:
+            backward = fuse_gradients(backward)
+        return dataclasses.replace(plan, forward=fuse_linears(plan.forward), backward=backward)
+
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that the last pass made, for printing and verifying."""
         if self.training_epilogue is not None and self.training_model is not None:
             found: list[Graph | None] = [self.training_prologue[0]]
             for kind in () if self.plan else self.kinds:
                 found += [kind.gradients.graph, kind.gradients.backward]
-            for plan in self.plan.plans if self.plan else ():
+            for plan in self.fused_plans or (self.plan.plans if self.plan else ()):
                 found += [plan.forward, plan.backward]
             layers = [graph for graph in found if graph is not None]
             return (self.training_model.prologue, *layers, self.training_epilogue[0])
@@ -229,15 +237,10 @@ def _fuse(state: Compilation) -> Compilation:
         if epilogue is not None:
             whole, loss, trained = epilogue
             epilogue = fuse_loss(whole), fuse_loss(loss), trained
-    return dataclasses.replace(state, serving_model=model, training_epilogue=epilogue)
-
-
-def _fused(plan: TrainingGraph, backend: str) -> TrainingGraph:
-    """Grouped as serving's are, so that both can run a product together."""
-    forward, backward = fuse_linears(plan.forward), plan.backward
-    if backend == "triton" and backward is not None:
-        backward = fuse_gradients(backward)
-    return dataclasses.replace(plan, forward=forward, backward=backward)
+    plans = None if state.plan is None else tuple(map(state.fused, state.plan.plans))
+    return dataclasses.replace(
+        state, serving_model=model, training_epilogue=epilogue, fused_plans=plans
+    )
 
 
 def _emit(state: Compilation) -> Compilation:
@@ -247,7 +250,7 @@ def _emit(state: Compilation) -> Compilation:
     if state.training_model is not None:
         epilogue, loss, trained = made(state.training_epilogue)
         model, plan = state.training_model, made(state.plan)
-        plans = tuple(_fused(one, state.backend) for one in plan.plans)
+        plans = made(state.fused_plans)
         prologue, prologue_trained = state.training_prologue
         source = emit_training(
             state.name, model, plans, plan.layers, epilogue, loss, prologue, state.backend

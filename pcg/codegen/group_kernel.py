@@ -107,7 +107,8 @@ def _outputs(part: Group, group: Group) -> str:
 
 def _output(name: str, group: Group) -> str:
     """Its type without tokens; of what is appended where it goes, and what stands for it."""
-    type_ = str(group.graph.types[name]).replace("T, ", "", 1)
+    whole = group.graph.types[name]
+    type_ = f"{whole.dtype}[{', '.join(map(str, whole.features))}]"
     node = group.appended(name)
     if node is None:
         return type_

@@ -5,31 +5,65 @@
 
 become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum:
 LoRA's part is added to the base's where that lies. Where something is between A and the sum, as
-dropout or a collective, LoRA's products stay by themselves.
+dropout or a collective, LoRA's products stay by themselves; and where dB runs beside a collective.
 
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become one operator, `bottleneck_backward`. Each stands where the last of its inputs is made. Behind
-them dA = dsᵀ x is asked for, too.
+become one operator, `bottleneck_backward`. Behind them dA = dsᵀ x is asked for, too. What is made
+again of what the operator makes, as s over ranks at a small budget, cannot be read by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pcg.ir.graph import Graph, Node
+from pcg.ir.in_flight import waits
 from pcg.ir.operators.bypass import Activate
 
 
 def fuse_gradients(graph: Graph) -> Graph:
     """A layer's backward with such operators, where there can be some."""
-    for base in [node for node in graph.nodes if node.op == "linear_backward"]:
-        graph = _fused(graph, base)
-    for inner in [node for node in graph.nodes if node.op == "activate"]:
-        graph = _with_bottleneck(graph, inner)
-    return graph.replace(nodes=tuple(_asked(graph, node) for node in graph.nodes))
+    before = graph
+    for name in [node.name for node in graph.nodes if node.op == "linear_backward"]:
+        graph = _fused(graph, graph.producers[name])
+    for name in [node.name for node in graph.nodes if node.op == "activate"]:
+        graph = _with_bottleneck(graph, graph.producers[name])
+    if graph is before:
+        return graph
+    return graph.replace(nodes=_in_order([_asked(graph, node) for node in graph.nodes]))
+
+
+def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes, each behind what it reads; else as given."""
+    makers = {value.name: node for node in nodes for value in node.outputs}
+    placed: dict[str, Node] = {}
+
+    def place(node: Node) -> None:
+        if node.name not in placed:
+            for name in node.inputs:
+                if name in makers:
+                    place(makers[name])
+            placed[node.name] = node
+
+    for node in nodes:
+        place(node)
+    return tuple(placed.values())
+
+
+def _depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
+    """Whether one of the values is made of what some nodes make."""
+    waiting, seen = [*values], set[str]()
+    while waiting:
+        node = graph.producers.get(waiting.pop())
+        if node in on:
+            return True
+        if node is not None and node.name not in seen:
+            seen.add(node.name)
+            waiting += node.inputs
+    return False
 
 
 def _asked(graph: Graph, node: Node) -> Node:
@@ -48,11 +82,15 @@ def _fused(graph: Graph, base: Node) -> Graph:
     up = [node for node in of_gradient if node.op == "expand_backward"]
     if parameter is None or parameter.role != "frozen":
         return graph
+    begun = waits(graph.nodes).items()
+    beside = {node for start, end in begun for node in graph.nodes[start + 1 : end]}
     for expand in up:
         outers = [n for n in of_gradient if n.op == "scaled_outer"]
         outer = next((n for n in outers if n.inputs[2] == expand.inputs[1]), None)
         down = [n for n in graph.consumers[expand.name] if n.op == "shrink_backward"]
-        if outer is None or len(down) != 1:
+        if outer is None or len(down) != 1 or outer in beside:
+            continue
+        if _depends(graph, (outer.inputs[1], outer.inputs[2], down[0].inputs[1]), (expand, base)):
             continue
         path = _path(graph, base, down[0])
         if path is not None:
@@ -106,25 +144,18 @@ def _with_operator(
     # The sum that LoRA's part was added in is the other summand.
     (last,) = [node for node in sums if lora in node.inputs]
     (other,) = [name for name in last.inputs if name != lora]
-    gone = {base.name, expand.name, outer.name, down.name, lora, last.name}
-    kept = [
+    gone = {expand.name, outer.name, down.name, lora, last.name}
+    kept = tuple(
         dataclasses.replace(node, inputs=tuple(_renamed(node.inputs, last.name, other)))
-        for node in graph.nodes
-        if node.name not in gone
-    ]
+        for node in (fused if node is base else node for node in graph.nodes)
+        if node.name not in gone or node is fused
+    )
     outputs_of_graph = tuple(_renamed(graph.outputs, last.name, other))
-    return graph.replace(nodes=_placed(kept, fused), outputs=outputs_of_graph)
+    return graph.replace(nodes=kept, outputs=outputs_of_graph)
 
 
 def _renamed(names: Sequence[str], old: str, new: str) -> Iterator[str]:
     return (new if name == old else name for name in names)
-
-
-def _placed(nodes: Sequence[Node], fused: Node) -> tuple[Node, ...]:
-    """The nodes with one behind those that make what it reads."""
-    places = [i for i, node in enumerate(nodes) if {v.name for v in node.outputs} & {*fused.inputs}]
-    place = max(places, default=-1) + 1
-    return (*nodes[:place], fused, *nodes[place:])
 
 
 # ------------------------------------------------------------------------------- bottlenecks
@@ -154,9 +185,12 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
             inner.attributes,
             outer.scope,
         )
-        gone = {expand.name, slope.name, outer.name, of_bias.name}
-        kept = [node for node in graph.nodes if node.name not in gone]
-        return graph.replace(nodes=_placed(kept, fused)).without_dead_code()
+        if _depends(graph, (s, bias, up), (expand, slope, outer, of_bias)):
+            continue
+        gone = {expand.name, outer.name, of_bias.name}
+        every = (fused if node is slope else node for node in graph.nodes)
+        kept = tuple(node for node in every if node.name not in gone)
+        return graph.replace(nodes=kept).without_dead_code()
     return graph
 
 

@@ -401,7 +401,7 @@ class _NumbersOnMeta(TorchFunctionMode):
                 dim = x.dim() - after if Ellipsis in entries[: lists[0]] else lists[0]
                 (index,) = entries[lists[0]]
                 return torch.ops.pcg.take(x, dim, index % x.shape[dim])
-        if func is torch.tensor and isinstance(args[0], int | float):
+        if func is torch.tensor and args and type(args[0]) in (bool, int, float):
             return torch.full((), args[0], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

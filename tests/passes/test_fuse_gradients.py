@@ -10,6 +10,7 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
+from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.passes.fuse_gradients import fuse_gradients
 from tests.families.families import BY_NAME
@@ -96,3 +97,67 @@ def test_bottlenecks(function: str, fused: int) -> None:
     assert [found.types[name] for name in found.outputs] == [
         graph.types[name] for name in graph.outputs
     ]
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("llama3", LORA),
+        ("qwen2", {**LORA, "use_dora": True}),
+        ("gpt_neox", {**LORA, "use_dora": True}),
+        ("gpt2", LORA),
+        ("llama3", {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 8}),
+    ],
+    ids=["llama3", "qwen2-dora", "gpt_neox-dora", "gpt2", "houlsby"],
+)
+def test_graphs_stay_in_order(
+    name: str, recipe: dict[str, Any], degree: int, budget: float
+) -> None:
+    """Whatever is made again, over ranks too; and they can be emitted."""
+    config = BY_NAME[name].config(2)
+    program = compile_program(
+        config, recipe, tp=degree, memory_budget=budget, backend="triton", batch=2, seq=16
+    )
+    assert program.training is not None
+    for plan in program.training.plans:
+        if plan.backward is not None:
+            verify(plan.backward)
+
+
+BEFORE = """
+graph @backward(%d: bf16[T, 8], %x: bf16[T, 16], %s: f32[T, 4]) {
+  frozen %w: bf16[8, 16] = "w"
+  adapter %a: f32[4, 16] = "lora_A"
+  adapter %b: f32[8, 4] = "lora_B"
+  %ds: f32[T, 4] = expand_backward(%d, %b)
+  %db: f32[8, 4] = scaled_outer(%d, %s, %b)
+  %dl: f32[T, 16] = shrink_backward(%ds, %a)
+  %c: bf16[T, 16] = cast(%dl) {dtype="bf16"}
+  %da: f32[4, 16] = outer(%ds, %x)
+  %dw: bf16[T, 16] = linear_backward(%d, %w)
+  %dx: bf16[T, 16] = add(%c, %dw)
+  return %dx, %da, %db
+}
+"""
+AFTER = """
+graph @backward(%d: bf16[T, 8], %x: bf16[T, 16], %s: f32[T, 4]) {
+  frozen %w: bf16[8, 16] = "w"
+  adapter %a: f32[4, 16] = "lora_A"
+  adapter %b: f32[8, 4] = "lora_B"
+  %ds: f32[T, 4], %db: f32[8, 4], %dw: bf16[T, 16] = lora_linear_backward(%d, %w, %a, %b, %s)
+  %da: f32[4, 16] = asked_outer(%ds, %x) {of="da"}
+  return %dw, %da, %db
+}
+"""
+
+
+def test_what_it_makes_of_a_site() -> None:
+    fused = fuse_gradients(parse_graph(BEFORE))
+    assert str(fused).split() == str(parse_graph(AFTER)).split()
+
+
+def test_a_sum_that_is_read_elsewhere_stays() -> None:
+    graph = parse_graph(BEFORE.replace("return %dx,", "return %dx, %c,"))
+    assert fuse_gradients(graph) == graph

@@ -5,21 +5,19 @@
 
 A bottleneck adapter's products are the same, around σ(s + scale · d).
 
-Adapters are fp32 over activations of 16 bits, which these read as they are: no tensor of tokens is
-made in fp32 on the way. A parameter is its own memory of rows; B [out, r] is turned for that, and
-those of several jobs are joined, which is little beside their tokens.
+Adapters are fp32 over activations of 16 bits, which these read as they are, where PyTorch makes
+tensors of tokens in fp32; ds A alone is PyTorch's where it is not added to the base's dx at once. A
+parameter is its own memory of rows; B [out, r] is turned for that, and those of several jobs are
+joined, which is little beside their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.codegen.kernels import torch_ops
@@ -33,56 +31,62 @@ from pcg.codegen.kernels.products import (
     product_backward,
 )
 from pcg.codegen.kernels.templates import segmented_lora, segmented_lora_backward
-from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, int32_on, rank_rows
+from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT
 from pcg.codegen.kernels.templates.segmented_activate import (
     segment_sum,
     segmented_activate,
     segmented_activate_backward,
 )
-from pcg.codegen.kernels.templates.token_tiles import (
-    DECODE_BLOCK,
-    PREFILL_BLOCK,
-    TokenTiles,
-    token_tiles,
+from pcg.codegen.kernels.templates.token_tiles import TokenTiles
+from pcg.codegen.kernels.trained_rows import (
+    as_places,
+    is_matrix,
+    is_summand,
+    is_tokens,
+    of_rank,
+    padded_to,
+    rows_of,
+    scales_of,
+    segments_at,
+    segments_of,
+    vectors_of,
+    whole_sum,
 )
-
-_MOST_RANK = 256
-"""Up to here the kernels are meant for it; what is wider is a product like any other."""
 
 
 def shrink(x: Tensor, a: Any) -> Tensor:
     """s = x Aᵀ, [T, r] in A's dtype."""
     matrix = as_weight(a).weight
-    if not (_is_rows(x) and _is_matrix(matrix, x.shape[1])):
+    if not (is_tokens(x) and is_matrix(matrix, x.shape[1])):
         return torch_ops.shrink(x, a)  # type: ignore[no-any-return]
     s = segmented_lora.shrink(x, rows_of([matrix]), segments_of([len(x)], x.device))
-    return _of_rank(_whole(s), len(matrix)).contiguous()  # kept for backward
+    return of_rank(whole_sum(s), len(matrix)).contiguous()  # kept for backward
 
 
 def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
     """y + scale · s Bᵀ, in y's dtype and memory of its own."""
     b = as_weight(b)
-    if not (_is_rows(y) and _is_summand(s) and _is_matrix(b.weight.t(), y.shape[1])):
+    if not (is_tokens(y) and is_summand(s) and is_matrix(b.weight.t(), y.shape[1])):
         return torch_ops.expand_add(y, s, b)
     up = rows_of([b.weight.t()])
     tiles = segments_of([len(y)], y.device)
-    s = _as_places([s], up)
-    return segmented_lora.expand_add(y, s, up, tiles, _scales((b.scale,), y.device), in_place=False)
+    s = as_places([s], up)
+    return segmented_lora.expand_add(y, s, up, tiles, scales_of([b], y.device), in_place=False)
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
     """ds = scale · dz B, [T, r] in B's dtype."""
     b = as_weight(b)
-    if not (_is_rows(dz) and _is_matrix(b.weight.t(), dz.shape[1])):
+    if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
     up, tiles = rows_of([b.weight.t()]), segments_of([len(dz)], dz.device)
-    ds = segmented_lora_backward.expand_backward(dz, up, tiles, _scales((b.scale,), dz.device))
-    return _of_rank(_whole(ds), b.weight.shape[1])
+    ds = segmented_lora_backward.expand_backward(dz, up, tiles, scales_of([b], dz.device))
+    return of_rank(whole_sum(ds), b.weight.shape[1])
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
     """dA = dsᵀ x, [r, in] in the dtype of ds."""
-    if not (_is_rows(x) and _is_summand(ds)):
+    if not (is_tokens(x) and is_summand(ds)):
         return torch_ops.outer(ds, x)
     (gradient,) = _outers(ds.unsqueeze(0), x, [ds.shape[1]], segments_of([len(x)], x.device), None)
     return gradient
@@ -90,9 +94,9 @@ def outer(ds: Tensor, x: Tensor) -> Tensor:
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     """dB = scale · dzᵀ s, [out, r] in the dtype of s."""
-    if not (_is_rows(dz) and _is_summand(s)):
+    if not (is_tokens(dz) and is_summand(s)):
         return torch_ops.scaled_outer(dz, s, b)
-    tiles, scales = segments_of([len(dz)], dz.device), _scales((as_weight(b).scale,), dz.device)
+    tiles, scales = segments_of([len(dz)], dz.device), scales_of([as_weight(b)], dz.device)
     (gradient,) = _outers(s.unsqueeze(0), dz, [s.shape[1]], tiles, scales)
     return gradient.t().contiguous()
 
@@ -114,9 +118,9 @@ def lora_linear_backward(
         ds [T, r], dB [out, r], dx [T, in].
     """
     a, b = as_weight(a), as_weight(b)
-    known = _is_rows(dz) and _is_summand(s) and not weight.shape[1] % ALIGNMENT
-    known = known and _is_matrix(b.weight.t(), dz.shape[1])
-    if known and _is_matrix(a.weight, weight.shape[1]):
+    known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ALIGNMENT
+    known = known and is_matrix(b.weight.t(), dz.shape[1])
+    if known and is_matrix(a.weight, weight.shape[1]):
         lora = LoraGradients(a, b, s)
         dx = yield from product_backward(batch, name, dz, weight, lora)
         return lora.ds, lora.db, dx
@@ -144,21 +148,21 @@ class LoraGradients(Bypass):
         jobs = [part.bypass for part in parts]
         up = rows_of([job._b.weight.t() for job in jobs])
         down = rows_of([job._a.weight for job in jobs])
-        spans = tuple((part.start, part.count) for part in parts)
-        tiles = _segments(spans, dz.device, _stream(dz.device))
-        scales = _scales(tuple(job._b.scale for job in jobs), dz.device)
+        tiles = segments_at([(part.start, part.count) for part in parts], dz.device)
+        scales = scales_of([job._b for job in jobs], dz.device)
         ranks = [job._s.shape[1] for job in jobs]
-        ds = _whole(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
-        s = _as_places([job._s for job in jobs], up)[0]
+        ds = whole_sum(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
+        s = as_places([job._s for job in jobs], up)[0]
         gradients = _outers(s, dz, ranks, tiles, scales)
         segmented_lora_backward.shrink_backward(dx, ds.unsqueeze(0), down, tiles)
         of_job = ds[0].split([part.count for part in parts])
         for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
-            job.ds, job.db = _of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
+            job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
 _MOST_JOINED = 1024
-"""Tokens for each job beside the first, up to which to copy them costs less than its launch."""
+"""Tokens for each job beside the first, up to which to copy them should cost less than its launch:
+16 MB of 4096 columns, read and written at 4 TB/s, in 4 us. To be measured."""
 
 
 def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
@@ -170,7 +174,7 @@ def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
         ds: [T, r].
         x: [T, in].
     """
-    if not (_is_rows(x) and _is_summand(ds)):
+    if not (is_tokens(x) and is_summand(ds)):
         return torch_ops.outer(ds, x)
     asked = OuterProduct((batch.layer, name), x, ds)
     del x
@@ -201,7 +205,7 @@ class OuterProduct(Product):
         x, counts = joined_tokens(every)
         widths = [one._ds.shape[1] for one in every]
         most = -(-max(widths) // 16) * 16
-        ds = torch.cat([_padded(one._ds, most) for one in every]).unsqueeze(0)
+        ds = torch.cat([padded_to(one._ds, most) for one in every]).unsqueeze(0)
         gradients = _outers(ds, x, widths, segments_of(counts, x.device), None)
         for one, gradient in zip(every, gradients, strict=True):
             one._outputs = gradient.clone()
@@ -223,7 +227,8 @@ def bottleneck_backward(
     Returns:
         ds [T, size], dU [out, size], dd [size].
     """
-    if _is_rows(dz) and _is_summand(s) and _is_matrix(up.weight.t(), dz.shape[1]):
+    up, bias = as_weight(up), as_weight(bias)
+    if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
         asked = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
         del dz
         yield asked
@@ -257,12 +262,10 @@ class BottleneckGradients(Product):
         dz, counts = joined_tokens(every)
         device, widths = dz.device, [one._s.shape[1] for one in every]
         tiles, up = segments_of(counts, device), rows_of([one._up.weight.t() for one in every])
-        of_up, of_bias = (
-            _scales(tuple(one.scale for one in ones), device)
-            for ones in ([one._up for one in every], [one._bias for one in every])
-        )
-        biases = _vectors([one._bias.weight for one in every])
-        s = _as_places([one._s for one in every], up)
+        of_up = scales_of([one._up for one in every], device)
+        of_bias = scales_of([one._bias for one in every], device)
+        biases = vectors_of([one._bias.weight for one in every])
+        s = as_places([one._s for one in every], up)
         dh = segmented_lora_backward.expand_backward(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
         ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
@@ -284,129 +287,7 @@ def _outers(
     """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, places, ranks]."""
     memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
     gradients = rows_of(memory.split([*ranks]), memory)
-    padded = _padded(s, gradients.most_rank).unsqueeze(0)
+    padded = padded_to(s, gradients.most_rank).unsqueeze(0)
     segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
     own: Sequence[Tensor] = memory.split(list(ranks))
     return own
-
-
-# ------------------------------------------------------------------------------- what kernels read
-
-
-def is_column_wise(x: Tensor) -> bool:
-    """Whether rows of x [T, n] can be loaded 16 bytes at once."""
-    if x.dim() != 2 or x.stride(1) != 1 or not x.numel():
-        return False
-    return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
-
-
-def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
-    """Matrices [r, n], each of a slot, as the rows of one memory.
-
-    Args:
-        matrices: one, which is read where it lies, or several, which are joined.
-        memory: of all of them, one below the other, where there is one.
-    """
-    size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
-    if memory is not None:
-        assert memory.is_contiguous()
-    elif len(matrices) > 1:
-        memory = torch.cat([*matrices])
-    else:
-        (memory,) = matrices
-        if not is_column_wise(memory):
-            memory = memory.contiguous()
-    return replace(
-        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)),
-        memory=memory,
-    )
-
-
-def segments_of(counts: Sequence[int], device: torch.device) -> TokenTiles:
-    """Tokens one behind the other, so many of each slot."""
-    starts = accumulate(counts[:-1], initial=0)
-    return _segments(tuple(zip(starts, counts, strict=True)), device, _stream(device))
-
-
-def _stream(device: torch.device) -> int:
-    """That tables are copied on: another one does not wait for the copy, and has its own."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-@lru_cache(maxsize=256)
-def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
-    """First token and tokens of each slot."""
-    count = sum(length for _, length in spans)
-    block = DECODE_BLOCK if count <= DECODE_BLOCK * len(spans) else PREFILL_BLOCK
-    numbered = [(start, length, slot) for slot, (start, length) in enumerate(spans)]
-    return token_tiles(numbered, block).to(device)
-
-
-@lru_cache(maxsize=256)
-def _layout(
-    ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
-) -> RankRows:
-    """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
-    most = -(-max(ranks) // 16) * 16
-    rows = torch.zeros((1, len(ranks), most), dtype=torch.int64)
-    for slot, first in enumerate(accumulate(ranks[:-1], initial=0)):
-        rows[0, slot, : ranks[slot]] = stride * torch.arange(first, first + ranks[slot])
-    there = int32_on([ranks], device)
-    return rank_rows(torch.empty(0, device=device), rows.to(device), there, (0,), (size,))
-
-
-def _vectors(each: Sequence[Tensor]) -> RankRows:
-    """Vectors, each of a slot, as one row of one memory; kernels are told elsewhere how long."""
-    sizes = tuple(len(vector) for vector in each)
-    memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
-    return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
-
-
-@lru_cache(maxsize=256)
-def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
-    rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
-    ranks = int32_on([[1] * len(sizes)], device)
-    return rank_rows(torch.empty(0, device=device), rows.to(device), ranks, (0,), (ALIGNMENT,))
-
-
-@lru_cache(maxsize=256)
-def _scales(scales: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor([scales], dtype=torch.float32, device=device)
-
-
-_HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _is_rows(x: Tensor) -> bool:
-    return x.dtype in _HALF_OR_SINGLE and is_column_wise(x)
-
-
-def _is_matrix(matrix: Tensor, columns: int) -> bool:
-    is_known = matrix.dim() == 2 and matrix.shape[1] == columns
-    return is_known and matrix.dtype == torch.float32 and 0 < len(matrix) <= _MOST_RANK
-
-
-def _is_summand(s: Tensor) -> bool:
-    return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= _MOST_RANK
-
-
-def _whole(s: Tensor) -> Tensor:
-    """The sum over the parts of `shrink`'s s of one slice, [1, places, ranks]."""
-    return s[0] if len(s) == 1 else s.sum(0)
-
-
-def _of_rank(s: Tensor, rank: int) -> Tensor:
-    """[T, r] of one slice."""
-    return s[0, :, :rank]
-
-
-def _as_places(each: Sequence[Tensor], rows: RankRows) -> Tensor:
-    """s [T, r] of each slot as the kernels read it, [1, 1, places, most_rank]."""
-    padded = [_padded(s, rows.most_rank) for s in each]
-    return (torch.cat(padded) if len(padded) > 1 else padded[0]).unsqueeze(0).unsqueeze(0)
-
-
-def _padded(s: Tensor, ranks: int) -> Tensor:
-    """s with zeros up to so many ranks."""
-    missing = ranks - s.shape[-1]
-    return F.pad(s, (0, missing)) if missing else s.contiguous()

@@ -43,13 +43,11 @@ from pcg.codegen.kernels.trained_adapters import (
     asked_outer,
     bottleneck_backward,
     expand_backward,
-    is_column_wise,
     lora_linear_backward,
     outer,
-    rows_of,
     scaled_outer,
-    segments_of,
 )
+from pcg.codegen.kernels.trained_rows import is_tokens, rows_of, segments_of
 from pcg.errors import UnsupportedError
 
 __all__ = [
@@ -268,6 +266,8 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
 
 def _is_trained(weight: Any) -> bool:
     """Whether it is that of the one adapter that is trained, or made of it."""
+    if weight is None:  # no token of the batch has one
+        return False
     return isinstance(weight, Tensor) or getattr(weight, "segments", weight) is None
 
 
@@ -295,22 +295,17 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
 
 def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
     """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
-    if not (_is_summable(left) and _is_summable(right)):
+    if not (is_tokens(left) and is_tokens(right)):
         return torch_ops.inner(left, right, base)
     return _summed(left, right, base)
 
 
 def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
     """The sum over tokens, in fp32 at least; scaled as a bias is."""
-    if not _is_summable(dz):
+    if not is_tokens(dz):
         return torch_ops.sum_tokens(dz, bias)
     total = _summed(dz, None, None)
     return total if bias is None else total.mul_(bias.scale)
-
-
-def _is_summable(x: Tensor) -> bool:
-    """Whether kernels can sum x [tokens, n] up, in fp32."""
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and is_column_wise(x)
 
 
 def _summed(left: Tensor, right: Tensor | None, base: Tensor | None) -> Tensor:

@@ -87,6 +87,10 @@ def rank_rows(
 
 
 def int32_on(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of numbers on a device; the host does not wait for the copy."""
-    found = torch.tensor(numbers, dtype=torch.int32)
-    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+    """Rows of numbers on a device."""
+    return sent(torch.tensor(numbers, dtype=torch.int32), device)
+
+
+def sent(table: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on a device; the host does not wait for the copy."""
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
