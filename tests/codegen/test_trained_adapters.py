@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +47,21 @@ def close(found: Tensor, expected: Tensor, rounding: float) -> None:
     """Within so much of the largest element."""
     assert found.shape == expected.shape
     assert (found.double() - expected).abs().max() <= rounding * expected.abs().max()
+
+
+@contextmanager
+def outer_launches() -> Iterator[tuple[list[Any], pytest.MonkeyPatch]]:
+    """What is given to each launch of outer products, and what patches meanwhile."""
+    launches: list[Any] = []
+    run = trained_adapters.segmented_lora_backward.segment_outer
+
+    def counted(*arguments: Any) -> None:
+        launches.append(arguments)
+        run(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
+        yield launches, patch
 
 
 def wide(weight: AdapterWeight) -> AdapterWeight:
@@ -106,17 +123,8 @@ def test_gradients_of_several_jobs_are_each_ones_own(
     other = Job(9, 1, 72, 48, dtype).dz
     if has_another:
         asking.insert(1, trained_adapters.product_backward(batch, "up", other, weight))
-    launches = []
-    with pytest.MonkeyPatch.context() as patch:
-        outer = trained_adapters.segmented_lora_backward.segment_outer
-
-        def counted(*arguments: Any) -> None:
-            launches.append(arguments)
-            outer(*arguments)
-
-        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
-        with sanitized():
-            results = together(asking)
+    with outer_launches() as (launches, _), sanitized():
+        results = together(asking)
     assert len(launches) == 1
     if has_another:
         close(results.pop(1), other.double() @ weight.double(), ROUNDING[dtype] + PRODUCT)
@@ -138,15 +146,7 @@ def test_outer_products_of_several_jobs(
     jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
     batch: Any = SimpleNamespace(layer=3)
     asking = [trained_adapters.asked_outer(batch, "dA", job.s, job.x) for job in jobs]
-    launches = []
-    with pytest.MonkeyPatch.context() as patch:
-        outer = trained_adapters.segmented_lora_backward.segment_outer
-
-        def counted(*arguments: Any) -> None:
-            launches.append(arguments)
-            outer(*arguments)
-
-        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
+    with outer_launches() as (launches, patch):
         if not are_small:
             patch.setattr(trained_adapters, "_MOST_JOINED", 0)
         with sanitized():
