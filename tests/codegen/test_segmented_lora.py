@@ -376,7 +376,7 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
             # 16 ranks by 16 tokens are too few for a wgmma.
             assert hopper.count("HMMA" if name == "decode shrink" else "HGMMA"), name
         for code in (ampere, hopper):
-            code.check_in_registers(255 if "fp16" in name else 184)
+            code.check_in_registers(254 if "fp16" in name else 184)
             assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has
             # What is narrower: tables, and sums of fp32 that a thread has two of.
             assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, name

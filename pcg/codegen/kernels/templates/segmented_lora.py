@@ -26,6 +26,8 @@ Decode has no form of its own for segments of one token, as a product of matrix 
 absent tokens are not loaded, so it would read no byte less, and a token's bits would depend on
 whether its adapter has others in the batch.
 
+Long by a few lines, as both kernels read one set of tables and share what checks them.
+
 Sources: Punica (Chen et al. 2023) §4, S-LoRA (Sheng et al. 2023) §5.3.
 """
 
