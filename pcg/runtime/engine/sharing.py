@@ -149,7 +149,9 @@ class CoServing(Sharing):
             return room if step.is_served else unit.remaining
         there = self._window(step, unit, latencies, step.seconds(self.burst))
         if there < 1:
-            return 0
+            # Longer than a step may take; where nothing is served, it would wait forever.
+            is_alone = not step.is_served and not step.load.windows
+            return min(unit.remaining, step.limits.least_chunk) if is_alone else 0
         most = self._window(step, unit, latencies, step.most_seconds(self.burst))
         enough = min(_efficiency(unit, latencies, most), _ENOUGH)
         of_most = _efficiency(unit, latencies, there) / enough

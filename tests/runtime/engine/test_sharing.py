@@ -150,6 +150,23 @@ def test_co_serving_keeps_to_the_promise() -> None:
     assert rule.forward(full, Tokens(1000)) == 0
 
 
+@pytest.mark.parametrize(
+    "rule", [CoServing(), SpatialSharing(0.5)], ids=lambda rule: type(rule).__name__
+)
+def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing) -> None:
+    """A pass over the model takes 1 s, and an idle step may take 0.2; with requests 0.05."""
+    latencies = Latencies(Latency(1.0, 1e-3, 0.0), Latency(1.0, 2e-3, 0.0))
+    idle = Step(Limits(least_chunk=4), latencies)
+    rule.begin(idle)
+    unit = Tokens(6)
+    assert rule.forward(idle, unit) == 4
+    idle.load += Load(4, windows=1)
+    assert rule.forward(idle, unit) == 0
+    assert rule.backward(Step(Limits(), latencies), Load(4), 0.0)
+    served = Step(Limits(least_chunk=4), latencies, 0.05, 0.05, Load(1), is_served=True)
+    assert CoServing().forward(served, unit) == 0
+
+
 def window_step(slack_s: float, is_awaited: bool = False) -> Step:
     """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
     forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
