@@ -137,4 +137,6 @@ class Steps:
         pages = self.cache.pages
         assert pages is not None
         ours, theirs = (x.view(self.cache.keys[0].dtype) for x in (pages, expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        # Of two layers' sums in another order, by what the largest are.
+        largest = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * largest)

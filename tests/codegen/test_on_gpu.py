@@ -286,7 +286,8 @@ def test_the_benchmarks_timer() -> None:
         assert 2 * tensors[0].nbytes / copy_us * 1e6 < 20e12
 
 
-def test_backward_units_run_beside_the_forward() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_backward_units_run_beside_the_forward(backend: str) -> None:
     """On a stream of their own; the adapter is that of a run alone."""
     base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
     recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
@@ -294,8 +295,8 @@ def test_backward_units_run_beside_the_forward() -> None:
     options = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.01}
     found = []
     for served in (0, 6):
-        executor = compiler.compile(base, backend="triton", device=DEVICE)
-        engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**24)
+        executor = compiler.compile(base, backend=backend, device=DEVICE)
+        engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**20)
         side = engine.device.side
         assert side is not None
         beside: list[float] = []
@@ -321,12 +322,13 @@ def test_backward_units_run_beside_the_forward() -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
-def test_adapters_are_copied_from_the_host_beside_steps() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
     tokens = []
     for device in ("cpu", DEVICE):
-        backend = "torch" if device == "cpu" else "triton"
-        executor = compiler.compile(base, backend=backend, device=device)
+        used = "torch" if device == "cpu" else backend
+        executor = compiler.compile(base, backend=used, device=device)
         for number in range(12):
             fields = {"r": 4 + number, "target_modules": "all-linear"}
             adapter = executor.add_adapter(

@@ -51,11 +51,10 @@ class Tape:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record a function; it is called twice, as for a graph."""
-        notes: list[Callable[[], None]] = []
         # Tokens of no one are made of whatever lies in fresh memory.
         with np.errstate(all="ignore"):
             run()
-            with _Operators(notes), _launches(notes):
+            with self.noting() as notes:
                 run()
         self.recorded += 1
 
@@ -66,6 +65,14 @@ class Tape:
                     again()
 
         return replay
+
+    @staticmethod
+    @contextmanager
+    def noting() -> Iterator[list[Callable[[], None]]]:
+        """Note what runs within."""
+        notes: list[Callable[[], None]] = []
+        with _Operators(notes), _launches(notes):
+            yield notes
 
 
 class _Operators(TorchDispatchMode):

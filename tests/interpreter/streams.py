@@ -1,0 +1,279 @@
+"""Streams of a GPU that is not there, and whether they agree on the memory that they share.
+
+Each stream has a clock, which says of every stream which of its operators are done by the time
+that the next one runs; events carry it from one to the other, and what the host waited for is done
+for all. An operator that touches bytes which another stream touched is in order if the clock knows
+of that; where one of them writes and it does not, that is a race.
+
+Memory goes back to the stream that it was made on, as in torch's allocator: what the stream makes
+next may lie there, while another one still runs what used it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from bisect import bisect_right, insort
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GRAIN = 16
+"""Bytes that are watched as one."""
+
+Clock = dict[int, int]
+"""By the number of a stream, how many of its operators are done."""
+
+
+class DeviceError(RuntimeError):
+    """What a device would refuse, or get wrong."""
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Have a clock know what another one does."""
+    for number, done in other.items():
+        clock[number] = max(done, clock.get(number, 0))
+
+
+class Stream:
+    """As `torch.cuda.Stream`.
+
+    Attributes:
+        number: of it.
+        clock: what its next operator runs after.
+        ran: names of its operators.
+    """
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device = torch.device("cuda", 0)
+        self.number = self.cuda_stream = len(ORDER.streams)
+        self.clock: Clock = {}
+        self.ran: list[str] = []
+        ORDER.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        join(self.clock, event.clock)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        ORDER.wait("Stream.synchronize", self.clock)
+
+
+class Event:
+    """As `torch.cuda.Event`; `clock` is that of the stream that recorded it."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.clock: Clock = {}
+        self._at: float | None = None
+        self._is_timed = enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or ORDER.current).clock)
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        ORDER.wait("Event.synchronize", self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host, at least a nanosecond."""
+        if not (self._is_timed and end._is_timed) or self._at is None or end._at is None:
+            raise DeviceError("events without timing, or not recorded")
+        return max(1e3 * (end._at - self._at), 1e-6)
+
+
+class Order:
+    """What runs after what.
+
+    Attributes:
+        streams: by number; the first one is torch's default.
+        host: what the host waited for.
+        waits: names of what it waited for.
+        may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
+        capturing: the stream that a graph is captured on.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.waits: list[str] = []
+        self.may_wait = True
+        self.capturing: Stream | None = None
+        self._of_thread = threading.local()
+        self._sent: list[tuple[Tensor, Tensor, Clock]] = []
+
+    @property
+    def current(self) -> Stream:
+        """The stream that operators of this thread go to."""
+        return getattr(self._of_thread, "stream", self.streams[0])
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
+
+    def tick(self, name: str) -> tuple[Stream, int]:
+        """Run an operator: where, and which of its stream's it is."""
+        stream = self.current
+        join(stream.clock, self.host)
+        stream.ran.append(name)
+        stream.clock[stream.number] = len(stream.ran)
+        return stream, len(stream.ran)
+
+    def wait(self, why: str, clock: Clock) -> None:
+        """Have the host wait.
+
+        Raises:
+            DeviceError: it may not; or memory that it gave the device was changed too soon.
+        """
+        self.waits.append(why)
+        if self.current is self.capturing:
+            raise DeviceError(f"{why} waits for the device while a graph is captured")
+        if not self.may_wait:
+            raise DeviceError(f"{why} waits for the device")
+        self.check_sent()
+        join(self.host, clock)
+        self._sent = [
+            one for one in self._sent
+            if any(done > self.host.get(number, 0) for number, done in one[2].items())
+        ]  # fmt: skip
+
+    def synchronize(self, device: object = None) -> None:
+        """Have the host wait for everything."""
+        everything: Clock = {}
+        for stream in self.streams:
+            join(everything, stream.clock)
+        self.wait("synchronize", everything)
+
+    def send(self, pinned: Tensor) -> None:
+        """Have the device read memory of the host in its own time."""
+        self._sent.append((pinned, pinned.clone(), dict(self.current.clock)))
+
+    def check_sent(self) -> None:
+        """DeviceError: memory of the host changed before the device is known to have read it."""
+        for pinned, copy, _ in self._sent:
+            if not torch.equal(pinned, copy):
+                raise DeviceError("pinned memory was written before the device had read it")
+
+
+ORDER = Order()
+"""Of the one GPU, for good, as tensors and streams outlive what made them."""
+Stream()
+
+
+@dataclass
+class Block:
+    """Memory that tensors share.
+
+    Attributes:
+        start: its address.
+        size: in bytes.
+        stream: number of the one that it was made on.
+        kept_for: numbers of streams that it was recorded for.
+        reads: by stream, which of its operators was the last to read each grain.
+        writes: likewise.
+    """
+
+    start: int
+    size: int
+    stream: int
+    kept_for: set[int] = field(default_factory=set)
+    reads: dict[int, Any] = field(default_factory=dict)
+    writes: dict[int, Any] = field(default_factory=dict)
+
+    def touch(self, grains: Any, stream: Stream, now: int, writes: bool) -> None:
+        """Have an operator read or write grains.
+
+        Args:
+            grains: an index of them.
+            stream: that it runs on, whose last operator it is.
+            now: its number.
+            writes: whether it writes.
+        Raises:
+            DeviceError: nothing orders it with what another stream did there.
+        """
+        for kind in (self.writes, self.reads) if writes else (self.writes,):
+            for other, times in kind.items():
+                latest = times[grains].max()
+                if other != stream.number and latest > stream.clock.get(other, 0):
+                    raise DeviceError(
+                        f"{stream.ran[-1]} on stream {stream.number} "
+                        f"{'writes' if writes else 'reads'} what "
+                        f"{ORDER.streams[other].ran[latest - 1]} on stream {other} may still "
+                        f"{'write' if kind is self.writes else 'read'}"
+                    )
+        kind = self.writes if writes else self.reads
+        if stream.number not in kind:
+            kind[stream.number] = np.zeros(self.size // GRAIN + 1, np.int64)
+        kind[stream.number][grains] = now
+
+    def used_by_others(self) -> Clock:
+        """The last operators that used it, of streams that its own one may not know of."""
+        used: Clock = {}
+        for kind in (self.reads, self.writes):
+            join(used, {other: int(times.max()) for other, times in kind.items()})
+        return {n: at for n, at in used.items() if n != self.stream and n not in self.kept_for}
+
+
+class Memory:
+    """All memory of the device that is in use."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._starts: list[int] = []
+        self._freed: dict[int, list[Clock]] = {}
+        self._lock = threading.RLock()
+
+    def add(self, x: Tensor) -> None:
+        """Know of a tensor's memory, which the current stream made if it is new.
+
+        Raises:
+            DeviceError: it may lie where another stream still works.
+        """
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        with self._lock:
+            if not start or start in self._blocks:
+                return
+            stream = ORDER.current
+            self._blocks[start] = Block(start, storage.nbytes(), stream.number)
+            insort(self._starts, start)
+            # A graph's own memory is no other's.
+            is_captured = stream is ORDER.capturing
+            weakref.finalize(storage, self._remove, start, is_captured)
+            freed = [] if is_captured else self._freed.pop(stream.number, [])
+        join(stream.clock, ORDER.host)
+        for used in freed:
+            for other, at in used.items():
+                if at > stream.clock.get(other, 0):
+                    raise DeviceError(
+                        f"stream {stream.number} may write to memory that was freed while "
+                        f"{ORDER.streams[other].ran[at - 1]} on stream {other} may still use it"
+                    )
+
+    def _remove(self, start: int, is_captured: bool) -> None:
+        with self._lock:
+            block = self._blocks.pop(start)
+            del self._starts[bisect_right(self._starts, start) - 1]
+            if not is_captured:
+                self._freed.setdefault(block.stream, []).append(block.used_by_others())
+
+    def of(self, x: Tensor) -> Block:
+        """The block that a tensor lies in."""
+        return self._blocks[x.untyped_storage().data_ptr()]
+
+    def at(self, address: int) -> Block | None:
+        """The block that a byte lies in; None in none."""
+        with self._lock:
+            place = bisect_right(self._starts, address) - 1
+            block = self._blocks[self._starts[place]] if place >= 0 else None
+        return block if block and address < block.start + block.size else None
