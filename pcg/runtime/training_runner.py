@@ -258,9 +258,15 @@ class TrainingRunner:
         self._accumulate(self._first, training.prologue_trained, trained)
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        taken: set[int] = set()
         for name, gradient in zip(names, gradients, strict=True):
             weight = getattr(bound, python_name(name)).weight
             if id(weight) not in self._trained:
                 continue
             gradient = gradient.to(weight.dtype)
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            if weight.grad is not None:
+                weight.grad.add_(gradient)
+                continue
+            # Biases that are added to one sum are given one tensor; it is scaled and added to.
+            weight.grad = gradient.clone() if gradient.data_ptr() in taken else gradient
+            taken.add(gradient.data_ptr())

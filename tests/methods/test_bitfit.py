@@ -73,6 +73,23 @@ def test_logits_tokens_and_gradients(name: str) -> None:
         assert float((ours - parameter.grad).norm()) < TOLERANCE * scale, path
 
 
+def test_biases_of_one_sum_have_gradients_of_their_own() -> None:
+    """Attention's and the MLP's are added to one sum; batches add to each, and clipping scales."""
+    _, _, executor = pair("gpt_neox")
+    runner = executor.training_runner("a")
+    examples = [Example(s, s) for s in prompts((9, 4))]
+    once, twice = [], []
+    for found, count in ((once, 1), (twice, 2)):
+        for _ in range(count):
+            runner.forward_backward(examples, 11)
+        for parameter in runner.parameters.values():
+            found.append(parameter.grad)
+            parameter.grad = None
+    assert len({gradient.data_ptr() for gradient in twice}) == len(twice)
+    for one, two in zip(once, twice, strict=True):
+        torch.testing.assert_close(two, 2 * one, rtol=1e-4, atol=1e-6)
+
+
 def test_files_and_finetuning(tmp_path: Path) -> None:
     base, _, executor = pair("gpt2")
     data = [Example(s, s) for s in prompts((9, 7))]
