@@ -15,10 +15,17 @@ import sympy
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
-from pcg.ir.operators.bypass import Activate, BottleneckBackward, ColumnNorm
+from pcg.ir.operators.bypass import (
+    Activate,
+    AskedInner,
+    BottleneckBackward,
+    ColumnNorm,
+    Inner,
+)
 from pcg.ir.operators.collective import Collective, PlacedPart, Transition
 from pcg.ir.operators.linear import (
     AskedOuter,
+    AskedSumTokens,
     BiasAdd,
     ExpandAdd,
     ExpandBackward,
@@ -47,6 +54,12 @@ from pcg.ir.types import TOKENS, Size, TensorType
 Pairs = tuple[tuple[str, Attribute], ...]
 """Attributes that can be looked up."""
 
+_ASKED = {
+    AskedInner.name: Inner.name,
+    AskedOuter.name: Outer.name,
+    AskedSumTokens.name: SumTokens.name,
+}
+"""Operators that the caller runs, by what they are."""
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
 """Operators whose attribute of that name chooses the kernel."""
 _FLAGS = ("alibi", "sinks", "softcap", "window")
@@ -168,8 +181,9 @@ def parts_of(
     if op == LinearCrossEntropy.name:
         yield from _parts_of_loss(inputs, outputs, attributes)
         return
-    if op == AskedOuter.name:
-        yield Outer.name, inputs, outputs, {}
+    if op in _ASKED:
+        own = {key: value for key, value in attributes.items() if key != "of"}
+        yield _ASKED[op], inputs, outputs, own
         return
     if op in (LoraLinearBackward.name, BottleneckBackward.name):
         yield from _parts_of_gradients(op, inputs, outputs, attributes)

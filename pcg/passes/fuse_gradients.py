@@ -10,8 +10,11 @@ dropout or a collective, LoRA's products stay by themselves; and where dB runs b
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become one operator, `bottleneck_backward`. Behind them dA = dsᵀ x is asked for, too. What is made
-again of what the operator makes, as s over ranks at a small budget, cannot be read by it.
+become one operator, `bottleneck_backward`. What is made again of what such an operator makes, as s
+over ranks at a small budget, cannot be read by it.
+
+Behind them dA = dsᵀ x is asked for, too; and so are everywhere the gradients of vectors, which are
+Σ dz ⊙ (y - b), as of (IA)³ and DoRA, and scale · Σ dz, of biases.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ def fuse_gradients(graph: Graph) -> Graph:
         graph = _fused(graph, graph.producers[name])
     for name in [node.name for node in graph.nodes if node.op == "activate"]:
         graph = _with_bottleneck(graph, graph.producers[name])
-    if graph is before:
+    nodes = [_asked(graph, node) for node in graph.nodes]
+    if graph is before and nodes == [*graph.nodes]:
         return graph
-    return graph.replace(nodes=_in_order([_asked(graph, node) for node in graph.nodes]))
+    return graph.replace(nodes=_in_order(nodes))
 
 
 def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -66,12 +70,18 @@ def _depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
     return False
 
 
+_VECTORS = {"inner": "asked_inner", "sum_tokens": "asked_sum_tokens"}
+
+
 def _asked(graph: Graph, node: Node) -> Node:
-    """The gradient of A behind a fused operator, asked for by its name; any other node as it is."""
+    """The gradient of A behind a fused operator, or of a vector, asked for; others as they are."""
+    of = ("of", node.name)
+    if node.op in _VECTORS:
+        return dataclasses.replace(node, op=_VECTORS[node.op], attributes=(*node.attributes, of))
     maker = graph.producers.get(node.inputs[0]) if node.op == "outer" else None
     if maker is None or maker.op not in ("lora_linear_backward", "bottleneck_backward"):
         return node
-    return dataclasses.replace(node, op="asked_outer", attributes=(("of", node.name),))
+    return dataclasses.replace(node, op="asked_outer", attributes=(of,))
 
 
 def _fused(graph: Graph, base: Node) -> Graph:

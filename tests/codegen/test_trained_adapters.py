@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops, trained_adapters
+from pcg.codegen.kernels import torch_ops, trained_adapters, trained_rows
 from pcg.runtime.module_weights import AdapterWeight
 from pcg.runtime.split_execution import together
 from tests.codegen.segmented_batches import DTYPES, ROUNDING
@@ -148,7 +148,7 @@ def test_outer_products_of_several_jobs(
     asking = [trained_adapters.asked_outer(batch, "dA", job.s, job.x) for job in jobs]
     with outer_launches() as (launches, patch):
         if not are_small:
-            patch.setattr(trained_adapters, "_MOST_JOINED", 0)
+            patch.setattr(trained_rows, "_MOST_JOINED", 0)
         with sanitized():
             results = together(asking)
     assert len(launches) == (1 if are_small else len(jobs))

@@ -314,7 +314,8 @@ def scale(make: Maker, op: str) -> Sequence[str]:
 def inner(make: Maker, op: str) -> Sequence[str]:
     y = make.matrix()
     base = [make.of("f32", make.type(y).shape[-1])] if make.coin() else []
-    return make.add(op, y, make.like(y), *base, dtype=make.draw(st.sampled_from(FLOATS)))
+    named = {"of": "d_ia3_l"} if op == "asked_inner" else {}
+    return make.add(op, y, make.like(y), *base, dtype=make.draw(st.sampled_from(FLOATS)), **named)
 
 
 def column_norm(make: Maker, op: str) -> Sequence[str]:
@@ -365,7 +366,8 @@ def activate(make: Maker, op: str) -> Sequence[str]:
 def sum_tokens(make: Maker, op: str) -> Sequence[str]:
     dz = make.matrix()
     bias = [make.of("f32", make.type(dz).shape[-1])] if make.coin() else []
-    return make.add(op, dz, *bias, dtype=make.draw(st.sampled_from(FLOATS)))
+    named = {"of": "d_bias"} if op == "asked_sum_tokens" else {}
+    return make.add(op, dz, *bias, dtype=make.draw(st.sampled_from(FLOATS)), **named)
 
 
 def rms_norm(make: Maker, op: str) -> Sequence[str]:
@@ -598,7 +600,7 @@ RECIPES: dict[str, Recipe] = {
     "expand": expand,
     **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "experts": experts,
-    "inner": inner,
+    **dict.fromkeys(("asked_inner", "inner"), inner),
     "linear": linear,
     "linear_group": linear_group,
     "linear_cross_entropy": linear_cross_entropy,
@@ -613,7 +615,7 @@ RECIPES: dict[str, Recipe] = {
     "scaled_outer": scaled_outer,
     "shrink": shrink,
     "softmax": softmax,
-    "sum_tokens": sum_tokens,
+    **dict.fromkeys(("asked_sum_tokens", "sum_tokens"), sum_tokens),
     "topk": topk,
     **dict.fromkeys(("singular_down", "singular_down_backward"), singular_down),
     "vera_down": vera_down,

@@ -387,7 +387,9 @@ def test_every_operator_that_runs_is_measured() -> None:
     # As what they stand for; what is appended to the cache, as its attention.
     sums = {
         "append",
+        "asked_inner",
         "asked_outer",
+        "asked_sum_tokens",
         "bottleneck_backward",
         "column_norm_part",
         "expand_add_part",
@@ -463,6 +465,9 @@ def test_gradients_in_one_operator_cost_their_parts() -> None:
     assert fused == pytest.approx(inner + both)
     asked = seconds(model, "asked_outer", s, x, of="a")
     assert asked == seconds(model, "outer", s, x)
+    for name, given in (("inner", (x, x)), ("sum_tokens", (x,))):
+        asked = seconds(model, f"asked_{name}", *given, dtype="f32", of="a")
+        assert asked == seconds(model, name, *given, dtype="f32")
 
 
 def test_only_floats_are_profiled() -> None:

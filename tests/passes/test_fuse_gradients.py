@@ -64,6 +64,8 @@ def test_every_site_of_llama() -> None:
         ("llama3", {**LORA, "target_modules": ["q_proj", "down_proj"]}, 2),
         # One product of q, k and v.
         ("gpt_neox", LORA, 4),
+        ("gpt2", {"peft_type": "BITFIT"}, 0),
+        ("llama3", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, 0),
         ("llama3", {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj"]}, 1),
         (
             "llama3",
@@ -71,14 +73,16 @@ def test_every_site_of_llama() -> None:
             0,
         ),
     ],
-    ids=["dropout", "some", "joined", "vera", "ia3"],
+    ids=["dropout", "some", "joined", "bitfit", "prefix", "vera", "ia3"],
 )
 def test_where_there_is_something_to_fuse(name: str, recipe: dict[str, Any], fused: int) -> None:
     graph = backwards(name, recipe)[-1]
     found = fuse_gradients(graph)
     verify(found)
     assert counts(found)["lora_linear_backward"] == fused
-    if not fused:
+    sums = {op: counts(graph)[op] for op in ("inner", "sum_tokens")}
+    assert {op: counts(found)[f"asked_{op}"] for op in sums} == sums
+    if not fused and not any(sums.values()):
         assert found == graph
 
 

@@ -39,6 +39,7 @@ from pcg.codegen.kernels.templates.segmented_activate import (
 )
 from pcg.codegen.kernels.templates.token_tiles import TokenTiles
 from pcg.codegen.kernels.trained_rows import (
+    are_few,
     as_places,
     is_matrix,
     is_summand,
@@ -160,11 +161,6 @@ class LoraGradients(Bypass):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
-_MOST_JOINED = 1024
-"""Tokens for each job beside the first, up to which to copy them should cost less than its launch:
-16 MB of 4096 columns, read and written at 4 TB/s, in 4 us. To be measured."""
-
-
 def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
     """Ask for dA = dsᵀ x, [r, in].
 
@@ -198,7 +194,7 @@ class OuterProduct(Product):
     def run_with(self, others: Sequence[OuterProduct]) -> None:
         """Run it and others as one launch, where they are small; else one after the other."""
         every = (self, *others)
-        if sum(len(one._ds) for one in every) > _MOST_JOINED * len(others):
+        if not are_few([len(one._ds) for one in every]):
             for one in every:
                 one.run()
             return

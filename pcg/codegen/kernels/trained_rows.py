@@ -34,6 +34,16 @@ MOST_RANK = 256
 """Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""
 
 
+_MOST_JOINED = 1024
+"""Tokens for each job beside the first, up to which to copy them should cost less than its launch:
+16 MB of 4096 columns, read and written at 4 TB/s, in 4 us. To be measured."""
+
+
+def are_few(counts: Sequence[int]) -> bool:
+    """Whether so many tokens of each job are copied behind one another sooner than launched for."""
+    return sum(counts) <= _MOST_JOINED * (len(counts) - 1)
+
+
 def is_column_wise(x: Tensor) -> bool:
     """Whether rows of x [T, n] can be loaded 16 bytes at once."""
     if x.dim() != 2 or x.stride(1) != 1 or not x.numel():

@@ -27,11 +27,7 @@ from pcg.codegen.kernels.templates.paged_attention_backward import paged_attenti
 from pcg.codegen.kernels.templates.rank_rows import ALIGNMENT, RankRows, int32_on, rank_rows
 from pcg.codegen.kernels.templates.sampling import draw, greedy
 from pcg.codegen.kernels.templates.segmented_activate import segmented_activate
-from pcg.codegen.kernels.templates.segmented_vectors import (
-    segment_inner,
-    segmented_bias_add,
-    segmented_scale,
-)
+from pcg.codegen.kernels.templates.segmented_vectors import segmented_bias_add, segmented_scale
 from pcg.codegen.kernels.templates.sign_bits import pack_signs, relu_backward_packed
 from pcg.codegen.kernels.templates.token_tiles import (
     DECODE_BLOCK,
@@ -47,7 +43,12 @@ from pcg.codegen.kernels.trained_adapters import (
     outer,
     scaled_outer,
 )
-from pcg.codegen.kernels.trained_rows import is_tokens, rows_of, segments_of
+from pcg.codegen.kernels.trained_vectors import (
+    asked_inner,
+    asked_sum_tokens,
+    inner,
+    sum_tokens,
+)
 from pcg.errors import UnsupportedError
 
 __all__ = [
@@ -55,7 +56,9 @@ __all__ = [
     "FusedPart",
     "activate",
     "add_lora",
+    "asked_inner",
     "asked_outer",
+    "asked_sum_tokens",
     "attention",
     "attention_backward",
     "bias_add",
@@ -291,29 +294,6 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     if not _is_stack(y, bias):
         return torch_ops.bias_add(y, bias, base)
     return segmented_bias_add(y, *_vectors(y, bias), base)
-
-
-def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
-    """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
-    if not (is_tokens(left) and is_tokens(right)):
-        return torch_ops.inner(left, right, base)
-    return _summed(left, right, base)
-
-
-def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
-    """The sum over tokens, in fp32 at least; scaled as a bias is."""
-    if not is_tokens(dz):
-        return torch_ops.sum_tokens(dz, bias)
-    total = _summed(dz, None, None)
-    return total if bias is None else total.mul_(bias.scale)
-
-
-def _summed(left: Tensor, right: Tensor | None, base: Tensor | None) -> Tensor:
-    """The sum over the tokens of the one adapter that is trained, without a copy of any in fp32."""
-    tokens, size = left.shape
-    total = torch.zeros((1, size), dtype=torch.float32, device=left.device)
-    segment_inner(left, right, rows_of([total]), segments_of([tokens], left.device), base)
-    return total[0]
 
 
 def _is_stack(y: Tensor, vector: Any) -> bool:

@@ -110,6 +110,16 @@ class Inner(Operator):
         return f"K.inner({', '.join(inputs)}).to(torch.{dtype})"
 
 
+class AskedInner(Inner):
+    """An inner product that the caller runs, for what the attribute `of` names; for Triton."""
+
+    name = "asked_inner"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        called = f"K.asked_inner(batch, {attributes['of']!r}, {', '.join(inputs)})"
+        return f"(yield from {called}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+
+
 class ColumnNorm(Operator):
     """n = ||W + scale · B A||, the length of each output's weights (DoRA §4).
 
@@ -356,6 +366,7 @@ class BottleneckBackward(Operator):
 
 OPERATORS: tuple[Operator, ...] = (
     Activate(),
+    AskedInner(),
     BottleneckBackward(),
     ColumnFactor(),
     ColumnNorm(),

@@ -471,8 +471,19 @@ class SumTokens(Operator):
         )
 
 
+class AskedSumTokens(SumTokens):
+    """A sum over tokens that the caller runs, for what the attribute `of` names; for Triton."""
+
+    name = "asked_sum_tokens"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        called = f"K.asked_sum_tokens(batch, {attributes['of']!r}, {', '.join(inputs)})"
+        return f"(yield from {called}).to(torch.{TORCH_NAMES[str(attributes['dtype'])]})"
+
+
 OPERATORS: tuple[Operator, ...] = (
     AskedOuter(),
+    AskedSumTokens(),
     BiasAdd(),
     ExpandAdd(),
     ExpandBackward(),
