@@ -15,6 +15,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.codegen.kernels import products, torch_ops
 from pcg.codegen.kernels.trained_adapters import BottleneckGradients, LoraGradients
+from pcg.codegen.kernels.trained_vectors import VectorGradient
 from pcg.errors import UnsupportedError
 from pcg.runtime.data import Example
 from pcg.runtime.engine.events import Kind
@@ -95,10 +96,11 @@ def test_tokens_and_trained_adapters_are_those_of_pytorch(name: str) -> None:
 
 
 def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LoRA of two jobs beside (IA)³, whose base products are theirs too, and two bottlenecks."""
+    """LoRA of two jobs, (IA)³ of two, whose base products are theirs too, and two bottlenecks."""
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     data = [Example(ids, ids) for ids in prompts((11, 7))]
     recipes = {name: RECIPES[name] for name in ("r4", "r20", "ia3")}
+    recipes["other ia3"] = recipes["ia3"]
     for size in (5, 16):
         of_size = {"variant": "houlsby", "bottleneck_size": size, "non_linearity": "silu"}
         recipes[f"houlsby{size}"] = {"peft_type": "BOTTLENECK", **of_size}
@@ -110,14 +112,20 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
         run(self, dz, dx, parts)
 
     monkeypatch.setattr(LoraGradients, "run", counted)
-    bottlenecks: list[int] = []
-    run_with = BottleneckGradients.run_with
 
-    def counted_too(self: Any, others: Any) -> None:
-        bottlenecks.append(1 + len(others))
-        run_with(self, others)
+    def counting(product: Any) -> list[int]:
+        """Jobs of each call that joins."""
+        jobs: list[int] = []
+        run_with = product.run_with
 
-    monkeypatch.setattr(BottleneckGradients, "run_with", counted_too)
+        def counted(self: Any, others: Any) -> None:
+            jobs.append(1 + len(others))
+            run_with(self, others)
+
+        monkeypatch.setattr(product, "run_with", counted)
+        return jobs
+
+    bottlenecks, vectors = counting(BottleneckGradients), counting(VectorGradient)
     tokens: list[int] = []
     product = products.linear_backward
 
@@ -144,8 +152,10 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
     # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
     assert together == [1] * 4 + [2] + [1] + [2] + [1] * 4
     assert bottlenecks == [2] * 4  # behind attention and the MLP of both layers
-    # 7 products of the base, and those of the first layer that a job asks below, for all five jobs.
-    assert tokens[:7] == [5 * 18] * 7
+    # (IA)³ of two jobs at down, v and k of both layers; the outer biases of both bottlenecks.
+    assert vectors == [2] * (6 + 4)
+    # 7 products of the base, and those of the first layer that a job asks below, for all six jobs.
+    assert tokens[:7] == [6 * 18] * 7
     monkeypatch.undo()
     for one, other in zip(ours, trained("torch"), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
