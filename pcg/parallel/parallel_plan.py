@@ -40,15 +40,26 @@ class Costs(Protocol):
         """A batch's share of the sum of an adapter weight's gradient over the ranks."""
 
 
-KEPT = Layout(State.REPLICATED, 1)
-"""No layout, but the mark of a copy that backward has to have: it is kept, or gathered again."""
+def kept(layout: Layout) -> Layout:
+    """No layout, but the mark of a value in one that backward has: kept, or made again there."""
+    return Layout(layout.state, 1 - layout.dim)
+
+
+def is_mark(layout: Layout) -> bool:
+    """Whether it is such a mark."""
+    return layout.dim > 0
+
+
+KEPT = kept(REPLICATED)
+"""The mark of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A transition: the operator, and the layout that it gives.
 
-    `keep` is none of the graph's, but what backward does to have a gathered copy: gather again.
+    Between marks they are none of the graph's, but what backward does: `keep` gathers a copy again,
+    and `again` makes what was made of it.
     """
 
     op: str
@@ -228,8 +239,11 @@ def transitions(
         parts: that it can be held in.
         tokens: of these, the parts of its tokens, where ranks may hold such.
     """
+    found: list[tuple[str, Layout]]
     if layout == KEPT:
-        found: list[tuple[str, Layout]] = []
+        found = [("again", kept(part)) for part in parts if part != tokens]
+    elif is_mark(layout):
+        found = [("again", kept(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
     elif layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:

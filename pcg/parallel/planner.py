@@ -10,9 +10,9 @@ are brought into the layouts that a way takes by transitions:
     + → |d   a reduce-scatter, then an all-gather       |d → =   an all-gather, a reduce-scatter
 
 The last two are of tokens, whose parts ranks hold where that is asked for (sequence parallelism);
-a copy that was gathered so and that backward reads is gathered again there, one all-gather more.
-Where gradients flow back to parts of tokens, these are not combined: backward would find the whole
-kept, which is what they are to spare.
+a copy that was gathered so is gathered again there, one all-gather more, where backward reads it or
+a part that was taken of it. Where gradients flow back to parts of tokens, these are not combined:
+backward would find the whole kept, which is what they are to spare.
 
 Values are also brought by paths of these: - → + is - → |d → +, and = → - is = → |d → -, of the
 cheapest dim.
@@ -53,7 +53,16 @@ from pcg.ir.types import RANK, TensorType
 from pcg.parallel.choice_maker import ChoiceMaker
 from pcg.parallel.graph_facts import last_readers, with_gradient
 from pcg.parallel.kept_reads import kept_reads
-from pcg.parallel.parallel_plan import KEPT, Choice, Costs, Fixed, Plan, Step, transitions
+from pcg.parallel.parallel_plan import (
+    Choice,
+    Costs,
+    Fixed,
+    Plan,
+    Step,
+    is_mark,
+    kept,
+    transitions,
+)
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""
@@ -146,8 +155,9 @@ class Planner:
 
     def plan(self, fixed: Fixed) -> Plan:
         """The cheapest plan that keeps to what is given, where each message is by itself."""
-        given = {v.name: fixed.inputs.get(v.name, WHOLE) for v in self.graph.inputs}
-        states = [_State({name: frozenset([held]) for name, held in given.items()}, (0.0, 0))]
+        inputs = self.graph.inputs
+        given = {v.name: self._made(v.type, fixed.inputs.get(v.name, WHOLE)) for v in inputs}
+        states = [_State(given, (0.0, 0))]
         widest = 1
         for place, node in enumerate(self.graph.nodes):
             found: dict[Versions, _State] = {}
@@ -225,9 +235,24 @@ class Planner:
                 yield _State(versions, total, state, choice(rule, work))
 
     def _made(self, type_: TensorType, layout: Layout) -> frozenset[Layout]:
-        """The layouts of a value that is made so; a copy that was not gathered is kept."""
-        is_copy = self._token_nodes and layout == REPLICATED and type_.is_token_wise
-        return frozenset([layout, KEPT] if is_copy else [layout])
+        """The layouts of a value that is made so; what was not gathered is kept."""
+        return frozenset([layout, kept(layout)] if self._is_marked(type_, layout) else [layout])
+
+    def _is_marked(self, type_: TensorType, layout: Layout) -> bool:
+        """Whether a mark says that backward has it; the whole and parts of tokens it always has."""
+        always = (WHOLE, token_part(type_))
+        return bool(self._token_nodes) and type_.is_token_wise and layout not in always
+
+    def _with(
+        self, type_: TensorType, have: frozenset[Layout], steps: Iterable[Step]
+    ) -> frozenset[Layout]:
+        """The layouts of a value after some transitions."""
+        for step in steps:
+            is_had = not self._is_marked(type_, step.before) or kept(step.before) in have
+            if is_had and step.op != "gather" and not is_mark(step.after):
+                have |= self._made(type_, step.after)
+            have |= {step.after}
+        return have
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Fixed
@@ -265,9 +290,9 @@ class Planner:
         names, layouts = list(node.inputs), list(rule.inputs)
         for index, (name, layout) in enumerate(zip(node.inputs, rule.inputs, strict=True)):
             is_read = (node.name, index) in self._kept_reads
-            if is_read and layout == REPLICATED and self.graph.types[name].is_token_wise:
+            if is_read and self._is_marked(self.graph.types[name], layout):
                 names.append(name)
-                layouts.append(KEPT)
+                layouts.append(kept(layout))
         return names, layouts
 
     def _bring(
@@ -287,10 +312,7 @@ class Planner:
                 return False
             cost, steps = path
             type_ = self.graph.types[name]
-            found = {step.after for step in steps}
-            if any(step.op == "replicate" for step in steps):
-                found |= self._made(type_, REPLICATED)
-            versions[name] = versions[name] | found
+            versions[name] = self._with(type_, versions[name], steps)
             messages = [(step, step.message(type_, self.degree)) for step in steps]
             made.bring(name, cost, messages, name in self.active, self.costs)
         return True
@@ -403,10 +425,14 @@ class Planner:
             have = one.versions.get(name)
             if have is None:
                 return False
-            for layout in layouts - have:
-                path = self._path(name, have, layout, fixed)
+            had = have
+            for layout in sorted(layouts - have, key=is_mark):
+                if layout in had:
+                    continue
+                path = self._path(name, had if is_mark(layout) else have, layout, fixed)
                 if path is None:
                     return False
+                had = self._with(self.graph.types[name], had, path[1])
                 cost, count = cost + path[0], count + len(path[1])
                 if (cost, count) > other.cost:
                     return False

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.parallel.parallel_plan import KEPT, Choice, Plan, Step
+from pcg.parallel.parallel_plan import Choice, Plan, Step, is_mark
 
 _SUFFIX = {
     "combine": "joined",
@@ -80,7 +80,7 @@ class _Sharder:
     def _bring(self, choice: Choice) -> None:
         for name, steps in choice.steps:
             for step in steps:
-                if step.after != KEPT and step.after not in self.versions[name]:
+                if not is_mark(step.after) and step.after not in self.versions[name]:
                     self.versions[name][step.after] = self._transition(name, step)
 
     def _transition(self, name: str, step: Step) -> str:

@@ -4,7 +4,8 @@
 
 Graphs have concrete ranks. No tensor has a rank for more than one of its dims, so with the same
 tensors kept its bytes, and any sum of such, are on a straight line in r: two ranks give it, and a
-third shows where a sum is none, as the workspace where another moment becomes the fullest.
+third shows where a sum is none, as the workspace where another moment becomes the fullest, or where
+collectives overlap otherwise. The total is the sum of the formulas, whichever have r.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def in_rank(
     """Formulas in B, S and r, that are exact at the rank; those that are no line in r without r.
 
     Args:
-        formulas_at: by name, in B and S, with the same tensors kept at a rank; None where there are
-            none.
+        formulas_at: by kind of memory, in B and S, and `total` their sum, with the same tensors
+            kept at a rank; None where there are none.
         rank: that was asked for.
     """
     here, above, further = (formulas_at(rank + more) for more in range(3))
@@ -67,4 +68,6 @@ def in_rank(
         slope = sympy.expand(above[name] - formula)
         is_line = sympy.expand(further[name] - above[name] - slope) == 0
         found[name] = sympy.expand(formula + (RANK - rank) * slope) if is_line else formula
+    kinds = (formula for name, formula in found.items() if name != "total")
+    found["total"] = sympy.expand(sum(kinds))
     return found

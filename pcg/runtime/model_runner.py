@@ -85,7 +85,8 @@ def _join(
     tensors: list[Tensor] = [getattr(holder, name) for name in names]
     key = tuple(id(tensor) for tensor in (*tensors, *biases))
     if key not in packed:
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        # Not the tensor itself, which training multiplies by, too, with a bias or without.
+        whole = tensors[0].detach() if len(tensors) == 1 else torch.cat(tensors)
         if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
             whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
         whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]

@@ -175,7 +175,11 @@ def test_bottlenecks_of_several_jobs_are_each_ones_own(
     shapes: list[tuple[int, int]], dtype: torch.dtype, function: str
 ) -> None:
     jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
-    biases = [AdapterWeight(torch.randn(rank), 0.5 + 0.01 * rank) for _, rank in shapes]
+    generator = torch.Generator().manual_seed(0)
+    biases = [
+        AdapterWeight(torch.randn(rank, generator=generator), 0.5 + 0.01 * rank)
+        for _, rank in shapes
+    ]
     batch: Any = SimpleNamespace(layer=3)
     asking = [
         trained_adapters.bottleneck_backward(batch, "up", job.dz, job.b, job.s, bias, function)
@@ -186,8 +190,13 @@ def test_bottlenecks_of_several_jobs_are_each_ones_own(
         with sanitized():
             results = together(asking)
     for job, bias, found in zip(jobs, biases, results, strict=True):
-        for one, expected in zip(found, of_bottleneck(job, bias, function), strict=True):
-            close(one, expected, PRODUCT)
+        expected = of_bottleneck(job, bias, function)
+        for one, other in zip(found[:2], expected[:2], strict=True):
+            close(one, other, PRODUCT)
+        # A sum over tokens, whose terms may cancel each other.
+        magnitudes = bias.scale * expected[0].abs().sum(0)
+        assert found[2].shape == magnitudes.shape
+        assert (found[2].double() - expected[2]).abs().max() <= PRODUCT * magnitudes.max()
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,12 @@ def test_fp64_with_the_same_masks(
     check_gradients(name, method, torch.float64, budget)
 
 
+def test_what_is_dropped_has_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA asks for a product of a linear with a bias, and without; in fp64 none is packed."""
+    widen(monkeypatch, BY_NAME["gpt2"].model_type)
+    check_gradients("gpt2", "dora", torch.float64, 1.0)
+
+
 def test_masks_differ_by_seed_layer_and_module_and_are_drawn_again() -> None:
     _, executor = pair("llama3")
     runner = executor.training_runner("a")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import pcg
 import pcg.explaining as explaining
 from pcg.errors import ParallelError
+from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.program_folder import load_program, save_program
 from pcg.ir.verifier import verify
@@ -35,7 +36,7 @@ from tests.parallel.ranked import (
     predicted_memory,
     recipes,
 )
-from tests.parallel.sharded import check_candidates
+from tests.parallel.sharded import check_candidates, errors
 from tests.parallel.test_parallelize import attached, transitions
 from tests.parallel.test_search import costs
 from tests.threads import ThreadRanks, run_ranks
@@ -225,6 +226,23 @@ def test_every_candidate_is_right_and_sends_what_it_says(
     device = costs(degree, sum(lengths))
     search = search_layer(*pair, degree, device, sequence_parallel=True)
     check_candidates(search, search.find(), site, lengths)
+
+
+def test_a_part_of_a_copy_is_taken_again_where_the_copy_is_gathered_again() -> None:
+    """Of a copy that nothing else has to have: backward gathers it for the part of its columns."""
+    state = attached("opt", "float64")
+    assert state.training_model is not None
+    assert state.base is not None
+    pair = state.training_model.blocks[0], state.base.blocks[0]
+    search = search_layer(*pair, 2, costs(2, sum(ODD)), sequence_parallel=True)
+    plan = search.plan()
+    (site,) = (site for site in search.sites if site.name.endswith("fc1"))
+    a, b = site.weights
+    sent: dict[str, int] = {}
+    forced = search.force(plan, site, {a: partitioned(-1), b: partitioned(-2)})
+    assert max(errors(search.graph, 2, forced, sent, lengths=ODD).values()) < 1e-12
+    said = search.bill.of(forced)
+    assert sum(sent.values()) == said.forward_bytes + said.backward_bytes
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])

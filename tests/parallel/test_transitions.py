@@ -13,7 +13,7 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators.collective import OPERATORS, Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import KEPT
+from pcg.parallel.parallel_plan import KEPT, is_mark, kept
 from pcg.parallel.planner import Planner
 
 DEGREE = 2
@@ -123,8 +123,10 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
         for layout, cost in (end for start in have for end in walk(start, 0, frozenset({start}))):
             least[layout] = min(cost, least.get(layout, cost))
         found = planner.cheapest(type_, is_active, have)
-        kept = found.pop(KEPT, None)
-        assert (kept is not None) == bool(tokens)
+        marks = {layout for layout in found if is_mark(layout)}
+        parts = {kept(at) for at in layouts if at.dim and at.dim != tokens}
+        assert marks == ({KEPT, *parts, *([kept(PRE_REDUCE)] * bool(parts))} if tokens else set())
+        assert len({found.pop(mark)[0] for mark in marks}) <= 1  # what it takes to gather again
         assert {layout: cost for layout, (cost, _) in found.items()} == least
         for layout, (cost, path) in found.items():
             at = [*have, *(step.after for step in path)]

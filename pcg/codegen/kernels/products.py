@@ -210,7 +210,7 @@ def linear_group(
     """The linear operators of x; joined where the first weight holds all and the rest are None."""
     first: Any = weights[0]
     if hasattr(first, "group_sizes"):
-        y = linear(x, first, first.group_bias)
+        y = linear(x, first, first.group_bias if biases else None)
         outs: Sequence[Tensor] = y.split(first.group_sizes, -1) if len(weights) > 1 else (y,)
         return outs
     padded = biases or [None] * len(weights)
@@ -238,7 +238,8 @@ def product(
     Returns:
         Their outputs, [T, out] each.
     """
-    asked = LinearProduct((batch.layer, name, len(weights)), x, weights, biases, whole)
+    key = (batch.layer, name, len(weights), bool(biases))
+    asked = LinearProduct(key, x, weights, biases, whole)
     del x
     yield asked
     return asked.take()
