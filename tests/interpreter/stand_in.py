@@ -125,6 +125,7 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     makes_ours, device = bool(ours), kwargs.get("device")
     if device is not None:
         makes_ours = torch.device(device).type == "cuda"
+    if makes_ours and device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if not ours and not makes_ours:
         return operator(*args, **kwargs)
@@ -149,7 +150,7 @@ def _wrapped(given: Sequence[DeviceTensor], x: Any) -> Any:
     for one in given:
         if one.host is x:
             return one
-    bases = [one for one in given if one.data_ptr() and _storage(one) == _storage(x)]
+    bases = [one for one in given if _storage(one) == _storage(x)]
     # A view is of inference as its base is, and not as the mode is.
     of_inference = bases[0].is_inference() if bases else torch.is_inference_mode_enabled()
     with torch.inference_mode(of_inference):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GRAIN = 16
+GRAIN = 4
 """Bytes that are watched as one."""
 
 Clock = dict[int, int]
