@@ -318,9 +318,10 @@ _ODD = ("order", "segments", "tiles", "slices", "slots", "places")
 
 
 def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Kernel:
-    is_decode, is_large = block == 16, dtype == "fp32" and ranks > 16
+    is_decode, is_wide = block == 16, dtype == "fp32"
+    is_large = is_wide and ranks > 16
     types = {"x": f"*{x}", "tiles": "*i32", "memory": f"*{dtype}", "part_columns": "i32"}
-    block_k = 256 if is_decode else 32 if is_large else 64
+    block_k = (256 // (2 if is_wide else 1)) if is_decode else 64 // (2 if is_large else 1)
     constants = {"HAS_SCALES": True, "BLOCK_M": block, "BLOCK_R": ranks, "BLOCK_K": block_k}
     warps, stages = 8 if is_large else 4, 2 if is_decode else 3
     return Kernel(_MODULE, "shrink_kernel", _TYPES | types, constants, _ODD, warps, stages)
@@ -360,6 +361,8 @@ _RARE_KERNELS = {
     "fp16 expand": _expand(64, 1, 1, "fp16"),
     "fp32 shrink": _shrink(64, 64, "fp32", "fp32"),
     "fp32 shrink of bf16": _shrink(64, 64, "fp32"),
+    "fp32 decode shrink": _shrink(16, 16, "fp32", "fp32"),
+    "fp32 decode shrink of bf16": _shrink(16, 16, "fp32"),
     "fp32 shrink of bf16, rank 16": _shrink(64, 16, "fp32"),
     "fp32 expand": _expand(64, 1, 1, "fp32"),
     "fp32 decode expand": _expand(16, 16, 1, "fp32"),
@@ -374,7 +377,7 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
         if "fp32" not in name or "of bf16" in name:
             assert ampere.count("HMMA"), name
             # 16 ranks by 16 tokens are too few for a wgmma.
-            assert hopper.count("HMMA" if name == "decode shrink" else "HGMMA"), name
+            assert hopper.count("HMMA" if "decode shrink" in name else "HGMMA"), name
         for code in (ampere, hopper):
             code.check_in_registers(254 if "fp16" in name else 184)
             assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ARCHITECTURES = (80, 90)
 """Ampere and Hopper."""
@@ -147,6 +148,11 @@ def _code(kernel: Kernel, function: object, architecture: int) -> Code:
     source = ASTSource(function, signature, constants, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return code_of(kernel.name, made, architecture)
+
+
+def code_of(name: str, made: Any, architecture: int) -> Code:
+    """What is in a kernel that Triton compiled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -160,7 +166,7 @@ def _code(kernel: Kernel, function: object, architecture: int) -> Code:
         r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", listing, re.M
     )
     return Code(
-        kernel.name,
+        name,
         architecture,
         int(registers[1]),
         int(stack[1]),

@@ -342,7 +342,7 @@ def _watched(loaded: list[Any], stored: list[Any]) -> Iterator[None]:
 # ------------------------------------------------------------------------------------- torch.cuda
 
 
-class _Graph:
+class Graph:
     """As `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class _Graph:
 
 @contextmanager
 def _captured(
-    graph: _Graph, pool: object = None, stream: Stream | None = None, **_: Any
+    graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any
 ) -> Iterator[None]:
     """As `torch.cuda.graph`."""
     ORDER.synchronize()
@@ -427,7 +427,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "stream": _on_stream,
     "Stream": Stream,
     "Event": Event,
-    "CUDAGraph": _Graph,
+    "CUDAGraph": Graph,
     "graph": _captured,
     "graph_pool_handle": lambda: (0, 0),
 }
@@ -453,12 +453,11 @@ def _let_torch_know_cuda() -> None:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Have a GPU.
+    """Have a GPU, whose kernels the interpreter runs.
 
     Raises:
         DeviceError: something that a device would refuse, or get wrong.
     """
-    _let_torch_know_cuda()
     run = _Grid.__call__
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -466,6 +465,15 @@ def stand_in() -> Iterator[None]:
             return _launch(run, self, args, kwargs)
         return run(self, *args, **kwargs)
 
+    with patch.object(_Grid, "__call__", launched), tensors_on_cuda():
+        yield
+        ORDER.synchronize()
+
+
+@contextmanager
+def tensors_on_cuda() -> Iterator[None]:
+    """Have a GPU that runs torch's operators."""
+    _let_torch_know_cuda()
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     # A module's parameters become tensors of another class.
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -474,10 +482,8 @@ def stand_in() -> Iterator[None]:
             for name, new in _TORCH_CUDA.items():
                 stack.enter_context(patch.object(torch.cuda, name, new))
             stack.enter_context(patch.object(torch, "Generator", _Generator))
-            stack.enter_context(patch.object(_Grid, "__call__", launched))
             stack.enter_context(_on_thread())
             yield
-            ORDER.synchronize()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         _set_sync_debug_mode("default")

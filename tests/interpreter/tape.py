@@ -29,7 +29,7 @@ _WAITS = {
     torch.ops.aten.nonzero.default,
 }
 """Operators that give the host something, or make a tensor of its numbers."""
-_EMPTY = {
+EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
@@ -88,7 +88,7 @@ class _Operators(TorchDispatchMode):
             raise RuntimeError(f"{operator} waits for the device while a step is recorded")
         found = operator(*args, **kwargs)
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        if operator in _EMPTY:
+        if operator in EMPTY:
             for x in made:
                 self._notes.append(lambda x=x: _spoil(x))
             return found

@@ -203,7 +203,11 @@ def shrink(
         check_tokens(x, a)
     block_r = 16 if is_decode else min(64, max(16, triton.next_power_of_2(a.most_rank)))
     is_large = is_wide and block_r > 16  # tiles of fp32 rows
-    block_k = DECODE_COLUMNS if is_decode else PREFILL_COLUMNS // (2 if is_large else 1)
+    # Of fp32 rows fewer at once: they take twice the registers, and more beside 16-bit tokens.
+    if is_decode:
+        block_k = DECODE_COLUMNS // (2 if is_wide else 1)
+    else:
+        block_k = PREFILL_COLUMNS // (2 if is_large else 1)
     rank_blocks = triton.cdiv(a.most_rank, block_r)
     steps = triton.cdiv(max(a.sizes), block_k)
     if parts is None:
