@@ -232,7 +232,7 @@ class _Access:
 
 def _touch(name: str, accesses: Sequence[_Access]) -> None:
     stream, now = ORDER.tick(name)
-    for access in accesses:
+    for access in accesses if ORDER.is_watched else ():
         block = MEMORY.of(access.x) if access.x.numel() else None
         grains = access.grains(block.start) if block else np.empty(0)
         if block and (isinstance(grains, slice) or grains.size):

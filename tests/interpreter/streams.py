@@ -101,6 +101,7 @@ class Order:
         waits: names of what it waited for.
         may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
         capturing: the stream that a graph is captured on.
+        is_watched: whether reads and writes are noted.
     """
 
     def __init__(self) -> None:
@@ -109,6 +110,7 @@ class Order:
         self.waits: list[str] = []
         self.may_wait = True
         self.capturing: Stream | None = None
+        self.is_watched = True
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
 
