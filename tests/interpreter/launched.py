@@ -20,19 +20,18 @@ from unittest.mock import patch
 
 from tests.interpreter.gpu_code import Code, code_of
 
-ARCHITECTURE = 90
 
-
-def launched(function: str) -> list[Code]:
+def launched(function: str, architecture: int = 90) -> list[Code]:
     """The machine code of every kernel that a function launches, as it is specialised there.
 
     Args:
         function: its module and name, with a colon between them.
+        architecture: of the GPU, as 90.
     Raises:
         RuntimeError: it fails, or a launch does not compile; the message says why.
     """
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-m", "tests.interpreter.launched", function]
+    command = [sys.executable, "-m", "tests.interpreter.launched", function, str(architecture)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     if ran.returncode:
         raise RuntimeError(ran.stderr)
@@ -45,10 +44,13 @@ def launched(function: str) -> list[Code]:
 class _Driver:
     """A GPU as Triton asks for it."""
 
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", ARCHITECTURE, 32)
+        return GPUTarget("cuda", self._architecture, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -57,7 +59,7 @@ class _Driver:
         return 0
 
 
-def _main(function: str) -> None:
+def _main(function: str, architecture: int) -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from triton.runtime import driver
@@ -82,7 +84,7 @@ def _main(function: str) -> None:
             found = operator(*args, **(kwargs or {}))
             return found.zero_() if operator in EMPTY else found
 
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(architecture))
     ORDER.is_watched = False
     Graph.replay = lambda self: None  # type: ignore[method-assign]
     run, made = JITFunction.run, {}
@@ -92,11 +94,19 @@ def _main(function: str) -> None:
         made[id(kernel)] = self.__name__, kernel
         return kernel
 
+    def capability(device: object = None) -> tuple[int, int]:
+        return divmod(architecture, 10)
+
     module, name = function.split(":")
-    with patch.object(JITFunction, "run", compiled), tensors_on_cuda(), Zeros():
+    with (
+        patch.object(JITFunction, "run", compiled),
+        tensors_on_cuda(),
+        patch.object(torch.cuda, "get_device_capability", capability),
+        Zeros(),
+    ):
         getattr(importlib.import_module(module), name)()
-    print(json.dumps([asdict(code_of(n, kernel, ARCHITECTURE)) for n, kernel in made.values()]))
+    print(json.dumps([asdict(code_of(n, kernel, architecture)) for n, kernel in made.values()]))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(sys.argv[1], int(sys.argv[2]))
