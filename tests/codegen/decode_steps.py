@@ -137,6 +137,6 @@ class Steps:
         pages = self.cache.pages
         assert pages is not None
         ours, theirs = (x.view(self.cache.keys[0].dtype) for x in (pages, expected))
-        # Of two layers' sums in another order, by what the largest are.
-        largest = float(theirs.abs().max())
+        # A device sums rooms in another order than batches: by what the largest are, about 15.
+        largest = float(theirs.abs().max()) if self._device.type == "cuda" else 1.0
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * largest)

@@ -93,6 +93,11 @@ def test_pinned_memory_that_the_device_has_not_read(gpu: None) -> None:
     pinned.fill_(1)
 
 
+def test_a_copy_to_the_host_that_nobody_waits_for(gpu: None) -> None:
+    with pytest.raises(DeviceError, match="may not be there yet"):
+        torch.ones(2, device="cuda").to("cpu", non_blocking=True)
+
+
 def test_streams_that_nothing_orders(gpu: None) -> None:
     side = torch.cuda.Stream()
     x = torch.zeros(64, device="cuda")

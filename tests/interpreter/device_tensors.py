@@ -189,7 +189,7 @@ def _sent(to: Tensor, source: Tensor, non_blocking: bool) -> None:
     if isinstance(to, DeviceTensor) == isinstance(source, DeviceTensor):
         return
     if isinstance(source, DeviceTensor) and non_blocking:
-        raise NotImplementedError("a copy to the host that it does not wait for")
+        raise DeviceError("a copy to the host that it does not wait for may not be there yet")
     if non_blocking and _is_pinned(source):
         ORDER.send(source)
     else:

@@ -6,7 +6,8 @@ What would go wrong on a device, and not on the CPU, is an error:
 
 - an operator or a kernel that is given tensors of both, or pointers into the host's memory;
 - to wait for the device where `torch.cuda.set_sync_debug_mode("error")` or a capture forbids it;
-- to write pinned memory that the device has not read yet;
+- to write pinned memory that the device has not read yet, or to have it write to the host's with
+  nobody waiting;
 - two streams that touch the same bytes, one of them to write, with nothing to order them, or
   memory that one of them frees while the other may still use it (`streams.py`).
 
@@ -108,13 +109,10 @@ _TORCH_CUDA: dict[str, Any] = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
     "device_count": lambda: 1,
-    "current_device": lambda: 0,
     "set_device": lambda device: None,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "mem_get_info": lambda device=None: (_BYTES, _BYTES),
-    "empty_cache": lambda: None,
     "synchronize": ORDER.synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "current_stream": lambda device=None: ORDER.current,

@@ -3,7 +3,7 @@
     Σ dz ⊙ (y - b)        of what scales y: (IA)³, DoRA
     scale · Σ dz          of what is added: biases
 
-over the tokens of each job, in fp32 and with no copy of them.
+over the tokens of each job, in fp32. They are read as they are; those of several jobs are joined.
 """
 
 from __future__ import annotations
@@ -114,13 +114,9 @@ class VectorGradient(Product):
 
     def _made(self, every: Sequence[VectorGradient]) -> Sequence[Tensor]:
         dz, counts = joined_tokens(every)
-        y = None
-        if self._y is not None:
-            y = (
-                torch.cat([one._y for one in every if one._y is not None])
-                if len(every) > 1
-                else self._y
-            )
+        y = self._y
+        if y is not None and len(every) > 1:
+            y = torch.cat([one._y for one in every if one._y is not None])
         for one in every:
             one._y = None
         scales = None

@@ -43,7 +43,8 @@ class Limits:
         least_chunk: of a prompt, tokens; smaller ones cost more than they give.
         ttft_slo_s: promise for first tokens, seconds; None for none.
         tpot_slo_s: promise for the time a token, seconds; None for none.
-        idle_step_s: of finetuning while nothing is served: a request that comes waits so long.
+        idle_step_s: of finetuning while nothing is served: a request that comes waits so long, or
+            for one window of `least_chunk` tokens where that is foretold to take longer.
         prefetched: requests behind those that could begin, whose adapters are copied ahead, too.
     Raises:
         GenerationError: one is out of range.
