@@ -1,44 +1,61 @@
-"""What programs launch at the sizes of Llama-3.1-8B, as Triton specialises it, for real GPUs."""
+"""What programs launch at real models' sizes, as Triton specialises it there, for real GPUs."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.interpreter.gpu_code import Code
 from tests.interpreter.launched import launched
 
+LLAMA = "meta-llama/Llama-3.1-8B"
+OTHERS = (
+    "Qwen/Qwen3-8B",
+    "facebook/opt-6.7b",
+    "google/gemma-2-27b",
+    "meta-llama/Llama-3.2-1B",
+    "mosaicml/mpt-7b",
+    "openai-community/gpt2-xl",
+)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes that a program may have, of an A100 and an H200."""
-OF_OTHER_METHODS = ("vector_kernel", "inner_kernel", "activate_kernel", "sum_kernel")
+OF_LORA = {"shrink_kernel", "expand_kernel", "outer_kernel", "loss_rows", "greedy_rows"}
+OF_OTHER_METHODS = {"vector_kernel", "inner_kernel", "activate_kernel", "sum_kernel"}
+ATTENTION = {"attend_splits", "attend_tiles", "query_gradients", "key_gradients"}
 
 
-@pytest.mark.parametrize(
-    ("steps", "architecture", "expected"),
-    [
-        ("of_lora", 90, ()),
-        pytest.param("of_lora", 80, (), marks=pytest.mark.slow),
-        pytest.param("of_every_method", 90, OF_OTHER_METHODS, marks=pytest.mark.slow),
-        pytest.param("of_every_method", 80, OF_OTHER_METHODS, marks=pytest.mark.slow),
-    ],
-)
-def test_every_launch_compiles_and_stays_in_registers(
-    steps: str, architecture: int, expected: tuple[str, ...]
-) -> None:
-    found = launched(f"tests.codegen.llama_steps:{steps}", architecture)
+def checked(steps: str, architecture: int, model: str) -> list[Code]:
+    """The code of what is launched: nothing spills, and what should is done by tensor cores."""
+    found = launched(f"tests.codegen.model_steps:{steps}", architecture, model)
     for code in found:
         code.check_in_registers()
         assert code.shared_bytes <= SHARED[architecture], code.kernel
-    names = {code.kernel for code in found}
-    assert names >= {*expected, "block_0_rope_append", "block_0_silu_mul", "greedy_rows"}
-    for name in ("attend_splits", "attend_tiles", "query_gradients", "key_gradients"):
-        assert name in names
-    for name in ("shrink_kernel", "expand_kernel", "outer_kernel", "loss_rows"):
-        assert name in names
-    with_products = ("attend_tiles", "query_gradients", "key_gradients", "outer_kernel")
-    for code in found:
-        if code.kernel in with_products:
+        if code.kernel in ("attend_tiles", "query_gradients", "outer_kernel"):
             assert code.count("HGMMA" if architecture == 90 else "HMMA"), code.kernel
+    assert {code.kernel for code in found} >= OF_LORA | ATTENTION
+    return found
 
 
-def test_a_launch_that_does_not_compile_says_why() -> None:
+@pytest.mark.parametrize(
+    "architecture", [90, pytest.param(80, marks=pytest.mark.slow)], ids=lambda n: f"sm_{n}"
+)
+def test_lora_of_llama(architecture: int) -> None:
+    names = {code.kernel for code in checked("of_lora", architecture, LLAMA)}
+    assert {"block_0_rope_append", "block_0_silu_mul"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90], ids=lambda n: f"sm_{n}")
+def test_every_method_of_llama(architecture: int) -> None:
+    names = {code.kernel for code in checked("of_every_method", architecture, LLAMA)}
+    assert names >= OF_OTHER_METHODS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", OTHERS)
+def test_lora_of_other_models(model: str) -> None:
+    checked("of_lora", 90, model)
+
+
+def test_steps_that_fail_say_why() -> None:
     with pytest.raises(RuntimeError, match="no_such_steps"):
-        launched("tests.codegen.llama_steps:no_such_steps")
+        launched("tests.codegen.model_steps:no_such_steps")

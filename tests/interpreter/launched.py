@@ -1,6 +1,6 @@
 """What a program launches, compiled as on a GPU that is not there.
 
-    for code in launched("tests.codegen.steps:llama"): …
+    for code in launched("tests.codegen.model_steps:of_lora", 90, model): …
 
 calls a function in another process, which is this file and has no interpreter. Tensors there are
 the stand-in's (`stand_in.py`); a launch is specialised by what it is given and compiled, all by
@@ -21,17 +21,25 @@ from unittest.mock import patch
 from tests.interpreter.gpu_code import Code, code_of
 
 
-def launched(function: str, architecture: int = 90) -> list[Code]:
+def launched(function: str, architecture: int = 90, *arguments: str) -> list[Code]:
     """The machine code of every kernel that a function launches, as it is specialised there.
 
     Args:
         function: its module and name, with a colon between them.
         architecture: of the GPU, as 90.
+        arguments: of the function.
     Raises:
         RuntimeError: it fails, or a launch does not compile; the message says why.
     """
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-m", "tests.interpreter.launched", function, str(architecture)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.interpreter.launched",
+        function,
+        str(architecture),
+        *arguments,
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     if ran.returncode:
         raise RuntimeError(ran.stderr)
@@ -59,7 +67,7 @@ class _Driver:
         return 0
 
 
-def _main(function: str, architecture: int) -> None:
+def _main(function: str, architecture: int, *arguments: str) -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from triton.runtime import driver
@@ -104,9 +112,9 @@ def _main(function: str, architecture: int) -> None:
         patch.object(torch.cuda, "get_device_capability", capability),
         Zeros(),
     ):
-        getattr(importlib.import_module(module), name)()
+        getattr(importlib.import_module(module), name)(*arguments)
     print(json.dumps([asdict(code_of(n, kernel, architecture)) for n, kernel in made.values()]))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

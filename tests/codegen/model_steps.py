@@ -1,6 +1,6 @@
-"""Steps of a model with the sizes of Llama-3.1-8B, for `tests.interpreter.launched`.
+"""Steps of models of the sizes that ship, for `tests.interpreter.launched`.
 
-It has one layer and a small vocabulary; kernels are specialised by their other sizes.
+They have one layer of each kind and a small vocabulary; kernels are specialised by all other sizes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import LlamaConfig
-
 import pcg.compiler as compiler
 from pcg.runtime.data import Example
 from pcg.runtime.engine.scheduler import Limits
+from pcg.source import resolve
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -28,35 +27,35 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def config() -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_hidden_layers=1,
-        vocab_size=2048,
-        rope_theta=5e5,
-        max_position_embeddings=8192,
-    )
+def config(model: str) -> dict[str, Any]:
+    """Of a model that ships, with few layers and tokens."""
+    fields = {**resolve(model).config, "vocab_size": 2048}
+    layers = 2 if fields["model_type"] == "gemma2" else 1  # sliding and full
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+        if name in fields:
+            fields[name] = layers
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return fields | {name: 1 for name in special if name in fields}
 
 
-def of_lora() -> None:
-    _serve_and_train({"lora": LORA})
+def of_lora(model: str) -> None:
+    _serve_and_train(model, {"lora": LORA})
 
 
-def of_every_method() -> None:
-    _serve_and_train(RECIPES)
+def of_every_method(model: str) -> None:
+    _serve_and_train(model, RECIPES)
 
 
-def _serve_and_train(recipes: Mapping[str, Mapping[str, Any]]) -> None:
+def _serve_and_train(model: str, recipes: Mapping[str, Mapping[str, Any]]) -> None:
     """Requests of adapters decode, prompts of some in chunks, while a job of each is trained."""
     executor = compiler.compile_random(
-        config().to_dict(), backend="triton", device="cuda", dtype="bfloat16"
+        config(model), backend="triton", device="cuda", dtype="bfloat16"
     )
     for name, recipe in recipes.items():
         executor.add_adapter(name, recipe)
-    engine = executor.engine(Limits(tokens=160), kv_cache_bytes=2**25)
+    engine = executor.engine(Limits(tokens=160), kv_cache_bytes=2**28)
     example = Example([1] * 80, [1] * 80)
     jobs = [
         engine.finetune([example], f"trained {name}", peft=recipe, max_steps=1)
