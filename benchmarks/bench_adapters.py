@@ -38,8 +38,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
-from pcg.ir.recipe import LoraRecipe
-from pcg.runtime.adapters import new_adapter, write_adapter
+from pcg.peft.adapters import new_adapter, write_adapter
+from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 
 HIDDEN, FFN, LAYERS, RANK = 512, 1376, 32, 16

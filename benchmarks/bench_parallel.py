@@ -34,28 +34,28 @@ import torch
 from measure import write
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops
 from pcg.errors import TypeCheckError
+from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.graph import Graph, Node
-from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
-from pcg.parallel.costs import cost_model
-from pcg.parallel.launch import launch
-from pcg.parallel.layer_costs import DeviceCosts
+from pcg.kernels.torch import ops as torch_ops
+from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.parallel.costs.model import cost_model
 from pcg.parallel.parallel_plan import Plan
-from pcg.parallel.ranks import Ranks, join
+from pcg.parallel.ranks.group import Ranks, join
+from pcg.parallel.ranks.launch import launch
 from pcg.parallel.search import Found, Search
 from pcg.parallel.sharder import shard
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import differentiate
-from pcg.passes.join import join as join_messages
-from pcg.passes.localize import localize
-from pcg.passes.overlap import overlap
-from pcg.passes.parallelize import search_layer
+from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.prune import prune
-from pcg.pipeline import Compilation, run_passes
-from pcg.runtime.batch import Batch, whole_sequences
+from pcg.passes.sharding.coalesce_collectives import join as join_messages
+from pcg.passes.sharding.localize import localize
+from pcg.passes.sharding.overlap import overlap
+from pcg.passes.sharding.parallelize import search_layer
+from pcg.runtime.model.batch import Batch, whole_sequences
 
 CONFIG = {
     "model_type": "llama",

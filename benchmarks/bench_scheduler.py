@@ -41,24 +41,24 @@ from measure import interleave, medians, ratio, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import pcg
-from pcg.parallel.ranks import ALONE
-from pcg.parallel.step_costs import Piece, StepShape
-from pcg.runtime.batch import Batch
-from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.parallel.costs.step_costs import Piece, StepShape
+from pcg.parallel.ranks.group import ALONE
+from pcg.runtime.adapters.cache import AdapterPages
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sequence import Sequence as Running
-from pcg.runtime.kv_cache import KvCache, kv_types
-from pcg.runtime.page_pool import PagePool
-from pcg.runtime.sampling_params import SamplingParams
-from pcg.runtime.split_execution import Asking
-from pcg.simulating import SimulatedProgram, simulated_program
+from pcg.runtime.engine.step_runner import ProgramDevice
+from pcg.runtime.memory.kv_cache import KvCache, kv_types
+from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.merged_execution import Asking
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.simulate.machine import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4

@@ -45,13 +45,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pcg
-from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.metrics import ServingReport
 from pcg.runtime.engine.program_engine import ProgramEngine
-from pcg.runtime.engine.replay import replay, train
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import (
     CoServing,
@@ -61,12 +58,15 @@ from pcg.runtime.engine.sharing import (
     TemporalSharing,
 )
 from pcg.runtime.executor import Executor
-from pcg.runtime.workloads.arrivals import Constant, Poisson
-from pcg.runtime.workloads.lengths import Between, Fixed
-from pcg.runtime.workloads.popularity import PowerLaw
-from pcg.runtime.workloads.presets import S_LORA_TTFT_SLO_S
-from pcg.runtime.workloads.synthetic import spread, synthetic
-from pcg.runtime.workloads.workload import Workload
+from pcg.runtime.metrics.metrics import ServingReport
+from pcg.runtime.training.data import Example
+from pcg.simulate.replay import replay, train
+from pcg.simulate.workloads.arrivals import Constant, Poisson
+from pcg.simulate.workloads.lengths import Between, Fixed
+from pcg.simulate.workloads.popularity import PowerLaw
+from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
+from pcg.simulate.workloads.synthetic import spread, synthetic
+from pcg.simulate.workloads.workload import Workload
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (8, 16, 32, 64)

@@ -27,17 +27,17 @@ from typing import Any
 
 from measure import write
 
-from pcg.parallel.step_costs import StepShape
+from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.metrics import ServingReport
-from pcg.runtime.engine.replay import replay
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
-from pcg.runtime.engine.simulated_engine import SimulatedEngine
-from pcg.runtime.workloads.arrivals import Poisson
-from pcg.runtime.workloads.lengths import Between, Fixed
-from pcg.runtime.workloads.presets import S_LORA_TTFT_SLO_S
-from pcg.runtime.workloads.synthetic import synthetic
+from pcg.runtime.metrics.metrics import ServingReport
+from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.replay import replay
+from pcg.simulate.workloads.arrivals import Poisson
+from pcg.simulate.workloads.lengths import Between, Fixed
+from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
+from pcg.simulate.workloads.synthetic import synthetic
 
 RATES = {32: (1.0, 2.9, 4.5), 128: (0.3, 0.8, 1.4)}
 """Requests a second, by their output tokens."""
@@ -50,7 +50,7 @@ OTHERS: Mapping[str, Callable[[], Sharing]] = {
 
 
 class CpuCosts:
-    """See `pcg.parallel.step_costs.StepCosts`."""
+    """See `pcg.parallel.costs.step_costs.StepCosts`."""
 
     layers = 8
 

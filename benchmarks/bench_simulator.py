@@ -5,7 +5,7 @@
 A random 8-layer Llama of hidden size 512 in fp32 on one thread serves Poisson arrivals and trains
 an adapter beside them. First the engine runs other requests, of another seed, and its steps, units
 and updates are noted; the simulated engine takes what is fitted to these
-(`pcg.runtime.engine.profiled_costs`), and knows nothing of the run that it foretells. Both have the
+(`pcg.simulate.profiled_costs`), and knows nothing of the run that it foretells. Both have the
 same limits and pages, and begin to plan by the same latencies.
 
 Time is the process's own, so that other work on the machine is not measured.
@@ -25,23 +25,23 @@ from bench_generation import random_llama
 from measure import write
 
 import pcg
-from pcg.runtime.data import Example
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.metrics import serving_report
-from pcg.runtime.engine.profiled_costs import ProfiledCosts, StepProfile
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.engine.simulated_engine import SimulatedEngine
-from pcg.runtime.engine.simulation import Simulation, TakingTurns
 from pcg.runtime.executor import Executor
-from pcg.runtime.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.sampling_params import SamplingParams
-from pcg.runtime.workloads.arrivals import Poisson
-from pcg.runtime.workloads.lengths import Between
-from pcg.runtime.workloads.synthetic import synthetic
-from pcg.runtime.workloads.workload import Workload
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.training.data import Example
+from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
+from pcg.simulate.simulation import Simulation, TakingTurns
+from pcg.simulate.workloads.arrivals import Poisson
+from pcg.simulate.workloads.lengths import Between
+from pcg.simulate.workloads.synthetic import synthetic
+from pcg.simulate.workloads.workload import Workload
 
 LIMITS = Limits(ttft_slo_s=5.0, tpot_slo_s=0.3)
 PAGES = 2048

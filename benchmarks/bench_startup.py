@@ -30,14 +30,14 @@ from measure import interleave, medians, ratio, write
 from safetensors.torch import load_file
 
 from pcg.compiler import compile_program
-from pcg.ir.program import ModelGraph
-from pcg.ir.recipe import LoraRecipe
-from pcg.parallel.costs import cost_model
-from pcg.parallel.layer_costs import DeviceCosts
+from pcg.ir.program.program import ModelGraph
+from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.parallel.costs.model import cost_model
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.parallelize import search_layer
-from pcg.pipeline import Compilation, PassRecord, run_passes
-from pcg.runtime.adapters import new_adapter, read_adapter, write_adapter
+from pcg.passes.pipeline import Compilation, PassRecord, run_passes
+from pcg.passes.sharding.parallelize import search_layer
+from pcg.peft.adapters import new_adapter, read_adapter, write_adapter
+from pcg.peft.lora import LoraRecipe
 
 CONFIG = Path(__file__).parent.parent / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"
 IMPORT = "import torch; from transformers import LlamaForCausalLM"

@@ -33,8 +33,8 @@ def group_graphs(model: Any) -> list[Any]:
     from pcg.codegen.group_kernel import group_kernel
     from pcg.compiler import compile_program
     from pcg.ir.graph import Value
-    from pcg.passes.group import Group
-    from pcg.passes.groups import schedule
+    from pcg.passes.fusion.kernel_group import Group
+    from pcg.passes.fusion.kernel_groups import schedule
 
     program = compile_program(model, "lora", dtype="bfloat16")
     found: dict[str, Any] = {}
@@ -75,8 +75,8 @@ def _operators(nodes: Sequence[Any]) -> str:
 def emitted(graph: Any, backend: str) -> Any:
     """A graph's function, of its inputs."""
     from pcg.codegen import function_emitter, torch_emitter, triton_emitter
-    from pcg.ir.program import python_name
-    from pcg.runtime.model_runner import load_functions
+    from pcg.ir.program.program import python_name
+    from pcg.runtime.model.runner import load_functions
 
     module, write = torch_emitter, function_emitter.emit_function
     if backend == "triton":

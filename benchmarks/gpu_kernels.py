@@ -39,7 +39,7 @@ def _loss(bench: Bench, tokens: int) -> Row:
     import torch
     import torch.nn.functional as F
 
-    from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
+    from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 
     x, weight = _random(bench, tokens, HIDDEN), _random(bench, VOCABULARY, HIDDEN, scale=0.02)
     targets = torch.randint(VOCABULARY, (tokens,), device=bench.device)
@@ -95,8 +95,8 @@ def sign_settings(bench: Bench) -> Iterator[Setting]:
 def _signs(bench: Bench, packs: bool, shape: tuple[int, int] = (8192, 16384)) -> Row:
     import torch
 
-    from pcg.codegen.kernels import torch_ops
-    from pcg.codegen.kernels.templates import sign_bits
+    from pcg.kernels.torch import ops as torch_ops
+    from pcg.kernels.triton import sign_bits
 
     y, dy = _random(bench, *shape), _random(bench, *shape)
     signs = sign_bits.pack_signs(y)
@@ -128,7 +128,7 @@ LAYERS = 32
 
 def slots_of(popularity: str, batch: int) -> list[int]:
     """Each request's adapter, in Punica's four popularities (figure 8)."""
-    from pcg.runtime.workloads import popularity as known
+    from pcg.simulate.workloads import popularity as known
 
     counts = getattr(known, popularity.capitalize())().counts(batch)
     return [adapter for adapter, many in enumerate(counts) for _ in range(many)]
@@ -187,8 +187,8 @@ class _LoraLayer:
     def __init__(self, bench: Bench, popularity: str, batch: int) -> None:
         import torch
 
-        from pcg.codegen.kernels.templates.rank_rows import rank_rows
-        from pcg.codegen.kernels.templates.token_tiles import DECODE_BLOCK, token_tiles
+        from pcg.kernels.triton.adapters.rank_rows import rank_rows
+        from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 
         self.slots = slots_of(popularity, batch)
         distinct = max(self.slots) + 1
@@ -208,7 +208,7 @@ class _LoraLayer:
         self.bounds = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
     def ours(self) -> None:
-        from pcg.codegen.kernels.templates.segmented_lora import expand_add, shrink
+        from pcg.kernels.triton.adapters.segmented_lora import expand_add, shrink
 
         expand_add(self.y, shrink(self.x, self.rows_a, self.tiles), self.rows_b, self.tiles)
 
@@ -267,9 +267,9 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     """Sequences whose last `tokens` of `keys` are in the batch."""
     import torch
 
-    from pcg.codegen.kernels.templates.attention_work import AttentionWork, Part
-    from pcg.codegen.kernels.templates.cache_rows import PAGE_TOKENS, CacheRows
-    from pcg.codegen.kernels.templates.paged_attention import paged_attention
+    from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+    from pcg.kernels.triton.attention.forward import paged_attention
+    from pcg.kernels.triton.attention.work import AttentionWork, Part
 
     pages = keys // PAGE_TOKENS
     q = _random(bench, batch * tokens, HEADS, HEAD)
@@ -350,7 +350,7 @@ def sampling_settings(bench: Bench) -> Iterator[Setting]:
 def _greedy(bench: Bench, rows: int) -> Row:
     import torch
 
-    from pcg.codegen.kernels.templates.sampling import greedy
+    from pcg.kernels.triton.sampling import greedy
 
     logits = _random(bench, rows, VOCABULARY)
     if not torch.equal(greedy(logits), logits.argmax(-1)):
@@ -366,7 +366,7 @@ def _greedy(bench: Bench, rows: int) -> Row:
 def _draw(bench: Bench, rows: int) -> Row:
     import torch
 
-    from pcg.codegen.kernels.templates.sampling import draw
+    from pcg.kernels.triton.sampling import draw
 
     logits = 3 * torch.randn(rows, VOCABULARY, device=bench.device)
     uniform = torch.rand(rows, device=bench.device, dtype=torch.float64)

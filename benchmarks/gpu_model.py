@@ -135,7 +135,7 @@ def _engine(executor: Any, tokens: int) -> Any:
 def _decode(
     bench: Bench, executor: Any, batch: int, names: Sequence[str], base_us: dict[int, float]
 ) -> Row:
-    from pcg.runtime import decode_graphs
+    from pcg.runtime.memory import decode_graphs
 
     engine = _engine(executor, 8192)
     for i, prompt in enumerate(_prompts(batch, CONTEXT)):
@@ -269,7 +269,7 @@ def _step_of(make: Callable[[], Callable[[], object]]) -> tuple[float, int]:
 def _our_step(bench: Bench) -> Callable[[], object]:
     import torch
 
-    from pcg.runtime.data import Example
+    from pcg.runtime.training.data import Example
 
     batch, tokens = FINETUNED
     recipes = {"mine": {"peft_type": "LORA", **RECIPE}}
@@ -332,14 +332,14 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def _serve(executor: Any, trains: bool, adapters: int) -> Row:
-    from pcg.runtime.data import Example
-    from pcg.runtime.engine.replay import replay
     from pcg.runtime.engine.scheduler import Limits
     from pcg.runtime.engine.sharing import CoServing, InferenceOnly
-    from pcg.runtime.workloads.arrivals import Poisson
-    from pcg.runtime.workloads.lengths import Between
-    from pcg.runtime.workloads.popularity import PowerLaw
-    from pcg.runtime.workloads.synthetic import spread, synthetic
+    from pcg.runtime.training.data import Example
+    from pcg.simulate.replay import replay
+    from pcg.simulate.workloads.arrivals import Poisson
+    from pcg.simulate.workloads.lengths import Between
+    from pcg.simulate.workloads.popularity import PowerLaw
+    from pcg.simulate.workloads.synthetic import spread, synthetic
 
     count = int(REQUESTS_A_S * SERVED_S)
     lengths = Between(*PROMPT_TOKENS), Between(*NEW_TOKENS)

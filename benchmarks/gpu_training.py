@@ -32,7 +32,7 @@ class _Site:
     def __init__(self, bench: Bench, tokens: int, in_: int, out: int) -> None:
         import torch
 
-        from pcg.runtime.module_weights import AdapterWeight
+        from pcg.peft.module_weights import AdapterWeight
 
         def drawn(*shape: int, dtype: Any = torch.bfloat16) -> Any:
             return torch.randn(shape, device=bench.device, dtype=dtype)
@@ -47,7 +47,8 @@ def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIA
     """Ours and peers of s = x Aᵀ and z = y + scale · s Bᵀ."""
     import torch
 
-    from pcg.codegen.kernels import torch_ops, triton_ops
+    from pcg.kernels.torch import ops as torch_ops
+    from pcg.kernels.triton import ops as triton_ops
 
     site = _Site(bench, tokens, in_, out)
 
@@ -70,8 +71,9 @@ def _backward(
     """Ours and peers of ds, dB, dA and dx of some jobs; the base's product is once for all."""
     import torch
 
-    from pcg.codegen.kernels import torch_ops, triton_ops
-    from pcg.runtime.split_execution import together
+    from pcg.kernels.torch import ops as torch_ops
+    from pcg.kernels.triton import ops as triton_ops
+    from pcg.runtime.model.merged_execution import together
 
     sites = [_Site(bench, count, in_, out) for count in counts]
     weight = 0.02 * torch.randn(out, in_, device=bench.device, dtype=torch.bfloat16)

@@ -235,7 +235,7 @@ def peft_of(
         return None
     if peft.lower() == "lora":
         return lora_of(rank, alpha, targets) if options else "lora"
-    from pcg.ir.recipes import SHORTHANDS, is_shorthand
+    from pcg.peft.registry import SHORTHANDS, is_shorthand
 
     if is_shorthand(peft):
         return peft.lower()
@@ -251,8 +251,8 @@ def peft_of(
 
 def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
     """The default recipe with what was given in place of its own."""
-    from pcg.ir.recipe import LoraRecipe
-    from pcg.ir.target_recipe import ALL_LINEAR
+    from pcg.peft.lora import LoraRecipe
+    from pcg.peft.targets import ALL_LINEAR
 
     recipe = LoraRecipe.default()
     modules: str | tuple[str, ...] = ALL_LINEAR

@@ -18,12 +18,12 @@ from .console import busy, count_text, err, out, print_json
 from .executors import open_executor
 
 if TYPE_CHECKING:
-    from pcg.runtime.engine.metrics import ServingReport
     from pcg.runtime.engine.policies import Policy
     from pcg.runtime.engine.program_engine import ProgramEngine
     from pcg.runtime.engine.sharing import Sharing
     from pcg.runtime.executor import Executor
-    from pcg.runtime.workloads.workload import Workload
+    from pcg.runtime.metrics.metrics import ServingReport
+    from pcg.simulate.workloads.workload import Workload
 
 WORKLOAD = "Workload"
 ADAPTERS = "Adapters"
@@ -321,7 +321,7 @@ def serve_command(
     served = None if sharing == "finetuning-only" else workload
     report = _run(engine, served, workload, random_prefix_len, seed)
     if plot is not None:
-        from pcg.html.serving import serving_svg
+        from pcg.simulate.latency_plot import serving_svg
 
         plot.write_text(serving_svg(report, f"{executor.program.name}, {sharing}"), "utf-8")
     if json:
@@ -445,8 +445,8 @@ def _finetune(
     """Give the engine a job that does not end by itself."""
     from random import Random
 
-    from pcg.runtime.data import Example
-    from pcg.runtime.training_data import vocabulary_size
+    from pcg.runtime.training.data import Example
+    from pcg.runtime.training.training_data import vocabulary_size
 
     from .arguments import lora_of
 
@@ -468,8 +468,8 @@ def _run(
     seed: int,
 ) -> ServingReport:
     """Serve, beside the job if there is one; without requests train for as long as they take."""
-    from pcg.runtime.engine.replay import replay, train
-    from pcg.runtime.training_data import vocabulary_size
+    from pcg.runtime.training.training_data import vocabulary_size
+    from pcg.simulate.replay import replay, train
 
     executor = engine.executor
     try:

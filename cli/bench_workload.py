@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from pcg.runtime.workloads.arrivals import Arrivals
-    from pcg.runtime.workloads.lengths import Lengths
-    from pcg.runtime.workloads.popularity import Popularity
-    from pcg.runtime.workloads.workload import Workload
+    from pcg.simulate.workloads.arrivals import Arrivals
+    from pcg.simulate.workloads.lengths import Lengths
+    from pcg.simulate.workloads.popularity import Popularity
+    from pcg.simulate.workloads.workload import Workload
 
 ARRIVALS = ("gamma", "constant", "bursty", "s-lora")
 POPULARITIES = ("zipf", "distinct", "uniform", "skewed", "identical")
@@ -64,7 +64,7 @@ class WorkloadOptions:
         """
         made = self._read() if self.trace is not None else self._made(most_positions)
         if self.tenants:
-            from pcg.runtime.workloads.synthetic import of_tenants
+            from pcg.simulate.workloads.synthetic import of_tenants
 
             made = of_tenants(made, [f"tenant-{index}" for index in range(self.tenants)])
         return made
@@ -72,8 +72,8 @@ class WorkloadOptions:
     # ------------------------------------------------------------------------------- a trace
 
     def _read(self) -> Workload:
-        from pcg.runtime.workloads.public_trace import read_public_trace
-        from pcg.runtime.workloads.workload import Workload
+        from pcg.simulate.workloads.public_trace import read_public_trace
+        from pcg.simulate.workloads.workload import Workload
 
         assert self.trace is not None
         is_csv = self.trace.suffix.lower() == ".csv"
@@ -93,8 +93,8 @@ class WorkloadOptions:
     # ------------------------------------------------------------------------------- synthetic
 
     def _made(self, most_positions: int | None) -> Workload:
-        from pcg.runtime.workloads.popularity import PowerLaw
-        from pcg.runtime.workloads.synthetic import s_lora, synthetic
+        from pcg.simulate.workloads.popularity import PowerLaw
+        from pcg.simulate.workloads.synthetic import s_lora, synthetic
 
         prompts = _lengths("--input-len", self.input_len, most_positions)
         outputs = _lengths("--output-len", self.output_len, most_positions)
@@ -137,7 +137,7 @@ class WorkloadOptions:
         return 1 / math.sqrt(self.burstiness)
 
     def _arrivals(self, rate_per_s: float) -> Arrivals:
-        from pcg.runtime.workloads.arrivals import Bursty, Constant, Gamma
+        from pcg.simulate.workloads.arrivals import Bursty, Constant, Gamma
 
         if self.arrivals == "gamma":
             return Gamma(rate_per_s, self._cv)
@@ -153,13 +153,13 @@ class WorkloadOptions:
         """Give requests adapters, of those there are."""
         if not self.adapters:
             return workload
-        from pcg.runtime.workloads.synthetic import spread
+        from pcg.simulate.workloads.synthetic import spread
 
         names = [f"adapter-{index}" for index in range(self.adapters)]
         return spread(workload, self._popularity(), seed=self.seed, adapters=names)
 
     def _popularity(self) -> Popularity:
-        from pcg.runtime.workloads.popularity import (
+        from pcg.simulate.workloads.popularity import (
             Distinct,
             Identical,
             PowerLaw,
@@ -183,13 +183,13 @@ class WorkloadOptions:
 
 
 def _at_once(workload: Workload) -> Workload:
-    from pcg.runtime.workloads.workload import Workload
+    from pcg.simulate.workloads.workload import Workload
 
     return Workload(tuple(dataclasses.replace(one, time_s=0.0) for one in workload))
 
 
 def _lengths(option: str, value: str, most_positions: int | None) -> Lengths:
-    from pcg.runtime.workloads.lengths import (
+    from pcg.simulate.workloads.lengths import (
         SHAREGPT_OUTPUTS,
         SHAREGPT_PROMPTS,
         Between,

@@ -29,8 +29,8 @@ from .arguments import (
 from .console import busy, count_text, err, print_json, size_text, table, time_text
 
 if TYPE_CHECKING:
-    from pcg.ir.program_manifest import Manifest
-    from pcg.pipeline import PassRecord
+    from pcg.ir.program.manifest import Manifest
+    from pcg.passes.pipeline import PassRecord
     from pcg.source import ModelSource
 
 
@@ -80,8 +80,10 @@ def compile_command(
     recipe = peft_of(peft, rank, alpha, targets)
 
     with busy("starting"):
-        from pcg import compiler, explaining, pipeline
-        from pcg.ir.program_folder import save_program
+        from pcg import compiler
+        from pcg.explain import explain as explaining
+        from pcg.ir.program.folder import save_program
+        from pcg.passes import pipeline
     names = [name for name, _ in pipeline.PIPELINE]
     unknown = sorted(set(print_after or ()) - set(names))
     if unknown:

@@ -86,7 +86,7 @@ def ranks_of(where: str, tp: int | None, sequence_parallel: bool) -> int:
     folder = Path(where).expanduser()
     if not (folder / "manifest.json").is_file():
         return tp or 1
-    from pcg.ir.program_folder import degree_of, is_sequence_parallel
+    from pcg.ir.program.folder import degree_of, is_sequence_parallel
 
     own = degree_of(folder)
     if tp is not None and tp != own:
@@ -114,8 +114,8 @@ def on_ranks(degree: int, act: Callable[..., None], arguments: Mapping[str, Any]
     if degree == 1:
         act(**arguments)
         return
-    from pcg.parallel.launch import launch, mute_others
-    from pcg.parallel.ranks import started_ranks
+    from pcg.parallel.ranks.group import started_ranks
+    from pcg.parallel.ranks.launch import launch, mute_others
 
     if started_ranks() == 1:
         launch(degree, act, arguments)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pcg.errors import PcgError
-from pcg.report_text import comparison
+from pcg.explain.text import comparison
 
 from .arguments import (
     Accumulation,
@@ -132,7 +132,7 @@ def explain_command(
             name.strip(): peft_of(name.strip(), option="--compare") for name in compare.split(",")
         }
         with busy(f"tracing {source.name}"):
-            from pcg import explaining
+            from pcg.explain import explain as explaining
 
             reports = explaining.compare(model, methods, **options)
         if json:
@@ -141,7 +141,7 @@ def explain_command(
             print(comparison(reports))
         return
     with busy(f"tracing {source.name}"):
-        from pcg import explaining
+        from pcg.explain import explain as explaining
 
         report = explaining.explain(model, recipe, peers=peers, **options)
     if json:

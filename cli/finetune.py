@@ -36,8 +36,8 @@ from .console import count_text, err, print_json, time_text
 from .executors import on_ranks, open_executor, ranks_of
 
 if TYPE_CHECKING:
-    from pcg.ir.program import Program
-    from pcg.runtime.finetune_result import FinetuneResult
+    from pcg.ir.program.program import Program
+    from pcg.runtime.training.result import FinetuneResult
 
 LENGTH = "Length and batches"
 DATA = "Data"
@@ -268,7 +268,7 @@ def finetune_command(
     recipe = _recipe(rank, alpha, targets, start_from)
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is a file; give a directory", param_hint="--output")
-    from pcg.runtime.finetune_options import FinetuneOptions
+    from pcg.runtime.training.options import FinetuneOptions
 
     names = [field.name for field in dataclasses.fields(FinetuneOptions)]
     options = {name: given[name] for name in names}
@@ -359,7 +359,7 @@ def _compiled_recipe(program: Program, name: str) -> Any:
     """The recipe that the program was compiled for, where it is one for any name."""
     if name in program.recipes or len(program.recipes) != 1:
         return None
-    from pcg.ir.recipes import recipe_of_fields
+    from pcg.peft.registry import recipe_of_fields
 
     return recipe_of_fields(next(iter(program.recipes.values())))
 

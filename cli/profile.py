@@ -17,7 +17,7 @@ from .console import count_text, err, out, print_json, table
 if TYPE_CHECKING:
     import torch
 
-    from pcg.parallel.profile import Exchange, Profile
+    from pcg.parallel.costs.profile import Exchange, Profile
 
 Output = Annotated[
     Path | None,
@@ -61,7 +61,7 @@ def profile_command(
     """
     import torch
 
-    from pcg.parallel.profiler import device_name
+    from pcg.parallel.costs.profiler import device_name
 
     where = _device(device)
     base_dtype = _dtype(dtype, where)
@@ -123,7 +123,7 @@ def _cache() -> Path:
 def _cached(path: Path) -> Profile | None:
     """The profile in the cache; None where there is none that can be read."""
     from pcg.errors import CostModelError
-    from pcg.parallel.profile import Profile
+    from pcg.parallel.costs.profile import Profile
 
     try:
         return Profile.load(path) if path.is_file() else None
@@ -138,9 +138,9 @@ def _slug(*parts: str) -> str:
 def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> Profile:
     import torch
 
-    from pcg.parallel.link_profiler import measured_exchanges
-    from pcg.parallel.profile import Profile
-    from pcg.parallel.profiler import device_name, measured
+    from pcg.parallel.costs.link_profiler import measured_exchanges
+    from pcg.parallel.costs.profile import Profile
+    from pcg.parallel.costs.profiler import device_name, measured
 
     versions = {"pcg": __version__, "torch": torch.__version__}
     exchanges: tuple[Exchange, ...] = ()

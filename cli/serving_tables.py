@@ -9,7 +9,7 @@ from .console import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pcg.runtime.engine.metrics import ServingReport
+    from pcg.runtime.metrics.metrics import ServingReport
 
 _TITLES = {
     "ttft": "time to first token",

@@ -13,9 +13,9 @@ from .arguments import Json
 from .console import busy, out, print_json, table
 
 if TYPE_CHECKING:
-    from pcg.paper_runs.flexllm import CoServed
-    from pcg.paper_runs.punica import ClusterMinute
-    from pcg.runtime.engine.metrics import ServingReport
+    from pcg.runtime.metrics.metrics import ServingReport
+    from pcg.simulate.papers.flexllm import CoServed
+    from pcg.simulate.papers.punica import ClusterMinute
 
 
 class Experiment(StrEnum):
@@ -155,8 +155,8 @@ def _flexllm(
     fit: bool,
     json: bool,
 ) -> None:
-    from pcg.paper_runs import flexllm
-    from pcg.parallel.devices import ASSUMED
+    from pcg.parallel.costs.devices import ASSUMED
+    from pcg.simulate.papers import flexllm
 
     settings = {setting.name: setting for setting in flexllm.MODELS}
     _chosen(arrangements, list(flexllm.ARRANGEMENTS), "--sharing")
@@ -254,7 +254,7 @@ def _flexllm_row(
 def _s_lora(
     names: list[str] | None, rate: float | None, duration: float, seed: int, json: bool
 ) -> None:
-    from pcg.paper_runs import s_lora
+    from pcg.simulate.papers import s_lora
 
     rows: list[dict[str, Any]] = []
     for name in _chosen(names, list(s_lora.S_LORA_MODELS)):
@@ -296,7 +296,7 @@ def _s_lora(
 
 
 def _punica(rate: float, duration: float, seed: int, migrates: bool, json: bool) -> None:
-    from pcg.paper_runs import punica
+    from pcg.simulate.papers import punica
 
     with busy("compiling Llama-2-7B"):
         program = punica.cluster_program()

@@ -30,7 +30,7 @@ RECIPE = {
 
 def held_out_loss(executor: pcg.Executor, data: Path, adapter: str) -> float:
     """Mean loss of the slice's held-out tokens, in nats."""
-    from pcg.runtime.data import load_examples
+    from pcg.runtime.training.data import load_examples
 
     assert executor.tokenizer is not None
     examples = load_examples(data, executor.tokenizer, max_length=512)

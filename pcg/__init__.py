@@ -46,10 +46,10 @@ from pcg.errors import (
 
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
-    from pcg.explaining import explain
-    from pcg.ir.recipe import LoraRecipe
+    from pcg.explain.explain import explain
+    from pcg.peft.lora import LoraRecipe
     from pcg.runtime.executor import Executor
-    from pcg.runtime.sampling_params import SamplingParams
+    from pcg.runtime.model.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -94,10 +94,10 @@ __all__ = [
 
 _HOMES = {
     "Executor": "pcg.runtime.executor",
-    "LoraRecipe": "pcg.ir.recipe",
-    "SamplingParams": "pcg.runtime.sampling_params",
+    "LoraRecipe": "pcg.peft.lora",
+    "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",
-    "explain": "pcg.explaining",
+    "explain": "pcg.explain.explain",
     "load": "pcg.compiler",
 }
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pcg.compile_options import (
+from pcg.errors import (
+    ProgramError,
+    SourceError,
+    UnsupportedError,
+)
+from pcg.ir.operators import operator
+from pcg.ir.program.folder import load_program
+from pcg.ir.program.manifest import read_manifest
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.options import (
     adapter_dtype,
     check_backend,
     check_degree,
@@ -22,28 +32,18 @@ from pcg.compile_options import (
     is_recipe,
     recipes_of,
 )
-from pcg.errors import (
-    ProgramError,
-    SourceError,
-    UnsupportedError,
-)
-from pcg.ir.memory_budget import MemoryBudget
-from pcg.ir.operators import operator
-from pcg.ir.program import ModelGraph, Program, Serving, Training
-from pcg.ir.program_folder import load_program
-from pcg.ir.program_manifest import read_manifest
-from pcg.ir.recipes import Recipe, recipe_fields
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs import cost_model, own_sheet
-from pcg.parallel.ranks import Ranks, check_started, join, own_device
-from pcg.parallel.same_program import check_same_program
+from pcg.parallel.costs.model import cost_model, own_sheet
+from pcg.parallel.ranks.group import Ranks, check_started, join, own_device
+from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
+from pcg.passes.pipeline import Compilation, PassRecord, made, run_passes
 from pcg.passes.sites import bypasses_of
-from pcg.pipeline import Compilation, PassRecord, made, run_passes
-from pcg.runtime.base_weights import TensorSource
-from pcg.runtime.random_weights import RandomWeights
-from pcg.runtime.tokenizer import Tokenizer
-from pcg.runtime.weights import Checkpoint, StateDictCheckpoint, Weights
+from pcg.peft.registry import Recipe, recipe_fields
+from pcg.runtime.model.base_weights import TensorSource
+from pcg.runtime.model.random_weights import RandomWeights
+from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint, Weights
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import resolve
 from pcg.trace import Trace
 from pcg.trace import trace as trace_config

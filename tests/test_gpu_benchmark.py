@@ -22,10 +22,10 @@ import torch
 from rich.console import Console
 
 from pcg import compiler
-from tests import tiny_llama
-from tests.interpreter import bf16
+from tests.support import tiny_llama
+from tests.support.interpreter import bf16
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu
 import gpu_groups

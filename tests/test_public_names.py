@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import pcg
 from pcg.errors import ConfigError, ProgramError, WeightsError
-from pcg.ir.program_folder import save_program
-from tests import tiny_llama
+from pcg.ir.program.folder import save_program
+from tests.support import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,7 +98,7 @@ def test_weights_of_another_model(folder: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_gone(folder: Path, model: Path, tmp_path: Path) -> None:
-    from pcg.ir.program_folder import load_program
+    from pcg.ir.program.folder import load_program
 
     program = load_program(folder)
     save_program(program, tmp_path / "moved", weights=tmp_path / "gone")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pcg.codegen import torch_emitter, triton_emitter
 from pcg.codegen.function_emitter import Emitter
 from pcg.ir.graph import Graph
-from pcg.ir.program import ModelGraph, TrainingGraph
+from pcg.ir.program.program import ModelGraph, TrainingGraph
 
 _EMITTERS = {
     "torch": Emitter(torch_emitter.emit_function, torch_emitter.emit_module),

@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 from pcg.codegen.lines import WIDTH, statement, wrapped
 from pcg.errors import CodegenError
+from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.graph import Graph, Node
-from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.operators import operator
-from pcg.ir.program import python_name
+from pcg.ir.program.program import python_name
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from pcg.codegen.lines import filled
 from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of
-from pcg.ir.program import python_name
-from pcg.passes.group import Group
+from pcg.ir.program.program import python_name
+from pcg.passes.fusion.kernel_group import Group
 
 
 @dataclass(frozen=True)

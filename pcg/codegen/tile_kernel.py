@@ -24,9 +24,9 @@ from pcg.codegen.lines import filled, statement
 from pcg.ir.graph import Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.tile import Tile
-from pcg.ir.program import python_name
+from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
-from pcg.passes.group import Group
+from pcg.passes.fusion.kernel_group import Group
 
 _WIDE = {"f16": "f32", "bf16": "f32"}
 _TRITON_NAMES = {

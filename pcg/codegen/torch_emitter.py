@@ -16,7 +16,7 @@ Emitted by pcg for PyTorch. {note}
 import torch
 import torch.nn.functional as F
 
-from pcg.codegen.kernels import torch_ops as K
+from pcg.kernels.torch import ops as K
 '''
 
 

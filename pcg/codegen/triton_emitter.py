@@ -13,11 +13,11 @@ from typing import Any
 from pcg.codegen import function_emitter
 from pcg.codegen.function_emitter import Item, Launch
 from pcg.codegen.group_kernel import group_kernel
-from pcg.codegen.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
 from pcg.ir.graph import Graph
-from pcg.passes.group import Group
-from pcg.passes.groups import schedule
-from pcg.passes.split_append import split_append
+from pcg.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
+from pcg.passes.fusion.kernel_group import Group
+from pcg.passes.fusion.kernel_groups import schedule
+from pcg.passes.fusion.split_cache_append import split_append
 
 _HEADER = '''"""{title}
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pcg.codegen.kernels import triton_ops as K
+from pcg.kernels.triton import ops as K
 '''
 SERVING = (
     '''def greedy(logits):

@@ -31,8 +31,8 @@ import sympy
 
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.layouts import WHOLE, Layout
+from pcg.ir.lexer import Token, TokenReader
 from pcg.ir.printer import INTEGERS, PARTS
-from pcg.ir.tokens import Token, TokenReader
 from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType
 
 ROLES = ("frozen", "constant", "adapter")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.graph import Graph
-from pcg.ir.trained import reachable, trained
 
 
 def with_gradient(graph: Graph) -> frozenset[str]:

@@ -6,9 +6,9 @@ k's and v's s = x Aᵀ are one message, and what waits for it runs behind the la
 
 Messages of parts of the tokens go by themselves, and what stands between others may be such.
 
-`pcg.passes.join` makes one node of each such run. What a plan's graphs will send is known before
-they are made: its transitions in order are those of the forward, and backward, where gradients flow
-by, the same in reverse.
+`pcg.passes.sharding.coalesce_collectives` makes one node of each such run. What a plan's graphs
+will send is known before they are made: its transitions in order are those of the forward, and
+backward, where gradients flow by, the same in reverse.
 """
 
 from __future__ import annotations

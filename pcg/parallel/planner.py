@@ -52,7 +52,6 @@ from pcg.ir.operators import operator
 from pcg.ir.types import RANK, TensorType
 from pcg.parallel.choice_maker import ChoiceMaker
 from pcg.parallel.graph_facts import last_readers, with_gradient
-from pcg.parallel.kept_reads import kept_reads
 from pcg.parallel.parallel_plan import (
     Choice,
     Costs,
@@ -63,6 +62,7 @@ from pcg.parallel.parallel_plan import (
     kept,
     transitions,
 )
+from pcg.parallel.saved_for_backward import kept_reads
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""

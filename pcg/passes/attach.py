@@ -50,11 +50,11 @@ from math import prod
 import sympy
 
 from pcg.errors import UnsupportedError
-from pcg.ir.bottleneck_recipe import MLP_INPUTS
 from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
-from pcg.ir.program import ModelGraph, site_of, token_embedding
+from pcg.ir.program.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
 from pcg.passes.bypasses import Bottleneck, Bypasses
+from pcg.peft.bottleneck import MLP_INPUTS
 
 VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
 """Virtual tokens of prompts of any length."""

@@ -4,7 +4,7 @@
                           as pack_signs(y) [.., n / 8], u8
 
 The packed value is one more value of the forward graph that can be kept; whether it is, or y, or
-neither, is decided with all the rest (`pcg.passes.rematerialize`). Where it is not kept,
+neither, is decided with all the rest (`pcg.passes.memory.rematerialize`). Where it is not kept,
 `uncompressed` has backward read y again.
 
 What else is lossless needs no operator of its own. A copy in fp32 of what is exact in bf16 is made

@@ -4,7 +4,7 @@ Gradients flow to the adapters' parameters, to the inputs asked for, and to the 
 matrix products, as reverse-mode differentiation has it that knows of no freezing (FlexLLM algorithm
 1, line 3); `pcg.passes.prune` drops what nobody wants of that. What the operator table's rules ask
 for (its UPDATEINPUT) is what backward reads, and nothing else; how it comes by that is decided by
-`pcg.passes.rematerialize`.
+`pcg.passes.memory.rematerialize`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.graph import Builder, Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
-from pcg.ir.trained import reachable, trained
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pcg.errors import TraceError
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
-from pcg.ir.program import ModelGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.naming import readable_names
 
 PROLOGUE = -1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pcg.ir.adalora_recipe import AdaLoraSite
-from pcg.ir.bottleneck_recipe import BottleneckSite
-from pcg.ir.ia3_recipe import Ia3Site
-from pcg.ir.prefix_recipe import PrefixSite
-from pcg.ir.program import ModelGraph
-from pcg.ir.prompt_recipe import PromptSite
-from pcg.ir.recipe import Site
-from pcg.ir.recipes import Recipe
-from pcg.ir.vera_recipe import VeraSite
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.bypasses import Bottleneck, Bypasses
+from pcg.peft.adalora import AdaLoraSite
+from pcg.peft.bottleneck import BottleneckSite
+from pcg.peft.ia3 import Ia3Site
+from pcg.peft.lora import Site
+from pcg.peft.prefix import PrefixSite
+from pcg.peft.prompt import PromptSite
+from pcg.peft.registry import Recipe
+from pcg.peft.vera import VeraSite
 
 
 def bypasses_of(

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
-from pcg.ir.program import ModelGraph, Program, Serving
-from pcg.ir.recipes import is_shorthand
+from pcg.ir.program.program import ModelGraph, Program, Serving
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.ranks import ALONE, Ranks, on_first
-from pcg.parallel.same_program import check_same, serving_text
-from pcg.runtime.adapter_batch import AdapterStacks
-from pcg.runtime.adapter_rows import AdapterRows
-from pcg.runtime.adapters import (
+from pcg.parallel.ranks.group import ALONE, Ranks, on_first
+from pcg.parallel.ranks.same_program import check_same, serving_text
+from pcg.peft.adapters import (
     Adapter,
     check_biases,
     check_fits,
@@ -32,26 +29,29 @@ from pcg.runtime.adapters import (
     with_shared,
     write_adapter,
 )
-from pcg.runtime.base_weights import BaseWeights, TensorSource, WeightStore
-from pcg.runtime.batch import whole_sequences
+from pcg.peft.registry import is_shorthand
+from pcg.runtime.adapters.padded_tables import AdapterStacks
+from pcg.runtime.adapters.ragged_tables import AdapterRows
+from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.request import Chunk, Completion, Request
 from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.finetune_options import Data, FinetuneOptions
-from pcg.runtime.finetune_result import FinetuneResult, OnStep
-from pcg.runtime.finetuning import finetune
-from pcg.runtime.model_runner import ModelRunner
-from pcg.runtime.sampling_params import SamplingParams
-from pcg.runtime.served_weights import ServedWeights
-from pcg.runtime.specialised import (
+from pcg.runtime.model.base_weights import BaseWeights, TensorSource, WeightStore
+from pcg.runtime.model.batch import whole_sequences
+from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.model.specialised import (
     ServingProgram,
     Specialiser,
     TrainingPrograms,
     model_sources,
     served_sources,
 )
-from pcg.runtime.tokenizer import Tokenizer
-from pcg.runtime.training_runner import TrainingRunner
+from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.finetuning import finetune
+from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.result import FinetuneResult, OnStep
+from pcg.runtime.training.runner import TrainingRunner
 
 
 class Executor:

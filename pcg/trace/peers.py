@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
-from pcg.report import PeerPoint
+from pcg.explain.report import PeerPoint
 from pcg.trace.export import quiet
 from pcg.trace.partitioner import JointGraph, Partition, attention_as_on_cuda
 from pcg.trace.peer_model import (

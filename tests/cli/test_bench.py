@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.application import app
-from tests import tiny_llama
+from tests.support import tiny_llama
 
 SMALL = (
     "--request-rate", "inf", "--num-prompts", "6", "--adapters", "3", "--ranks", "2,4",

@@ -22,10 +22,10 @@ from typer.testing import CliRunner, Result
 import pcg
 from cli.application import app
 from cli.doctor import REQUIREMENTS
-from pcg.ir.program_folder import load_program
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.program.folder import load_program
+from pcg.peft.lora import LoraRecipe
 from pcg.source import shipped
-from tests import tiny_llama
+from tests.support import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):"
@@ -224,7 +224,7 @@ def test_compile_shows_the_passes(model: Path, tmp_path: Path) -> None:
     result = run("compile", model, "-o", tmp_path / "p", "--dump-dir", tmp_path / "dumps")
     assert result.exit_code == 0
     assert result.stdout == ""
-    passes = [name for name, _ in pcg.pipeline.PIPELINE]
+    passes = [name for name, _ in pcg.passes.pipeline.PIPELINE]
     lines = [line.split() for line in result.stderr.splitlines() if line.strip()]
     assert [line[0] for line in lines[1 : len(passes) + 1]] == passes
     assert all(int(line[1].replace(",", "")) > 0 for line in lines[1 : len(passes) + 1])
@@ -295,7 +295,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
         calls.append((args, options))
         return FakeReport()
 
-    monkeypatch.setattr("pcg.explaining.explain", explain)
+    monkeypatch.setattr("pcg.explain.explain.explain", explain)
     assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
     options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
@@ -436,7 +436,7 @@ def test_finetune_offers_every_option_with_its_default() -> None:
     import inspect
 
     from cli.finetune import finetune_command
-    from pcg.runtime.finetune_options import FinetuneOptions
+    from pcg.runtime.training.options import FinetuneOptions
 
     offered = inspect.signature(finetune_command).parameters
     for field in dataclasses.fields(FinetuneOptions):

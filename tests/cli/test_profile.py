@@ -8,8 +8,8 @@ from typer.testing import CliRunner, Result
 
 from cli.application import app
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel import profiler
-from pcg.parallel.costs import cost_model
+from pcg.parallel.costs import profiler
+from pcg.parallel.costs.model import cost_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from cli.serving_tables import latency_table, outcome_table
 from pcg.runtime.engine.events import Event, Kind
-from pcg.runtime.engine.metrics import ServingReport, serving_report
-from pcg.runtime.engine.timelines import Slo
+from pcg.runtime.metrics.metrics import ServingReport, serving_report
+from pcg.runtime.metrics.timelines import Slo
 
 
 def printed(table: Table) -> dict[str, str]:

@@ -16,17 +16,17 @@ import pcg.compiler as compiler
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
 from pcg.codegen.triton_emitter import with_appends
-from pcg.ir.program import python_name
-from pcg.passes.group import Group
-from pcg.passes.groups import schedule
-from pcg.runtime.data import Example
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.ir.program.program import python_name
+from pcg.passes.fusion.kernel_group import Group
+from pcg.passes.fusion.kernel_groups import schedule
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
-from tests.interpreter import bf16
-from tests.interpreter.gpu_code import Code, Kernel, compiled
-from tests.interpreter.sanitizer import sanitized
-from tests.passes.test_groups import EVERY, graphs
+from tests.passes.test_kernel_groups import EVERY, graphs
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
+from tests.support.interpreter.gpu_code import Code, Kernel, compiled
+from tests.support.interpreter.sanitizer import sanitized
 
 bf16.install()
 
@@ -115,7 +115,7 @@ HEADER = """
 import triton
 import triton.language as tl
 
-from pcg.codegen.kernels import triton_ops as K
+from pcg.kernels.triton import ops as K
 
 
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interpreter.gpu_code import Code
-from tests.interpreter.launched import launched
+from tests.support.interpreter.gpu_code import Code
+from tests.support.interpreter.launched import launched
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 OTHERS = (
@@ -25,7 +25,7 @@ ATTENTION = {"attend_splits", "attend_tiles", "query_gradients", "key_gradients"
 
 def checked(steps: str, architecture: int, model: str) -> list[Code]:
     """The code of what is launched: nothing spills, and what should is done by tensor cores."""
-    found = launched(f"tests.codegen.model_steps:{steps}", architecture, model)
+    found = launched(f"tests.support.model_steps:{steps}", architecture, model)
     for code in found:
         code.check_in_registers()
         assert code.shared_bytes <= SHARED[architecture], code.kernel
@@ -58,4 +58,4 @@ def test_lora_of_other_models(model: str) -> None:
 
 def test_steps_that_fail_say_why() -> None:
     with pytest.raises(RuntimeError, match="no_such_steps"):
-        launched("tests.codegen.model_steps:no_such_steps")
+        launched("tests.support.model_steps:no_such_steps")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pcg.codegen.lines import WIDTH, statement
 from pcg.compiler import compile_program
-from tests.families.families import BY_NAME
+from tests.support.families import BY_NAME
 
 NAMES = st.sampled_from(["x", "gate_proj_z", "post_attention_layernorm_weight", "w.q_proj_weight"])
 

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.codegen.kernels.templates.linear_cross_entropy import linear_cross_entropy
-from pcg.codegen.kernels.templates.sampling import draw, greedy
-from pcg.codegen.kernels.templates.sign_bits import pack_signs, relu_backward_packed
-from pcg.runtime.data import Example
-from pcg.runtime.decode_graphs import EAGER_STEPS, CudaRecorder
+from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
+from pcg.kernels.triton.sampling import draw, greedy
+from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
 from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.sampling import SamplingParams, check_drawn, make_generator, sample
-from tests.codegen.append_cases import check_cache
-from tests.codegen.decode_steps import Step, Steps, executor_of
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.memory.decode_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.model.sampling import SamplingParams, check_drawn, make_generator, sample
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
+from tests.support import oracle
+from tests.support.append_cases import check_cache
+from tests.support.decode_steps import Step, Steps, executor_of
+from tests.support.families import BY_NAME
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

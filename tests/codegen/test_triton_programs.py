@@ -13,24 +13,25 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.codegen.kernels import products, torch_ops
-from pcg.codegen.kernels.trained_adapters import BottleneckGradients, LoraGradients
-from pcg.codegen.kernels.trained_vectors import VectorGradient
 from pcg.errors import UnsupportedError
-from pcg.runtime.data import Example
+from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch import products
+from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, LoraGradients
+from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.sampling_params import SamplingParams
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
-from tests.interpreter import bf16
-from tests.interpreter.sanitizer import sanitized
-from tests.methods.cases import CONFIGS, check_gradients, wrap
-from tests.methods.test_bottleneck import hooked, state
+from tests.peft.test_bottleneck import hooked, state
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
+from tests.support.interpreter.sanitizer import sanitized
+from tests.support.peft_cases import CONFIGS, check_gradients, wrap
 
 bf16.install()
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}

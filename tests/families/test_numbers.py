@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
-from pcg.runtime.data import Example
 from pcg.runtime.executor import Executor
-from tests.families import oracle
-from tests.families.families import FAMILIES, VOCABULARY, Family
+from pcg.runtime.training.data import Example
+from tests.support import oracle
+from tests.support.families import FAMILIES, VOCABULARY, Family
 
 TOLERANCE = 1e-5
 ADAPTERS = ("all", None, "usual", None, "all")

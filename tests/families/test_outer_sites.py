@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import pcg.compiler as compiler
-from pcg.runtime.data import Example
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import TOLERANCE, prompts
+from tests.support import oracle
+from tests.support.families import BY_NAME
 
 HEADS = {"llama3": ("lm_head", "q_proj"), "opt-projected": ("project_out", "fc1")}
 

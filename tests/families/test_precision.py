@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.runtime.data import Example
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
+from tests.support import oracle
+from tests.support.families import BY_NAME
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
 from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
-from pcg.runtime.batch import DroppedPart
+from pcg.kernels.torch import ops as torch_ops
+from pcg.runtime.model.batch import DroppedPart
 
 
 class OneStep:

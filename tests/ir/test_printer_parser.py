@@ -17,7 +17,7 @@ from pcg.ir.operators import OPERATORS
 from pcg.ir.parser import parse_graph, parse_graphs, parse_type
 from pcg.ir.printer import print_attribute, print_graph, print_graphs, print_node
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
-from tests.ir.well_typed import ATTRIBUTES, NAMES, RECIPES, STRINGS, SYMBOLIC_SIZES, graphs
+from tests.support.well_typed import ATTRIBUTES, NAMES, RECIPES, STRINGS, SYMBOLIC_SIZES, graphs
 
 MLP = r"""graph @mlp(%x: bf16[T, 64]) {
   frozen %up.weight: bf16[128|2, 64] = "layers.{layer}.\"up\"\n\u{2028}é" transposed

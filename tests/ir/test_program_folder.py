@@ -13,13 +13,13 @@ import torch
 
 from pcg.compiler import compile_program
 from pcg.errors import ProgramError
-from pcg.ir import program_folder
-from pcg.ir.program import Program
-from pcg.ir.program_folder import is_program_folder, load_program, save_program
-from pcg.ir.program_manifest import FORMAT, read_manifest
-from pcg.ir.recipe import LoraRecipe
-from pcg.ir.recipes import recipe_fields
-from tests import tiny_llama
+from pcg.ir.program import folder as program_folder
+from pcg.ir.program.folder import is_program_folder, load_program, save_program
+from pcg.ir.program.manifest import FORMAT, read_manifest
+from pcg.ir.program.program import Program
+from pcg.peft.lora import LoraRecipe
+from pcg.peft.registry import recipe_fields
+from tests.support import tiny_llama
 
 LORA = {"peft_type": "LORA"}
 RECIPE = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "down_proj"), bias="none")

@@ -13,7 +13,7 @@ from pcg.ir.operators import OPERATORS
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.ir.verifier import verify
-from tests.ir.well_typed import graphs
+from tests.support.well_typed import graphs
 
 GOOD = """graph @mlp(%x: bf16[T, 64], %ids: i64[T]) {
   frozen %w: bf16[128, 64] = "layers.{layer}.up.weight" transposed

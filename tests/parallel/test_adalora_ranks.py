@@ -14,21 +14,21 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.ir.program import Program
+from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.search import Search
-from pcg.runtime.adapters import Adapter
-from pcg.runtime.data import Example
+from pcg.peft.adapters import Adapter
 from pcg.runtime.executor import Executor
-from pcg.runtime.rank_allocator import RankAllocator
-from pcg.runtime.weights import StateDictCheckpoint
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.rank_allocator import RankAllocator
 from tests.families.test_numbers import TOLERANCE, prompts
-from tests.methods.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
-from tests.threads import ThreadRanks, run_ranks
+from tests.peft.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.threads import ThreadRanks, run_ranks
 
 STEPS = 12
 SEQUENCES = prompts((9, 14, 6))

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.codegen.kernels import torch_ops
 from pcg.ir.graph import Attribute, Builder, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.ir.verifier import verify
+from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.differentiate import differentiate
 from tests.ir.test_shardings import held, joined
-from tests.passes.evaluate import evaluate
-from tests.threads import ThreadRanks, run_ranks
+from tests.support.evaluate import evaluate
+from tests.support.threads import ThreadRanks, run_ranks
 
 DEGREE = 2
 PART = partitioned(-1)

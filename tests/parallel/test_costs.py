@@ -20,15 +20,15 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS, operator
 from pcg.ir.operators.collective import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
-from pcg.parallel import link_profiler
-from pcg.parallel.costs import SHEETS, CostModel, SheetModel, cost_model, ring_seconds
-from pcg.parallel.devices import DEVICES, Achieved, DeviceSheet, Link, device_of
-from pcg.parallel.profile import Exchange, Point, Profile, ProfileModel, fitted_link
-from pcg.parallel.profiler import measured
-from pcg.parallel.work import is_free, work_of
+from pcg.parallel.costs import link_profiler
+from pcg.parallel.costs.devices import DEVICES, Achieved, DeviceSheet, Link, device_of
+from pcg.parallel.costs.model import SHEETS, CostModel, SheetModel, cost_model, ring_seconds
+from pcg.parallel.costs.profile import Exchange, Point, Profile, ProfileModel, fitted_link
+from pcg.parallel.costs.profiler import measured
+from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import differentiate
 from pcg.passes.prune import prune
-from tests.parallel.test_parallelize import sharded
+from tests.passes.test_parallelize import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
 SHEET = DeviceSheet(

@@ -13,20 +13,20 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.errors import ParallelError, TypeCheckError
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.ir.program_folder import load_program, save_program
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import RANK
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.search import Search
-from pcg.runtime.adapters import Adapter
+from pcg.peft.adapters import Adapter
+from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from pcg.runtime.weights import Checkpoint
+from pcg.runtime.model.weights import Checkpoint
 from pcg.source import resolve
-from tests.families import oracle
-from tests.families.families import BY_NAME
-from tests.interpreter import bf16
-from tests.parallel.ranked import (
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
+from tests.support.ranked import (
     EXAMPLES,
     JOB,
     LAYERS,
@@ -41,7 +41,7 @@ from tests.parallel.ranked import (
     make_executor,
     make_program,
 )
-from tests.threads import ThreadRanks, run_ranks
+from tests.support.threads import ThreadRanks, run_ranks
 
 bf16.install()
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")

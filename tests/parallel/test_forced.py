@@ -17,18 +17,18 @@ import pytest
 from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.ir.program import Program, Serving, Training
-from pcg.ir.recipe import LoraRecipe
+from pcg.ir.program.program import Program, Serving, Training
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.search import Candidate, Search
-from pcg.runtime.adapters import read_adapter
-from pcg.runtime.data import Example
+from pcg.peft.adapters import read_adapter
+from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from pcg.runtime.weights import StateDictCheckpoint
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import TOLERANCE, prompts
-from tests.threads import ThreadRanks, run_ranks
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.threads import ThreadRanks, run_ranks
 
 LAYERS = 2
 RANK = 4

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcg.runtime.adapters import read_adapter
-from tests import tiny_llama
-from tests.parallel.ranked import (
+from pcg.peft.adapters import read_adapter
+from tests.support import tiny_llama
+from tests.support.ranked import (
     check_same,
     make_executor,
     make_program,
@@ -25,7 +25,7 @@ from tests.parallel.ranked import (
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("rank_process.py"))
+SCRIPT = str(ROOT / "tests/support/rank_process.py")
 
 
 def start(*command: str, **environment: object) -> subprocess.Popen[str]:

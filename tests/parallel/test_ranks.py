@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
-from pcg.ir.recipe import LoraRecipe
-from pcg.parallel.ranks import ProcessRanks, check_own_gpu, on_first
+from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, on_first
+from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from tests.parallel.ranked import make_executor, make_program
-from tests.parallel.test_parallelize import PLAN
-from tests.threads import ThreadRanks, run_ranks
+from tests.passes.test_parallelize import PLAN
+from tests.support.ranked import make_executor, make_program
+from tests.support.threads import ThreadRanks, run_ranks
 
 NAME = "llama2"
 WITHOUT_MLP = {module: style for module, style in PLAN.items() if "mlp" not in module}
@@ -149,7 +149,7 @@ def test_a_lost_rank_is_named_as_far_as_it_is_known(
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr("pcg.parallel.ranks.ROLL_CALL_S", 0.1)
+    monkeypatch.setattr("pcg.parallel.ranks.group.ROLL_CALL_S", 0.1)
     monkeypatch.setattr(dist, "all_reduce", broken)
     store = None if there is None else dist.HashStore()
     for rank in there or ():

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from pcg.errors import TypeCheckError
+from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.operators import operator
-from pcg.ir.program import ModelGraph
-from pcg.ir.trained import trained
+from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.layer_costs import DeviceCosts, ring_bytes, size_bytes
+from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.parallel.parallel_plan import Fixed
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Found, Search, Site
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.parallelize import search_layer
-from pcg.pipeline import Compilation, run_passes
-from tests.families.families import BY_NAME
-from tests.parallel.sharded import LENGTHS, check_candidates, errors
-from tests.parallel.test_parallelize import RANK, attached
+from pcg.passes.pipeline import Compilation, run_passes
+from pcg.passes.sharding.parallelize import search_layer
+from tests.passes.test_parallelize import RANK, attached
+from tests.support.families import BY_NAME
+from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
 OTHERS = ("fully sharded, weights gathered", "fully replicated")

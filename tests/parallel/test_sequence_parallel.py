@@ -12,20 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg
-import pcg.explaining as explaining
+import pcg.explain.explain as explaining
 from pcg.errors import ParallelError
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
-from pcg.ir.program_folder import load_program, save_program
+from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
-from pcg.parallel.token_parts import joined_rows, placed_rows, rows_of_rank
-from pcg.passes.parallelize import Sharded, parallelize, search_layer
-from pcg.runtime.data import Example
-from pcg.runtime.loss_chunks import loss_chunks
-from pcg.runtime.split_execution import alone
-from pcg.runtime.training_pass import TrainingPass
-from tests.families.families import BY_NAME
-from tests.parallel.ranked import (
+from pcg.parallel.ranks.token_parts import joined_rows, placed_rows, rows_of_rank
+from pcg.passes.sharding.parallelize import Sharded, parallelize, search_layer
+from pcg.runtime.model.merged_execution import alone
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.loss_chunks import loss_chunks
+from pcg.runtime.training.training_pass import TrainingPass
+from tests.parallel.test_search import costs
+from tests.passes.test_parallelize import attached, transitions
+from tests.support.families import BY_NAME
+from tests.support.ranked import (
     JOB,
     METHODS,
     check_job,
@@ -36,10 +38,8 @@ from tests.parallel.ranked import (
     predicted_memory,
     recipes,
 )
-from tests.parallel.sharded import check_candidates, errors
-from tests.parallel.test_parallelize import attached, transitions
-from tests.parallel.test_search import costs
-from tests.threads import ThreadRanks, run_ranks
+from tests.support.sharded import check_candidates, errors
+from tests.support.threads import ThreadRanks, run_ranks
 
 FAMILIES = ("llama3", "gpt2", "opt", "qwen2", "falcon-7b", "gemma2")
 FAST = (("llama3", 2), ("gpt2", 4), ("opt", 2))
@@ -286,8 +286,8 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 def test_memory_of_a_rank_is_what_is_predicted_and_less(
     name: str, degree: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.passes.test_kept_memory.SEQ", seq)
-    monkeypatch.setattr("tests.parallel.ranked.SEQ", seq)
+    monkeypatch.setattr("tests.ir.test_saved_memory.SEQ", seq)
+    monkeypatch.setattr("tests.support.ranked.SEQ", seq)
     check_memory(name, degree, sequence_parallel=True)
     predicted, plain = (
         predicted_memory(make_program(name, degree, sequence_parallel=parts), name, "a")

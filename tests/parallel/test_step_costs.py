@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pcg.errors import CostModelError
 from pcg.ir.operators.operator import Types
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel.costs import SheetModel, cost_model
-from pcg.parallel.step_costs import GraphSeconds, Piece, StepShape
-from pcg.parallel.work import work_of
+from pcg.parallel.costs.model import SheetModel, cost_model
+from pcg.parallel.costs.step_costs import GraphSeconds, Piece, StepShape
+from pcg.parallel.costs.work import work_of
 from pcg.passes.bypasses import Bypasses
-from pcg.pipeline import Compilation, made, run_passes
-from pcg.simulating import SimulatedProgram, simulated_program
+from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.simulate.machine import SimulatedProgram, simulated_program
 from pcg.source import resolve
 
 MODEL = "meta-llama/Llama-3.2-1B"

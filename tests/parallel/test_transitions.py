@@ -12,7 +12,7 @@ from pcg.ir.graph import Builder
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators.collective import OPERATORS, Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
-from pcg.parallel.layer_costs import ByteCosts
+from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import KEPT, is_mark, kept
 from pcg.parallel.planner import Planner
 

@@ -6,12 +6,12 @@ import pytest
 
 from pcg.errors import AdapterError
 from pcg.ir.parser import parse_graph
-from pcg.ir.recipe import LoraRecipe
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sites import bypasses_of
-from tests.passes.mlp import MLP, mlp_model
+from pcg.peft.lora import LoraRecipe
+from tests.support.mlp import MLP, mlp_model
 
 UP, DOWN, HEAD = "model.layers.{layer}.up", "model.layers.{layer}.down", "head"
 

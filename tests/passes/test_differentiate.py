@@ -13,16 +13,22 @@ from hypothesis import strategies as st
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Builder, Graph, Parameter, Value
 from pcg.ir.parser import parse_graph
-from pcg.ir.program import ModelGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.prune import prune
-from pcg.passes.train import LayerKind, layer_kinds, plan_layer, train_epilogue, train_prologue
-from tests.passes.evaluate import evaluate, random_values
-from tests.passes.mlp import mlp_model
+from pcg.passes.training_graphs import (
+    LayerKind,
+    layer_kinds,
+    plan_layer,
+    train_epilogue,
+    train_prologue,
+)
+from tests.support.evaluate import evaluate, random_values
+from tests.support.mlp import mlp_model
 
 UP, DOWN, HEAD = "model.layers.{layer}.up", "model.layers.{layer}.down", "head"
 

@@ -12,14 +12,14 @@ from pcg.errors import TraceError
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
-from pcg.ir.program import ModelGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.fold import fold
-from pcg.passes.raise_ import raise_graph
-from pcg.runtime.batch import whole_sequences
-from tests.families import oracle
-from tests.families.families import BY_NAME, FAMILIES, WINDOW
-from tests.passes.evaluate import evaluate, random_values
-from tests.passes.models import folded, raised, traced
+from pcg.passes.raise_operators import raise_graph
+from pcg.runtime.model.batch import whole_sequences
+from tests.support import oracle
+from tests.support.evaluate import evaluate, random_values
+from tests.support.families import BY_NAME, FAMILIES, WINDOW
+from tests.support.models import folded, raised, traced
 
 MODEL = """
 graph @model(%input_ids: i64[T], %position_ids: i64[T]) {

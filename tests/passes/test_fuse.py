@@ -10,7 +10,7 @@ from pcg.errors import VerifyError
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
-from pcg.passes.fuse import fuse_linears, fuse_lora
+from pcg.passes.fusion.fuse import fuse_linears, fuse_lora
 
 Q_AND_V = """\
 graph @g(%x: f32[T, 8]) {

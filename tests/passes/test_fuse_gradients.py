@@ -12,8 +12,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.fuse_gradients import fuse_gradients
-from tests.families.families import BY_NAME
+from pcg.passes.fusion.fuse_gradients import fuse_gradients
+from tests.support.families import BY_NAME
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 LAYER = 7

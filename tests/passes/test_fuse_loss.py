@@ -7,8 +7,8 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.passes.fuse_loss import fuse_loss
-from tests.families.families import BY_NAME
+from pcg.passes.fusion.fuse_loss import fuse_loss
+from tests.support.families import BY_NAME
 
 LORA = {"peft_type": "LORA", "r": 4}
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcg.codegen.torch_emitter import emit_function
+from pcg.ir.analysis.in_flight import collective_of, waits
+from pcg.ir.analysis.saved_memory import transient
 from pcg.ir.graph import Builder, Graph
-from pcg.ir.in_flight import collective_of, waits
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
-from pcg.passes.kept_memory import transient
-from pcg.passes.overlap import MORE, overlap
+from pcg.passes.sharding.overlap import MORE, overlap
 
 BACKWARD = """\
 graph @g(%dy: f32[T, 8], %s: f32[T, 8], %x: f32[T, 8]) {

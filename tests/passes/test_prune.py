@@ -13,8 +13,8 @@ from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.prune import prune
-from tests.passes.mlp import mlp_model
 from tests.passes.test_differentiate import STEPS, chain
+from tests.support.mlp import mlp_model
 
 UP = "model.layers.{layer}.up"
 

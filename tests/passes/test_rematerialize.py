@@ -10,22 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pcg.ir.analysis.storages import Storages
 from pcg.ir.graph import Graph
-from pcg.ir.memory_budget import MemoryBudget
 from pcg.ir.operators import operator
+from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
-from pcg.passes.budget import mixed, mixes, spread
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.differentiate import differentiate
+from pcg.passes.memory.budget import mixed, mixes, spread
+from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops, node_flops
 from pcg.passes.prune import prune
-from pcg.passes.rematerialize import Choice, SaveProblem, graph_flops, node_flops
-from pcg.passes.storages import Storages
-from pcg.passes.train import LayerKind, plan_layer
-from tests.passes.evaluate import evaluate, random_values
-from tests.passes.mlp import mlp_model
+from pcg.passes.training_graphs import LayerKind, plan_layer
 from tests.passes.test_differentiate import STEPS, chain
+from tests.support.evaluate import evaluate, random_values
+from tests.support.mlp import mlp_model
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 TOKENS_HERE = 3
@@ -195,7 +195,7 @@ def test_signs_that_fill_no_byte_stay() -> None:
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=16, max_size=16))
 def test_packed_signs_say_where_relu_lets_through(numbers: list[float]) -> None:
-    from pcg.codegen.kernels import torch_ops
+    from pcg.kernels.torch import ops as torch_ops
 
     y = torch.tensor(numbers).reshape(1, 16)
     dy = torch.arange(16.0).reshape(1, 16) + 1

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-import pcg.explaining as explaining
+import pcg.explain.explain as explaining
 from pcg.errors import MemoryBudgetError
-from pcg.ir.program_folder import load_program, save_program
-from pcg.ir.recipe import LoraRecipe
+from pcg.explain.report import Report
+from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
-from pcg.passes.segments import most_shared, shared_inputs
-from pcg.report import Report
-from pcg.runtime.data import Example
+from pcg.passes.memory.segments import most_shared, shared_inputs
+from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from tests.families import oracle
-from tests.families.families import BY_NAME, Family
-from tests.passes.test_kept_memory import BATCH, SEQ, measured
+from pcg.runtime.training.data import Example
+from tests.ir.test_saved_memory import BATCH, SEQ, measured
+from tests.support import oracle
+from tests.support.families import BY_NAME, Family
 
 LAYERS = 9
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explaining as explaining
-from pcg.ir.prefix_recipe import PrefixRecipe
-from pcg.ir.recipe import LoraRecipe
-from pcg.ir.recipes import Recipe
-from pcg.runtime.batch import Batch
-from pcg.runtime.data import Example
+import pcg.explain.explain as explaining
+from pcg.peft.lora import LoraRecipe
+from pcg.peft.prefix import PrefixRecipe
+from pcg.peft.registry import Recipe
 from pcg.runtime.executor import Executor
-from pcg.runtime.kv_cache import KvCache, kv_types
-from pcg.runtime.page_pool import pages_for
-from pcg.runtime.training_pass import TrainingPass, Window
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.memory.kv_cache import KvCache, kv_types
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.training_pass import TrainingPass, Window
+from tests.support import oracle
+from tests.support.families import BY_NAME
 
 TOKENS = 32
 

@@ -10,9 +10,9 @@ import torch
 import pcg.compiler as compiler
 from pcg.ir.verifier import verify
 from pcg.trace import Trace
-from tests.families import oracle
-from tests.families.families import BY_NAME, FAMILIES, WINDOW
-from tests.passes.models import traced
+from tests.support import oracle
+from tests.support.families import BY_NAME, FAMILIES, WINDOW
+from tests.support.models import traced
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 97, 9, 32]
 

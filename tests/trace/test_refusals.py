@@ -10,10 +10,10 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.errors import PcgError, TraceError, UnsupportedError
-from pcg.ir.program import ModelGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.bypasses import Bypasses
-from pcg.pipeline import Compilation, run_passes
-from tests.families import oracle
+from pcg.passes.pipeline import Compilation, run_passes
+from tests.support import oracle
 
 SMALL = {
     "hidden_size": 64,

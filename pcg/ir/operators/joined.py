@@ -1,4 +1,4 @@
-"""Collectives of several tensors in one message, as `pcg.passes.join` makes them of neighbours.
+"""Collectives of several tensors in one message, made by `coalesce_collectives`.
 
     all_reduces   y_i = Σ_ranks x_i            one all-reduce of all x_i, one behind the other
     all_gathers   y_i = the ranks' x_i joined  one all-gather of the same

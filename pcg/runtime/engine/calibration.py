@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pcg.parallel.ranks import Ranks, of_first
-from pcg.runtime.adapter_batch import AdapterStacks
-from pcg.runtime.batch import ANY_TOKEN, Batch, Span
+from pcg.parallel.ranks.group import Ranks, of_first
+from pcg.runtime.adapters.padded_tables import AdapterStacks
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Latencies, Latency, Load
-from pcg.runtime.kv_cache import KvCache, kv_types
-from pcg.runtime.model_runner import ModelRunner
-from pcg.runtime.page_pool import pages_for
+from pcg.runtime.memory.kv_cache import KvCache, kv_types
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.model.runner import ModelRunner
 
 _SHORT, _LONG = 16, 256
 """Tokens of the prompts."""

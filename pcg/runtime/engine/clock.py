@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pcg.parallel.ranks import ALONE, Ranks, of_first
+from pcg.parallel.ranks.group import ALONE, Ranks, of_first
 
 
 class Clock(Protocol):

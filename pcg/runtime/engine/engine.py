@@ -25,7 +25,7 @@ from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.engine.units import Backward, Forward
-from pcg.runtime.page_pool import PagePool
+from pcg.runtime.memory.pool import PagePool
 
 _MOST_RESERVE = 0.25
 """Of the promised time a token, kept at most: one long hold-up is not worth more."""

@@ -8,7 +8,7 @@ from typing import Any
 from pcg.errors import PcgError
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.units import Unit, Work
-from pcg.runtime.page_pool import PageTable
+from pcg.runtime.memory.pool import PageTable
 
 
 class JobState(StrEnum):

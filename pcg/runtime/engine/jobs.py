@@ -12,7 +12,7 @@ from pcg.runtime.engine.job import Job, JobState
 from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.units import Backward, Forward, Pages, Release
-from pcg.runtime.page_pool import pages_for
+from pcg.runtime.memory.pool import pages_for
 
 
 @dataclass

@@ -7,29 +7,29 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pcg.errors import UnsupportedError
-from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.published_version import Published
+from pcg.runtime.engine.async_engine import Front
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog, Kind
-from pcg.runtime.engine.front import Front
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.policies import Policy
-from pcg.runtime.engine.prefixes import Prefixes
-from pcg.runtime.engine.program_device import ProgramDevice
 from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sharing import Sharing
-from pcg.runtime.finetune_options import Data, FinetuneOptions
-from pcg.runtime.finetune_result import OnStep, StepRecord
-from pcg.runtime.finetuning import FinetuneJob
-from pcg.runtime.kv_cache import KvCache, bytes_of_page, kv_types
-from pcg.runtime.page_pool import pages_for
-from pcg.runtime.served_adapter import Published
+from pcg.runtime.engine.step_runner import ProgramDevice
+from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.training.finetuning import FinetuneJob
+from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.result import OnStep, StepRecord
 
 if TYPE_CHECKING:
-    from pcg.runtime.adapters import Adapter
+    from pcg.peft.adapters import Adapter
     from pcg.runtime.executor import Executor
 
 KV_CACHE_BYTES = 4 * 2**30

@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Protocol
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling_params import SamplingParams
+from pcg.runtime.model.sampling_params import SamplingParams
 
 
 class ServedAdapter(Protocol):
-    """What scheduling asks of an adapter; `pcg.runtime.adapters.Adapter` is one."""
+    """What scheduling asks of an adapter; `pcg.peft.adapters.Adapter` is one."""
 
     @property
     def name(self) -> str:

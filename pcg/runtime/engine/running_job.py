@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.job import Job, JobState
-from pcg.runtime.finetune_result import FinetuneResult
+from pcg.runtime.training.result import FinetuneResult
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.engine import Engine

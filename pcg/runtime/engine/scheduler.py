@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pcg.errors import GenerationError
-from pcg.runtime.engine.adapter_pages import AdapterPages
+from pcg.runtime.adapters.cache import AdapterPages
 from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
-from pcg.runtime.engine.prefixes import Prefixes
 from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.step_plan import StepPlan
-from pcg.runtime.page_pool import PAGE_TOKENS, PagePool, PageTable, pages_for
+from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable, pages_for
+from pcg.runtime.memory.prefixes import Prefixes
 
 _LAST_ROW = Load(sampled=1)
 """A prompt's last token is sampled after."""

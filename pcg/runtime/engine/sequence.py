@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from pcg.runtime.batch import ANY_TOKEN
-from pcg.runtime.detokenizer import StreamDecoder
 from pcg.runtime.engine.request import Chunk, Completion, Request
-from pcg.runtime.page_pool import PageTable, pages_for
-from pcg.runtime.stopping import StopChecker
+from pcg.runtime.memory.pool import PageTable, pages_for
+from pcg.runtime.model.batch import ANY_TOKEN
+from pcg.runtime.text.detokenizer import StreamDecoder
+from pcg.runtime.text.stopping import StopChecker
 
 if TYPE_CHECKING:
-    from pcg.runtime.engine.prefixes import Version
+    from pcg.runtime.memory.prefixes import Version
 
 
 class State(StrEnum):

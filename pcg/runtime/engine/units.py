@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from pcg.runtime.engine.latency import Load
-from pcg.runtime.page_pool import PageTable
+from pcg.runtime.memory.pool import PageTable
 
 Result = TypeVar("Result")
 

@@ -12,16 +12,16 @@ from itertools import repeat
 
 import pytest
 
-from pcg.parallel.step_costs import StepShape
+from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.metrics import ServingReport
-from pcg.runtime.engine.replay import replay
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
-from pcg.runtime.engine.simulated_engine import SimulatedEngine
-from pcg.runtime.workloads.arrivals import Poisson
-from pcg.runtime.workloads.lengths import Between, Fixed
-from pcg.runtime.workloads.synthetic import synthetic
+from pcg.runtime.metrics.metrics import ServingReport
+from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.replay import replay
+from pcg.simulate.workloads.arrivals import Poisson
+from pcg.simulate.workloads.lengths import Between, Fixed
+from pcg.simulate.workloads.synthetic import synthetic
 
 LAYERS = 8
 PROMISED_S = 0.083
@@ -30,7 +30,7 @@ BACKWARD = Latency(0.0027, 1.1e-4, 1e-7)
 
 
 class CpuCosts:
-    """See `pcg.parallel.step_costs.StepCosts`."""
+    """See `pcg.parallel.costs.step_costs.StepCosts`."""
 
     layers = LAYERS
 

@@ -15,20 +15,20 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.codegen.kernels import products
 from pcg.errors import OutOfMemoryError, PcgError
-from pcg.runtime.data import Example
+from pcg.kernels.torch import products
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.request import Completion, Request
 from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.sampling_params import SamplingParams
-from tests.families import oracle
-from tests.families.families import BY_NAME
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
+from tests.support import oracle
+from tests.support.families import BY_NAME
 
 NEW = 20
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}

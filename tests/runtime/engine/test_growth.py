@@ -13,10 +13,10 @@ from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.engine.simulated_device import SimulatedAdapter
-from pcg.runtime.engine.simulated_engine import SimulatedEngine
-from pcg.runtime.sampling_params import SamplingParams
-from tests.runtime.engine.linear_costs import LinearCosts
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.simulate.device import SimulatedAdapter
+from pcg.simulate.engine import SimulatedEngine
+from tests.support.linear_costs import LinearCosts
 
 POLICIES = [Fcfs, AdapterClustering, EarlyAbort, FairShare]
 

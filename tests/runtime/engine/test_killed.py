@@ -14,10 +14,10 @@ import transformers
 
 import pcg
 import pcg.compiler as compiler
-from pcg.ir.program_folder import save_program
-from pcg.runtime.adapters import Adapter
+from pcg.ir.program.folder import save_program
+from pcg.peft.adapters import Adapter
 from pcg.runtime.executor import Executor
-from tests.runtime.engine.serving_job import DATA, OPTIONS, STEPS, VOCABULARY, WAITING, co_serve
+from tests.support.serving_job import DATA, OPTIONS, STEPS, VOCABULARY, WAITING, co_serve
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def check(executor: Executor, whole: Adapter) -> None:
 
 def killed(program: Path, checkpoints: Path, seed: int, random: Random, least: int) -> bool:
     """Run a process and kill it in some step of its job; False where that was done already."""
-    module = "tests.runtime.engine.serving_job"
+    module = "tests.support.serving_job"
     command = [sys.executable, "-m", module, str(program), str(checkpoints), str(seed)]
     pipe = subprocess.PIPE
     steps = random.randrange(12)

@@ -20,7 +20,7 @@ from pcg.runtime.engine.sharing import (
 )
 from pcg.runtime.engine.units import Forward
 from pcg.runtime.executor import Executor
-from pcg.runtime.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from tests.runtime.engine.test_engine import (
     DATA,
     LENGTHS,

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.runtime.engine.engine_life import POLICIES, EngineLife
+from tests.support.engine_life import POLICIES, EngineLife
 
 NAMES = st.sampled_from("pqrstu")
 STEPS = 5000

@@ -1,1 +1,0 @@
-"""The functions that emitted programs call."""

@@ -1,1 +1,0 @@
-"""Template kernels in Triton, written once, specialised by what they are called with."""

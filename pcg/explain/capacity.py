@@ -1,0 +1,128 @@
+"""Whether a finetuning step fits an accelerator, what the largest that fits is, and what to change.
+
+A step's total grows with the batch and with the sequence length, so the largest that fits is found
+by interpolation between one that fits and one that does not. Every size is planned anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from pcg.errors import MemoryBudgetError
+from pcg.explain.report import Fit
+from pcg.explain.step_memory import Account, Asked, memory_bytes
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.parallel.costs.devices import RESERVED_BYTES, Device
+from pcg.passes.memory.plan import frontiers
+
+MOST = 2**20
+"""Neither a batch nor a sequence length beyond this is looked for."""
+
+
+def fit(what: Account, asked: Asked, device: Device) -> Fit:
+    """What fits a device.
+
+    Args:
+        what: is accounted for.
+        asked: the step that has to fit.
+        device: the accelerator.
+    """
+    usable = device.memory_bytes - RESERVED_BYTES
+    now = memory_bytes(what, asked)["total"]
+
+    def largest(field: str, budget: MemoryBudget) -> int:
+        def total(size: int) -> int:
+            return _total(what, asked, dataclasses.replace(budget, **{field: size}))
+
+        return _largest(total, usable)
+
+    least = dataclasses.replace(asked.budget, share=0.0, size_bytes=None)
+    found = Fit(
+        device.name,
+        device.memory_bytes,
+        usable,
+        now <= usable,
+        largest("batch", asked.budget),
+        largest("seq", asked.budget),
+        largest("batch", least),
+        largest("seq", least),
+        (),
+    )
+    return dataclasses.replace(found, advice=tuple(_advice(what, asked, found)))
+
+
+def _advice(what: Account, asked: Asked, found: Fit) -> list[str]:
+    """What to change so that the step fits."""
+    if found.fits:
+        return []
+    advice = []
+    sizes = memory_bytes(what, asked)
+    budget = _budget_that_fits(what, asked, found.usable_bytes)
+    if budget is not None:
+        advice.append(f"--memory-budget {budget:g}")
+    if found.largest_batch:
+        advice.append(f"--batch {found.largest_batch}")
+    elif found.least_largest_batch:
+        advice.append(f"--batch {found.least_largest_batch} --memory-budget 0")
+    if found.largest_seq:
+        advice.append(f"--seq {found.largest_seq}")
+    elif found.least_largest_seq:
+        advice.append(f"--seq {found.least_largest_seq} --memory-budget 0")
+    if sizes["weights"] > found.usable_bytes:
+        advice.append("a GPU with more memory: the weights alone are too large for it")
+    return advice
+
+
+def _budget_that_fits(what: Account, asked: Asked, usable_bytes: int) -> float | None:
+    """The largest memory budget, in hundredths, with which the step fits; None for none."""
+
+    def fits(hundredths: int) -> bool:
+        budget = dataclasses.replace(asked.budget, share=hundredths / 100, size_bytes=None)
+        return _total(what, asked, budget) <= usable_bytes
+
+    if what.plan is None or not fits(0):
+        return None
+    low, high = 0, 100
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low / 100
+
+
+def _total(what: Account, asked: Asked, budget: MemoryBudget) -> int:
+    """Bytes of a step, planned for this budget and batch."""
+    other = dataclasses.replace(asked, budget=budget)
+    if what.plan is None or what.training is None or what.frontiers is None:
+        return memory_bytes(what, other)["total"]
+    found = frontiers(what.training, what.frontiers.kinds, budget.batch, budget.seq)
+    replanned = dataclasses.replace(what, frontiers=found, plan=found.plan(budget))
+    return memory_bytes(replanned, other)["total"]
+
+
+def _largest(total: Callable[[int], int], limit: int) -> int:
+    """The largest size whose total is within the limit; 0 for none."""
+
+    def over(size: int) -> int:
+        try:
+            return total(size) - limit
+        except MemoryBudgetError:
+            return limit  # a budget in bytes that so much cannot keep within
+
+    low, low_over = 0, -limit
+    high, high_over = 1, over(1)
+    while high_over <= 0:
+        if high >= MOST:
+            return high
+        low, low_over = high, high_over
+        high = min(high * 8, MOST)
+        high_over = over(high)
+    while high - low > 1:
+        guess = low + round((high - low) * -low_over / (high_over - low_over))
+        middle = min(max(guess, low + 1), high - 1)
+        found = over(middle)
+        if found <= 0:
+            low, low_over = middle, found
+        else:
+            high, high_over = middle, found
+    return low

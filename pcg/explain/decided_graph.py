@@ -1,0 +1,40 @@
+"""The forward graph of one layer as a report shows it: without weights and views, decided."""
+
+from __future__ import annotations
+
+from pcg.explain.decisions import decisions
+from pcg.explain.report import GraphNode
+from pcg.ir.analysis.storages import Storages
+from pcg.ir.program.program import TrainingGraph
+from pcg.passes.training_graphs import LayerKind
+
+
+def decided_graph(kind: LayerKind, plan: TrainingGraph) -> tuple[GraphNode, ...]:
+    """The inputs and nodes of a layer's forward, in order, with what becomes of what they make.
+
+    A view is not listed; who reads it reads what it is a view of.
+
+    Args:
+        kind: of the layer.
+        plan: how it is trained.
+    """
+    graph = plan.forward
+    storages = Storages.of(graph)
+    decided = {
+        row.tensor.partition(".")[2]: row.decision for row in decisions(kind, plan, layers=1)
+    }
+    used = {storages[name].name for node in graph.nodes for name in node.inputs}
+    found = [
+        GraphNode(value.name, "input", "", (), decided[value.name])
+        for value in graph.inputs
+        if value.name in used
+    ]
+    makers = {value.name: node.name for node in graph.nodes for value in node.outputs}
+    for node in graph.nodes:
+        if storages[node.name].name != node.name:
+            continue
+        roots = [storages[name] for name in node.inputs]
+        read = [makers.get(root.name, root.name) for root in roots if not root.is_parameter]
+        inputs = tuple(dict.fromkeys(read))
+        found.append(GraphNode(node.name, node.op, node.scope, inputs, decided[node.name]))
+    return tuple(found)

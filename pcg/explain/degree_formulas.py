@@ -1,0 +1,176 @@
+"""The bytes of a step as formulas in the tensor-parallel degree, too.
+
+    bytes(B, S, tp) = whole + parted / tp
+
+A rank holds each tensor whole or in one of tp equal parts, so that over degrees at which the same
+tensors are kept, held the same way, any sum of bytes is of this form: two degrees give it, and
+every other one shows whether it holds. Where ranks hold parts of the tokens, whole and parted are
+formulas in ceil(B S / tp), too.
+
+Other degrees have another form: where KV heads are fewer than ranks, each rank has one head, and
+makes all of them; where the vocabulary does not divide, each has all of it; and the search may
+choose otherwise, or another moment be the fullest. So a formula has a piece for each run of degrees
+that are alike, and is exact at all that divide the model:
+
+    Piecewise((first, tp <= 8), (then, True))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from pcg.errors import MemoryBudgetError, ParallelError
+from pcg.ir.analysis.storages import TOKENS_OF_BATCH
+
+DEGREE = sympy.Symbol("tp", integer=True, positive=True)
+DEGREES = (2, 4, 8, 16, 32, 64)
+
+_ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""Of a rank's part of the tokens, at whatever degree."""
+
+
+@dataclass(frozen=True)
+class AtDegree:
+    """The bytes of a step at one degree.
+
+    Attributes:
+        formulas: in B and S by kind of memory, and `total` their sum.
+        held: equal at degrees at which the same tensors are kept, held the same way.
+        fullest: the moment of the step that the workspace is of.
+    """
+
+    formulas: Mapping[str, sympy.Expr]
+    held: Hashable
+    fullest: str
+
+    def alike(self, name: str) -> Hashable:
+        """Equal at degrees whose bytes of a kind are sums over the same tensors."""
+        return (self.held, self.fullest) if name == "workspace" else self.held
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A formula in tp, and the degrees at which it is exact, one after the other."""
+
+    formula: sympy.Expr
+    degrees: tuple[int, ...]
+
+    def holds(self, values: Mapping[int, sympy.Expr], degrees: Iterable[int]) -> bool:
+        """Whether it gives these values at these degrees."""
+        return all(_is_zero(self.formula.subs(DEGREE, at) - values[at]) for at in degrees)
+
+
+def in_degree(
+    at: Callable[[int], AtDegree], degree: int
+) -> tuple[dict[str, sympy.Expr], dict[str, tuple[int, ...]]]:
+    """Formulas in tp too, and the degrees at which each is exact.
+
+    Args:
+        at: the bytes at a degree.
+        degree: that was asked for.
+    """
+    known: dict[int, AtDegree] = {}
+    for other in sorted({degree, *DEGREES}):
+        try:
+            found = at(other)
+        except (MemoryBudgetError, ParallelError):
+            if other == degree:
+                raise
+            continue  # it does not divide the model, or the budget is too small for it
+        rows = sympy.ceiling(TOKENS_OF_BATCH / other)
+        formulas = {name: formula.subs(rows, _ROWS) for name, formula in found.formulas.items()}
+        known[other] = dataclasses.replace(found, formulas=formulas)
+    pieces = {name: _pieces(name, known) for name in known[degree].formulas if name != "total"}
+    made = {name: _piecewise(found) for name, found in pieces.items()}
+    made["total"] = _piecewise(_sums(list(pieces.values())))
+    exact = {
+        name: tuple(
+            other
+            for other, found in known.items()
+            if _is_zero(formula.subs(DEGREE, other) - found.formulas[name])
+        )
+        for name, formula in made.items()
+    }
+    of_degree = sympy.ceiling(TOKENS_OF_BATCH / DEGREE)
+    return {name: formula.subs(_ROWS, of_degree) for name, formula in made.items()}, exact
+
+
+def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
+    """The formula of a kind of memory over runs of degrees, as few as there may be."""
+    values = {degree: found.formulas[name] for degree, found in known.items()}
+    groups = itertools.groupby(known, key=lambda degree: known[degree].alike(name))
+    pieces: list[_Piece] = []
+    for run in (run for _, degrees in groups for run in _lines(values, list(degrees))):
+        if pieces:
+            degrees = (*pieces[-1].degrees, *run.degrees)
+            wider = next((one for one in (pieces[-1], run) if one.holds(values, degrees)), None)
+            if wider is not None:
+                pieces[-1] = _Piece(wider.formula, degrees)
+                continue
+        pieces.append(run)
+    return pieces
+
+
+def _lines(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> Iterator[_Piece]:
+    """Lines through the bytes of degrees that are alike: one through all, or what there is.
+
+    Two points show none where other degrees, that ought to be on it, are not.
+    """
+    start = 0
+    while start < len(degrees):
+        line = _line(values, degrees[start : start + 2])
+        stop = start + 1
+        while stop < len(degrees) and line.holds(values, (degrees[stop],)):
+            stop += 1
+        if stop - start > 2 or stop - start == len(degrees):
+            yield _Piece(line.formula, tuple(degrees[start:stop]))
+        else:
+            stop = start + 1
+            yield _Piece(values[degrees[start]], (degrees[start],))
+        start = stop
+
+
+def _line(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> _Piece:
+    """The line through one degree, of which nothing is parted, or two."""
+    first, last = degrees[0], degrees[-1]
+    parted = sympy.Integer(0)
+    if first != last:
+        apart = sympy.Rational(1, first) - sympy.Rational(1, last)
+        parted = (values[first] - values[last]) / apart
+    formula = sympy.expand(values[first] - parted / first + parted / DEGREE)
+    return _Piece(formula, tuple(degrees))
+
+
+def _sums(kinds: Sequence[Sequence[_Piece]]) -> list[_Piece]:
+    """The sum of kinds of memory, with a piece for each run of degrees that all have one of."""
+    degrees = [degree for piece in kinds[0] for degree in piece.degrees]
+    of_degree: dict[int, sympy.Expr] = {
+        degree: sympy.expand(
+            sum(piece.formula for kind in kinds for piece in kind if degree in piece.degrees)
+        )
+        for degree in degrees
+    }
+    found: list[_Piece] = []
+    for degree, formula in of_degree.items():
+        if found and found[-1].formula == formula:
+            found[-1] = _Piece(formula, (*found[-1].degrees, degree))
+        else:
+            found.append(_Piece(formula, (degree,)))
+    return found
+
+
+def _piecewise(pieces: Sequence[_Piece]) -> sympy.Expr:
+    if len(pieces) == 1:
+        return pieces[0].formula
+    *others, last = pieces
+    bounded = [(piece.formula, piece.degrees[-1] >= DEGREE) for piece in others]
+    return sympy.Piecewise(*bounded, (last.formula, True))
+
+
+def _is_zero(formula: sympy.Expr) -> bool:
+    return bool(sympy.expand(formula) == 0)

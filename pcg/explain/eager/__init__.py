@@ -1,0 +1,1 @@
+"""What eager transformers + peft keep for backward: the first of the peers."""

@@ -1,0 +1,379 @@
+"""`pcg.explain`: the pipeline without weights or emitted source, and a report of what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pcg.errors import (
+    ParallelError,
+    UnsupportedError,
+)
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.ir.program.program import ModelGraph
+from pcg.options import (
+    adapter_dtype,
+    check_degree,
+    costs_name,
+    dtype_name,
+    recipes_of,
+)
+from pcg.parallel.base_plan import read_tp_plan
+from pcg.parallel.costs.model import cost_model
+from pcg.passes.bypasses import Bypasses
+from pcg.passes.memory.plan import MemoryPlan, frontiers
+from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.training_graphs import LayerKind
+from pcg.peft.config_reader import config_fields
+from pcg.peft.registry import Recipe
+from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.source import resolve
+
+if TYPE_CHECKING:
+    import sympy
+
+    from pcg.explain.adapter_use import AdapterUse
+    from pcg.explain.report import Report
+    from pcg.explain.step_memory import Account, Asked
+    from pcg.parallel.costs.devices import Device
+    from pcg.parallel.search import Search
+
+
+def explain(
+    model: Any,
+    peft: object = "lora",
+    *,
+    tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    optimizer: str = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    gpus: Sequence[str] = (),
+    find_region: bool = False,
+    peers: bool = False,
+) -> Report:
+    """Account for the memory of a finetuning step, and say what is kept for backward and why.
+
+    Args:
+        model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
+            no weights are needed.
+        peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
+            peft's, or {name: one of these, or an adapter directory}.
+        tp: tensor-parallel degree.
+        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
+        tp_plan: the base's plan over ranks, as for `compile`.
+        sequence_parallel: as for `compile`.
+        gradient_accumulation_steps: as for `compile`.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype; the configuration's own by default.
+        memory_budget: as for `compile`.
+        optimizer: that updates the adapters, a name of
+        `pcg.runtime.training.optimizer_table.OPTIMIZERS`. optimizer_options: of it, as finetuning
+        takes them; some keep more. gpus: names of GPUs to fit the step to. find_region: give
+        formulas in the rank, too, where there is one, and find for which sequence
+            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
+            change with tokens, rank, degree and link. Takes seconds.
+        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
+            them to import functorch and inductor.
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    options: dict[str, Any] = {
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "memory_budget": memory_budget,
+    }
+    options["find_region"] = find_region
+    options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
+    options["sequence_parallel"] = sequence_parallel
+    options["gradient_accumulation_steps"] = gradient_accumulation_steps
+    options |= {"optimizer": optimizer, "optimizer_options": optimizer_options}
+    found = compare(model, {"": peft}, **options)
+    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+
+
+def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+    """The report with what torch's partitioner keeps."""
+    from pcg.explain.peers import with_peers
+
+    if report.tp > 1:
+        raise UnsupportedError(
+            f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
+            "use tp=1"
+        )
+    is_module = isinstance(model, torch.nn.Module)
+    config = model.config.to_dict() if is_module else resolve(model).config
+    adapters = {
+        name: config_fields(recipe, recipe.target_modules or (), "", {})
+        | ({"target_modules": None} if recipe.target_modules is None else {})
+        for name, recipe in recipes.items()
+    }
+    return with_peers(report, config, recipes, adapters)
+
+
+def compare(
+    model: Any,
+    pefts: Mapping[str, object],
+    *,
+    tp: int = 1,
+    costs: str | os.PathLike[str] | None = None,
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_steps: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    memory_budget: float | str | None = None,
+    optimizer: str = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    gpus: Sequence[str] = (),
+    find_region: bool = False,
+) -> dict[str, Report]:
+    """`explain` of several recipes over one model, which is traced once; by their names.
+
+    Args:
+        model: as for `explain`.
+        pefts: by name, what `explain` takes as `peft`.
+        tp: and all others: as for `explain`.
+        costs: the device that bypass networks are parallelized for.
+        tp_plan: the base's plan over ranks, as for `compile`.
+        sequence_parallel: as for `compile`.
+        gradient_accumulation_steps: as for `compile`.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: torch's name of the dtype.
+        memory_budget: as for `compile`.
+        optimizer: that updates the adapters.
+        optimizer_options: of it.
+        gpus: names of GPUs to fit the step to.
+        find_region: as for `explain`.
+    """
+    from pcg.parallel.costs.devices import device_of
+
+    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
+    if isinstance(model, torch.nn.Module):
+        model = model.config.to_dict()  # type: ignore[union-attr,operator]
+    devices = [device_of(name) for name in gpus]
+    recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
+    budget = MemoryBudget.parse(memory_budget, batch, seq)
+    updates = Optimizer.of(optimizer, optimizer_options)
+    updates.check_parted(tp)
+    source = resolve(model)
+    state = Compilation(
+        source.name,
+        source.config,
+        lambda base: Bypasses(),
+        dtype_name(dtype),
+        budget=budget,
+        tp=tp,
+        costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
+        tp_plan=read_tp_plan(tp_plan),
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    folded = run_passes(state, last="fold")
+    return {
+        name: _explained(folded, found, updates, devices, find_region)
+        for name, found in recipes.items()
+    }
+
+
+def _explained(
+    folded: Compilation,
+    recipes: Mapping[str, Recipe],
+    optimizer: Optimizer,
+    devices: Sequence[Device],
+    find_region: bool,
+) -> Report:
+    """The report of a folded model and recipes."""
+    from pcg.explain.account import account
+    from pcg.explain.capacity import fit
+    from pcg.explain.parallel_report import parallel_rows
+    from pcg.explain.step_memory import Asked
+
+    what = _account_of(folded, recipes, windows=True)
+    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
+    report = account(what, asked)
+    if find_region and what.frontiers is not None:
+        report = _with_regions(report, folded, what, asked)
+    if what.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(what.sharded, made(folded.device_costs()))
+        if find_region:
+            rows["regions"] = _parallel_regions(folded, recipes)
+        report = dataclasses.replace(report, parallel=rows)
+    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+
+
+def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
+    """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
+    from pcg.explain.account import formula_text
+    from pcg.explain.degree_formulas import AtDegree, in_degree
+    from pcg.explain.plan_validity import MOST_RANK, MOST_TOKENS, region
+    from pcg.explain.rank_formulas import rank_of, with_rank
+    from pcg.explain.step_memory import fullest_moment, held_so
+
+    budget, kinds = folded.budget, made(what.frontiers).kinds
+    rank = rank_of(asked.recipes)
+
+    def at_length(seq: int) -> MemoryPlan:
+        found = frontiers(made(what.training), kinds, budget.batch, seq)
+        return found.plan(dataclasses.replace(budget, seq=seq))
+
+    def at_degree(degree: int) -> AtDegree:
+        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(asked, tp=degree)
+        found = what if degree == folded.tp else _account_of(state, asked.recipes)
+        fullest = fullest_moment(found, then)
+        return AtDegree(_formulas(found, state, then), held_so(found), fullest)
+
+    degrees: dict[str, tuple[int, ...]] = {}
+    if folded.tp > 1:
+        formulas, degrees = in_degree(at_degree, folded.tp)
+    else:
+        formulas = _formulas(what, folded, asked)
+    ranks = None
+    if rank is not None:
+
+        def at_rank(other: int) -> MemoryPlan:
+            return made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+
+        ranks = region(at_rank, rank, MOST_RANK)
+    return dataclasses.replace(
+        report,
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
+        region=region(at_length, budget.seq, MOST_TOKENS),
+        rank_region=ranks,
+        formula_degrees=degrees,
+    )
+
+
+def _formulas(what: Account, folded: Compilation, asked: Asked) -> dict[str, sympy.Expr]:
+    """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
+    from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
+    from pcg.explain.step_memory import step_formulas
+    from pcg.passes.memory.plan import replanned
+
+    rank = rank_of(asked.recipes)
+    if rank is None:
+        return step_formulas(what, asked)
+    # The plan is given, and need not be within the budget at other ranks.
+    state = dataclasses.replace(folded, budget=MemoryBudget(batch=asked.batch, seq=asked.seq))
+
+    def at_rank(other: int) -> dict[str, sympy.Expr] | None:
+        if other == rank:
+            return step_formulas(what, asked)
+        found = _account_of(state, with_rank(asked.recipes, other))
+        plan = replanned(made(what.plan), made(found.frontiers))
+        if plan is None:
+            return None
+        return step_formulas(dataclasses.replace(found, plan=plan), asked)
+
+    return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
+
+
+def _parallel_regions(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> dict[str, list[dict[str, Any]]]:
+    """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
+    from pcg.explain.parallel_report import token_regions
+    from pcg.explain.rank_formulas import rank_of, with_rank
+    from pcg.parallel.costs.model import SheetModel
+
+    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        bypasses = _use_of(state, then)
+        attached = run_passes(
+            dataclasses.replace(state, bypasses=lambda base: bypasses(base).bypasses),
+            first="raise",
+            last="attach",
+        )
+        pairs = zip(made(attached.training_model).blocks, made(attached.base).blocks, strict=True)
+        layers = list(pairs)
+
+        def searches_at(tokens: int, context: int) -> list[Search]:
+            costs = state.device_costs_at(made(state.costs), tokens, context)
+            given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
+            return [search_layer(block, plain, *given) for block, plain in layers]
+
+        return token_regions(searches_at, state.budget.seq)
+
+    found = {"as asked": at(folded, recipes)}
+    rank = rank_of(recipes)
+    for other in (8, 64, 256):
+        if rank is not None and other != rank:
+            found[f"rank {other}"] = at(folded, with_rank(recipes, other))
+    for degree in (2, 4, 8):
+        if degree != folded.tp:
+            try:
+                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+            except ParallelError:
+                continue  # it does not divide the model
+    model = folded.costs
+    if isinstance(model, SheetModel):
+        for link in model.sheet.links:
+            if link != model.link_name:
+                costs = SheetModel(model.name, model.sheet, link, model.achieved)
+                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+    return found
+
+
+def _account_of(
+    folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
+) -> Account:
+    """What a report of a folded model and recipes accounts for; with windows, of these too."""
+    from pcg.explain.step_memory import Account
+
+    use_of = _use_of(folded, recipes)
+    state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
+    attached = run_passes(state, first="raise", last="parallelize")
+    refusal = ""
+    kinds: tuple[LayerKind, ...] = ()
+    windowed: MemoryPlan | None = None
+    try:
+        attached = run_passes(attached, first="differentiate", last="prune")
+        kinds = attached.kinds
+        if windows:
+            through_cache = dataclasses.replace(attached, windows=True)
+            windowed = run_passes(through_cache, first="compress", last="rematerialize").plan
+        attached = run_passes(attached, first="compress", last="rematerialize")
+    except UnsupportedError as error:
+        refusal = str(error)
+    unraised = made(folded.base)
+    return Account(
+        unraised,
+        made(attached.base),
+        made(attached.local_base),
+        attached.training_model,
+        kinds,
+        attached.frontiers,
+        attached.plan,
+        attached.training_epilogue[0] if attached.training_epilogue else None,
+        use_of(unraised),
+        adapter_dtype(unraised.dtype),
+        made(folded.traced).attention,
+        refusal,
+        attached.sharded,
+        windowed,
+    )
+
+
+def _use_of(
+    folded: Compilation, recipes: Mapping[str, Recipe]
+) -> Callable[[ModelGraph], AdapterUse]:
+    """What the recipes train of a base, by a function of it."""
+    from pcg.explain.adapter_use import adapter_use
+
+    model_type = str(folded.config["model_type"])
+    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))

@@ -1,0 +1,136 @@
+"""What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
+
+Costs and bytes are of one layer and one rank, for one batch: forward, backward, and its share of
+the sum of copied weights' gradients, which is done once an optimizer step; the bytes of that are
+said whole. Messages are counted with neighbours in one, so that what joins another adds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pcg.ir.layouts import layout_of
+from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.search import Candidate, Search, SiteChoice
+from pcg.passes.sharding.parallelize import Sharded
+
+_TOKENS = tuple(4**power for power in range(9))
+"""At which the best strategies are looked for: 1 to 65,536."""
+
+
+def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
+    """The `parallel` object of a report, without regions."""
+    base, bypass, sent = [], [], []
+    for place, (search, best) in enumerate(zip(sharded.searches, sharded.plans, strict=True)):
+        block = sharded.typed.blocks[place]
+        for parameter in block.parameters:
+            if parameter.role == "frozen":
+                layout = layout_of(parameter.type)
+                base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
+        found = search.find()
+        bypass += [_site(choice, block.name) for choice in found.sites]
+        nodes = [name for site in search.sites for name in site.nodes]
+        added = search.bill.of(best) - search.bill.without(best, nodes)
+        whole = search.bill.of(best)
+        sent.append(
+            {
+                "block": block.name,
+                "forward_bytes": whole.forward_bytes,
+                "backward_bytes": whole.backward_bytes,
+                "forward_messages": whole.forward_messages,
+                "backward_messages": whole.backward_messages,
+                "bypass_forward_bytes": added.forward_bytes,
+                "bypass_backward_bytes": added.backward_bytes,
+                "bypass_messages": added.forward_messages + added.backward_messages,
+                "step_bytes": whole.step_bytes,
+            }
+        )
+    return {
+        "costs": costs.model.name,
+        "tokens": costs.tokens,
+        "context": costs.context,
+        "gradient_accumulation_steps": costs.gradient_accumulation_steps,
+        "sequence_parallel": sharded.parts_tokens,
+        "base": base,
+        "bypass": bypass,
+        "communication": sent,
+    }
+
+
+def _site(choice: SiteChoice, block: str) -> dict[str, Any]:
+    return {
+        "block": block,
+        "site": choice.site.name,
+        "chosen": choice.chosen.strategy,
+        "why": _why(choice),
+        "candidates": [_candidate(candidate) for candidate in choice.candidates],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    bill = candidate.bill
+    return {
+        "strategy": candidate.strategy,
+        "layouts": {
+            name: f"{'gathered ' if name in candidate.gathered else ''}{layout}"
+            for name, layout in candidate.layouts.items()
+        },
+        "cost_us": round(bill.cost * 1e6, 3),
+        "communication_bytes": bill.forward_bytes + bill.backward_bytes,
+        "forward_bytes": bill.forward_bytes,
+        "backward_bytes": bill.backward_bytes,
+        "step_bytes": bill.step_bytes,
+        "messages": bill.forward_messages + bill.backward_messages,
+    }
+
+
+def _why(choice: SiteChoice) -> str:
+    """What speaks for the chosen candidate, against the next best."""
+    bill = choice.chosen.bill
+    sends = bill.forward_bytes + bill.backward_bytes
+    text = "sends nothing beside the base" if not sends else f"sends {sends:,} bytes"
+    if bill.step_bytes:
+        text += f", {bill.step_bytes:,} of gradients once an optimizer step"
+    others = [c for c in choice.candidates if c.key != choice.chosen.key]
+    if not others:
+        return text
+    more = (others[0].bill.cost - bill.cost) * 1e6
+    next_best = f"{text}; {others[0].strategy.partition(':')[0]} takes"
+    return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
+
+
+def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, str]:
+    """What each site does, by its name; by its block's, too, where blocks say different things."""
+    found: dict[str, dict[str, str]] = {}
+    for search, plan in zip(searches, plans, strict=True):
+        for site in search.sites:
+            name = search.strategy(plan, site).partition(":")[0]
+            found.setdefault(site.name, {})[search.graph.name] = name
+    return {
+        site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy
+        for site, blocks in found.items()
+        for block, strategy in blocks.items()
+    }
+
+
+def token_regions(
+    searches_at: Callable[[int, int], Sequence[Search]], seq: int
+) -> list[dict[str, Any]]:
+    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536.
+
+    Args:
+        searches_at: of the blocks, at a number of tokens and of tokens that each attends to.
+        seq: tokens of a sequence, of which fewer tokens are one.
+    """
+    rows: list[dict[str, Any]] = []
+    for tokens in _TOKENS:
+        context = min(tokens, seq)
+        searches = searches_at(tokens, context)
+        now = strategies(searches, [search.plan() for search in searches])
+        if not rows or rows[-1]["strategies"] != now:
+            first = {"from_tokens": tokens, "from_context": context}
+            rows.append({**first, "strategies": now})
+        rows[-1] |= {"to_tokens": tokens, "to_context": context}
+    return rows

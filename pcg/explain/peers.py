@@ -1,0 +1,74 @@
+"""torch's partitioner beside pcg's plans, in a report: `pcg explain --peers`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pcg.errors import TraceError, UnsupportedError
+from pcg.explain.report import PeerPoint, Report, Stage
+from pcg.peft.registry import Recipe
+from pcg.trace.peers import MASKLESS, torch_partitioner
+
+STAGE = "torch-partitioner"
+
+
+def with_peers(
+    report: Report,
+    config: Mapping[str, Any],
+    recipes: Mapping[str, Recipe],
+    adapters: Mapping[str, Mapping[str, Any]],
+) -> Report:
+    """The report with torch's partitioner under its default and other budgets, or why it has none.
+
+    Args:
+        report: of a model and recipes.
+        config: the model's config.json.
+        recipes: by name.
+        adapters: the adapter_config.json of each.
+    """
+    if not recipes:
+        return report
+    try:
+        _check(recipes)
+        (adapter,) = adapters.values()
+        step = (config, report.dtype, adapter, report.batch, report.seq)
+        points = torch_partitioner(*step)
+        (maskless,) = torch_partitioner(*step, budgets=(points[0].budget,), attention=MASKLESS)
+    except (TraceError, UnsupportedError) as error:
+        note = f"{STAGE}: not followed here ({error})"
+        return dataclasses.replace(report, notes=(*report.notes, note))
+    default = points[0]
+    stage = Stage(STAGE, default.bytes, default.bytes_per_block, default.recompute_flops_ratio)
+    return dataclasses.replace(
+        report,
+        activations=(*report.activations, stage),
+        peers=points,
+        notes=(*report.notes, _note(default, maskless)),
+    )
+
+
+def _check(recipes: Mapping[str, Recipe]) -> None:
+    """Refuse by name what would be measured as something else."""
+    if len(recipes) > 1:
+        raise UnsupportedError(f"{len(recipes)} adapters train at once; peft trains one")
+    (recipe,) = recipes.values()
+    if recipe.dropout:
+        raise UnsupportedError(f"dropout={recipe.dropout}; it is run without dropout")
+    if recipe.prompt_tokens:
+        raise UnsupportedError(f"{recipe.method} trains what comes before the layers")
+
+
+def _note(default: PeerPoint, maskless: PeerPoint) -> str:
+    text = (
+        f"{STAGE}: what torch.compile passes from forward to backward of transformers + peft, "
+        "divided a layer at a time; logits and loss as by default"
+    )
+    more = default.bytes_per_block - maskless.bytes_per_block
+    if not more:
+        return text
+    return (
+        f"{text}; with the attention mask that transformers makes where it is traced, for which it "
+        f"repeats keys and values: {more:,} bytes a layer"
+    )

@@ -1,0 +1,50 @@
+"""Where a plan stays the optimum: the sequence lengths, and the ranks, that are planned the same.
+
+Bytes grow with the tokens, all at the same rate but for what no token has, and so do products;
+attention alone grows faster, with the square of the sequence. So the plan depends on the length. It
+depends on the rank by what bypass networks keep and make again. The bounds are found by doubling
+and bisection from what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pcg.errors import MemoryBudgetError
+from pcg.passes.memory.plan import MemoryPlan
+
+MOST_TOKENS = 2**20
+MOST_RANK = 2**12
+
+
+def region(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
+    """The least and the largest number, of tokens or a rank, with the same plan.
+
+    Args:
+        plan_at: the plan for a number.
+        here: the number that was asked for.
+        most: where the search ends.
+    """
+
+    def saved(number: int) -> object:
+        try:
+            plan = plan_at(number)
+        except MemoryBudgetError:
+            return None  # so much keeps within no budget of that many bytes
+        return plan.layers, [choice.saved for choice in plan.choices], plan.restored
+
+    wanted = saved(here)
+    low, high = here, here
+    while low > 1 and saved(low // 2) == wanted:
+        low //= 2
+    other = low // 2
+    while low - other > 1:
+        middle = (low + other) // 2
+        low, other = (middle, other) if saved(middle) == wanted else (low, middle)
+    while high < most and saved(high * 2) == wanted:
+        high *= 2
+    other = high * 2
+    while high < most and other - high > 1:
+        middle = (high + other) // 2
+        high, other = (middle, other) if saved(middle) == wanted else (high, middle)
+    return low, max(min(high, most), here)

@@ -1,0 +1,265 @@
+"""The memory of a finetuning step by kind, and moment by moment: formulas in B and S.
+
+    total = weights + adapters + gradients + optimizer + KV cache + activations + workspace
+
+What each counts is said in `pcg.explain.report.Report`. Activations are what is kept for backward;
+the workspace is what the fullest moment of the step needs beside them (`pcg.explain.timeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import sympy
+
+from pcg.explain.adapter_use import AdapterUse
+from pcg.explain.report import KINDS, Moment
+from pcg.explain.timeline import MomentSizes, timeline
+from pcg.ir.analysis.saved_memory import KeptMemory, kept_memory, transient
+from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
+from pcg.ir.analysis.trainable import trained
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import layout_of
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.shapes import Shapes, elements
+from pcg.ir.types import DTYPE_BYTES, TOKENS
+from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.passes.sharding.parallelize import Sharded
+from pcg.passes.training_graphs import LayerKind
+from pcg.peft.registry import Recipe
+from pcg.runtime.training.optimizer_table import Optimizer
+
+LOSS_CHUNK_BYTES = 16 * 2**20
+"""Logits in fp32 of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a report is about.
+
+    Attributes:
+        model: its name.
+        config: its config.json.
+        recipes: of the adapters, by name.
+        budget: what is kept for backward, and the batch of a step.
+        tp: tensor-parallel degree.
+        optimizer: that updates the adapters.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    recipes: Mapping[str, Recipe]
+    budget: MemoryBudget
+    tp: int = 1
+    optimizer: Optimizer = field(default_factory=Optimizer.default)
+
+    @property
+    def batch(self) -> int:
+        return self.budget.batch
+
+    @property
+    def seq(self) -> int:
+        return self.budget.seq
+
+    @property
+    def at(self) -> dict[sympy.Symbol, int]:
+        """What the symbols of formulas stand for."""
+        return {SEQUENCES: self.batch, CONTEXT: self.seq}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is accounted for.
+
+    Attributes:
+        unraised: the folded model, one node an ATen operator.
+        whole: the same, raised.
+        base: of that, what one rank has.
+        training: of one rank, with bypass networks attached; None without adapters.
+        kinds: its layers, differentiated; empty where pcg cannot train the model.
+        frontiers: what they can keep, compressed; None likewise.
+        plan: what they keep; None likewise.
+        epilogue: the loss, forward and backward in one graph; None likewise.
+        use: what the recipes train.
+        adapter_dtype: of the adapters' parameters.
+        attention: as `pcg.trace.Trace.attention`.
+        refusal: why pcg cannot train the model; empty where it can.
+        sharded: the model over ranks; None for one rank.
+        windowed: the plan of sequences that come window by window, through the KV cache; None where
+            it was not asked for.
+    """
+
+    unraised: ModelGraph
+    whole: ModelGraph
+    base: ModelGraph
+    training: ModelGraph | None
+    kinds: Sequence[LayerKind]
+    frontiers: Frontiers | None
+    plan: MemoryPlan | None
+    epilogue: Graph | None
+    use: AdapterUse
+    adapter_dtype: str
+    attention: str
+    refusal: str = ""
+    sharded: Sharded | None = None
+    windowed: MemoryPlan | None = None
+
+
+def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
+    """The kinds of memory and their total; activations are pcg's, or none where it cannot train."""
+    kept = None
+    if what.training is not None and what.plan is not None:
+        kept = kept_memory(what.training, what.plan)
+    activations = kept.total if kept is not None else sympy.Integer(0)
+    formulas, _ = step_memory(what, asked, kept, activations)
+    return {kind: bytes_at(formula, asked.at) for kind, formula in formulas.items()}
+
+
+def step_formulas(what: Account, asked: Asked) -> dict[str, sympy.Expr]:
+    """The formula of each kind of memory and of their total, as pcg trains with a plan."""
+    assert what.training is not None
+    assert what.plan is not None
+    kept = kept_memory(what.training, what.plan)
+    formulas, _ = step_memory(what, asked, kept, kept.total)
+    return formulas
+
+
+def fullest_moment(what: Account, asked: Asked) -> str:
+    """The moment of the step that the workspace is of, as pcg trains with a plan."""
+    assert what.training is not None
+    assert what.plan is not None
+    kept = kept_memory(what.training, what.plan)
+    _, moments = step_memory(what, asked, kept, kept.total)
+    return max(moments, key=lambda moment: moment.kept_bytes + moment.workspace_bytes).label
+
+
+def held_so(what: Account) -> Hashable:
+    """Equal at degrees at which ranks keep the same tensors, and hold all in the same layouts."""
+    assert what.plan is not None
+    assert what.sharded is not None
+    layouts = tuple(
+        (name, layout_of(type_))
+        for graph in what.sharded.typed.graphs
+        for name, type_ in graph.types.items()
+    )
+    saved = tuple(choice.saved for choice in what.plan.choices)
+    return layouts, saved, what.plan.layers, what.plan.restored
+
+
+def step_memory(
+    what: Account, asked: Asked, kept: KeptMemory | None, activations: sympy.Expr
+) -> tuple[dict[str, sympy.Expr], list[Moment]]:
+    """The formula of each kind of memory and of their total, and the moments of the step."""
+    moments: list[Moment] = []
+    if kept is None:
+        workspace = _serving_workspace(what.training or what.base, asked)
+    else:
+        sizes = _moments(what, asked, kept)
+        moments = [_moment(one, asked.at) for one in sizes]
+        totals = [moment.kept_bytes + moment.workspace_bytes for moment in moments]
+        fullest = sizes[totals.index(max(totals))]
+        workspace = fullest.kept + fullest.workspace - activations
+    _, weights = base_weights(what.base)
+    trained, size = _trained_shapes(what, asked), DTYPE_BYTES[what.adapter_dtype]
+    adapters = sympy.Integer(size * elements(trained))
+    kinds = (
+        sympy.Integer(weights),
+        adapters,
+        adapters,
+        sympy.Integer(asked.optimizer.state_bytes(trained, size)),
+        _kv_cache(what.base) * TOKENS_OF_BATCH,
+        activations,
+        workspace,
+    )
+    formulas = dict(zip(KINDS, kinds, strict=True))
+    return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def _trained_shapes(what: Account, asked: Asked) -> Shapes:
+    """Of the trained tensors that one rank has."""
+    if asked.tp == 1 or what.training is None:
+        return what.use.trained
+    names = {name for graph in what.training.graphs for name in trained(graph)}
+    found = {
+        (parameter.source, parameter.rows, layer): parameter.type.features
+        for parameter, layer in what.training.parameters()
+        if parameter.name in names
+    }
+    return tuple(found.values())
+
+
+def base_weights(model: ModelGraph) -> tuple[int, int]:
+    """Number and bytes of the base's parameters, a tied one once."""
+    counts: dict[str, tuple[int, int]] = {}
+    for index, graph in enumerate((*model.blocks, model.prologue, model.epilogue)):
+        layers = model.layers.count(index) if index < len(model.blocks) else 1
+        for parameter in graph.parameters:
+            if parameter.role == "frozen":
+                elements = prod(parameter.type.features)
+                repeats = layers if "{layer}" in parameter.source else 1
+                is_layers = "{layer}" in parameter.source
+                name = f"{parameter.source} {parameter.rows or ''}"
+                key = f"{index}:{name}" if is_layers else name
+                size = elements * DTYPE_BYTES[parameter.type.dtype]
+                counts[key] = (elements * repeats, size * repeats)
+    return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
+
+
+def _kv_cache(model: ModelGraph) -> int:
+    """Bytes of keys and values of one token, in all layers."""
+    of_block = []
+    for block in model.blocks:
+        types = [
+            block.types[name]
+            for node in block.nodes
+            if node.op == "attention"
+            for name in node.inputs[1:3]
+        ]
+        of_block.append(sum(prod(t.features) * DTYPE_BYTES[t.dtype] for t in types))
+    return sum(of_block[index] for index in model.layers)
+
+
+def _moments(what: Account, asked: Asked, kept: KeptMemory) -> list[MomentSizes]:
+    assert what.training is not None
+    assert what.plan is not None
+    assert what.epilogue is not None
+    loss = _loss_workspace(what.base, what.epilogue, asked)
+    return timeline(what.training, what.plan, kept, loss, asked.batch, asked.seq)
+
+
+def _loss_workspace(base: ModelGraph, epilogue: Graph, asked: Asked) -> sympy.Expr:
+    """What the loss needs at once: one chunk of tokens, beside the gradients of all."""
+    tokens = asked.batch * asked.seq
+    vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
+    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
+    return transient(epilogue, chunk, asked.seq).formula(symbol) + carried_bytes(base)
+
+
+def _serving_workspace(model: ModelGraph, asked: Asked) -> sympy.Expr:
+    """The most that one layer's forward needs at once, or the logits, where nothing is trained."""
+    tokens = asked.batch * asked.seq
+    found = [transient(block, tokens, asked.seq).formula(TOKENS_OF_BATCH) for block in model.blocks]
+    # Only the last token of each sequence gets logits.
+    found.append(transient(model.epilogue, asked.batch, asked.seq).formula(SEQUENCES))
+    return max(found, key=lambda formula: bytes_at(formula, asked.at))
+
+
+def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
+    return Moment(sizes.label, bytes_at(sizes.kept, at), bytes_at(sizes.workspace, at))
+
+
+def carried_bytes(model: ModelGraph) -> sympy.Expr:
+    """Bytes of what a layer hands the next; a formula in B and S."""
+    carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
+    return sympy.Add(*(v.type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH) for v in carried))
+
+
+def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
+    """A formula at what its symbols stand for."""
+    return int(formula.subs(at))

@@ -1,0 +1,255 @@
+"""A report as monospaced text, and several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from textwrap import fill
+
+from pcg.explain.parallel_text import parallel_lines, region_lines
+from pcg.explain.report import KINDS, Fit, Report
+
+_STAGES = {
+    "eager": "transformers + peft",
+    "pruned": "all that gradients read",
+    "rematerialized": "the rest made again",
+    "compressed": "and bits for signs: pcg",
+    "token-level": "in windows, K/V cached",
+    "checkpointing": "transformers' own",
+    "torch-partitioner": "torch.compile's default",
+}
+_SYMBOLS = ("B", "S", "r", "tp")
+"""That formulas are in."""
+_BAR_CELLS = 28
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def report_text(report: Report, tensors: bool, formulas: bool) -> str:
+    """The report as monospaced text of at most 100 columns, formulas apart.
+
+    Args:
+        tensors: list every tensor of a layer, and what becomes of it.
+        formulas: of every kind of memory, instead of the numbers.
+    """
+    if formulas:
+        lines = [*_heading(report), "", *_formulas(report, report.formulas), *_region(report)]
+        lines += region_lines(report.parallel)
+        return "\n".join(lines)
+    parts = [_heading(report), _memory(report)]
+    if report.activations:
+        parts.append(_stages(report))
+    if len(report.pareto) > 1:
+        parts.append(_budgets(report))
+    if report.parallel["bypass"]:
+        parts.append(parallel_lines(report.parallel, candidates=tensors))
+    if report.peers:
+        parts.append(_peers(report))
+    if tensors and report.saved:
+        parts.append(_tensors(report))
+    parts += [_fit(fit) for fit in report.fits]
+    parts.append(_formulas(report, ("activations", "kv_cache", "total")))
+    if report.notes:
+        parts.append(
+            [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in report.notes]
+        )
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _heading(report: Report) -> list[str]:
+    base, trainable = report.parameters["base"], report.parameters["trainable"]
+    share = f" ({trainable / base:.2%} of the base)" if trainable else ""
+    ranks = "one rank" if report.tp == 1 else f"{report.tp} ranks"
+    step = f"batch {report.batch} × {report.seq:,} tokens"
+    return [
+        f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
+        f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
+        "",
+        f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
+    ]
+
+
+def _memory(report: Report) -> list[str]:
+    total = report.memory_bytes["total"]
+    lines = ["memory of a rank       GiB"]
+    for kind in (*KINDS, "total"):
+        size = report.memory_bytes[kind]
+        line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _stages(report: Report) -> list[str]:
+    most = max(stage.bytes for stage in report.activations)
+    wide = max(14, *(len(stage.stage) + 1 for stage in report.activations))
+    lines = [f"{'kept for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
+    lines += [
+        f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+        f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
+        f"  {_STAGES.get(stage.stage, '')}".rstrip()
+        for stage in report.activations
+    ]
+    return lines
+
+
+def _budgets(report: Report) -> list[str]:
+    """The corners of the front; the plans between two of them mix them over the layers."""
+    shares = [point.bytes for point in report.pareto if not point.restored]
+    most, least = shares[0], shares[-1]
+    lines = ["memory budgets         GiB   recomputed"]
+    for point in report.pareto:
+        share = 1.0 if most == least else (point.bytes - least) / (most - least)
+        name = "in bytes" if point.restored else f"{share:.3f}"
+        line = f"  {name:<14}{gib(point.bytes):>10}{point.recompute_flops_ratio:>13.1%}"
+        if point.restored:
+            line += f"   {point.restored} layers share the saved input of one before"
+        lines.append(line)
+    lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
+    return lines
+
+
+def _peers(report: Report) -> list[str]:
+    """The points of torch's partitioner, and pcg where as many operations are made again."""
+    lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
+    for point in report.peers:
+        ours = report.kept_at(point.recompute_flops_ratio)
+        lines.append(
+            f"  budget {point.budget:<7}{gib(point.bytes):>10}"
+            f"{point.bytes_per_block / 2**20:>14,.1f}{point.recompute_flops_ratio:>13.1%}"
+            f"{'-' if ours is None else gib(ours):>17}"
+        )
+    return lines
+
+
+def _fit(fit: Fit) -> list[str]:
+    verdict = "fits" if fit.fits else "does not fit"
+    lines = [
+        f"{fit.gpu}   {gib(fit.usable_bytes)} GiB of {gib(fit.memory_bytes)} usable: {verdict}",
+        f"  largest batch  {fit.largest_batch:>10,}   {fit.least_largest_batch:>10,} with "
+        "--memory-budget 0",
+        f"  longest seq    {fit.largest_seq:>10,}   {fit.least_largest_seq:>10,} with "
+        "--memory-budget 0",
+    ]
+    return lines + [f"  to make it fit: {option}" for option in fit.advice]
+
+
+def _tensors(report: Report) -> list[str]:
+    wide = max(len(row.tensor) for row in report.saved)
+    lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  what becomes of it, and why"]
+    for row in report.saved:
+        shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
+        lines.append(
+            f"{row.tensor:<{wide}}  {row.bytes / 2**20:>9,.3f}  {row.layers:>6}  "
+            f"{row.decision}: {row.reason}"
+        )
+        readers = f", read by {', '.join(row.needed_by)}" if row.needed_by else ""
+        lines.append(f"{'':<{wide}}  {shape}{readers}")
+    return lines
+
+
+def _formulas(report: Report, names: Iterable[str]) -> list[str]:
+    rank = " and adapters of rank r" if report.rank_region else ""
+    over = " over tp ranks" if report.formula_degrees else ""
+    lines = [f"bytes, for B sequences of S tokens{rank}{over}"]
+    for name in names:
+        label = name.replace("kv_", "KV ")
+        for piece in _pieces(report.formulas[name]):
+            lines.append(f"  {label:<12}= {piece}")
+            label = ""
+    return lines
+
+
+def _pieces(formula: str) -> list[str]:
+    """A formula in a line, or one that is piecewise in the degree in a line a piece."""
+    from sympy import Piecewise, Symbol, sympify  # takes long, and most commands need it not
+
+    found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
+    if not isinstance(found, Piecewise):
+        return [formula]
+    *bounded, (last, _) = found.args
+    lines = [f"{piece}  up to tp = {condition.rhs}" for piece, condition in bounded]
+    return [*lines, f"{last}  above"]
+
+
+def _region(report: Report) -> list[str]:
+    if report.region is None:
+        return []
+    low, high = report.region
+    where = f"for S from {low:,} to {high:,} at B = {report.batch}"
+    if report.rank_region is not None:
+        where += ", and for r from {:,} to {:,}".format(*report.rank_region)
+    return [
+        "",
+        *_degrees(report),
+        f"The plan is the budget's optimum {where}:",
+        "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
+        "where a tensor is kept whole or made again from what is, and weights are resident.",
+    ]
+
+
+def _degrees(report: Report) -> list[str]:
+    """At which degrees which formulas are exact, a line for each set of degrees."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, degrees in report.formula_degrees.items():
+        groups.setdefault(degrees, []).append(name.replace("kv_", "KV "))
+    return [
+        f"Exact at tp = {', '.join(map(str, degrees))}: {', '.join(names)}."
+        for degrees, names in groups.items()
+    ]
+
+
+def comparison(reports: Mapping[str, Report]) -> str:
+    """Reports of one model side by side, as text: a line each.
+
+    Args:
+        reports: by what each is called.
+    """
+    first = next(iter(reports.values()))
+    wide = max(len(name) for name in reports)
+    lines = [
+        f"{first.model}  ·  {first.dtype}  ·  batch {first.batch} × {first.seq:,} tokens",
+        "",
+        f"{'':<{wide}}  {'trainable':>10}  {'states':>8}  {'kept':>8}  {'recomputed':>10}"
+        f"  {'workspace':>9}  {'total':>8}  GiB",
+    ]
+    most = max(report.memory_bytes["total"] for report in reports.values())
+    for name, report in reports.items():
+        memory = report.memory_bytes
+        states = sum(memory[kind] for kind in ("adapters", "gradients", "optimizer"))
+        ours = [stage for stage in report.activations if stage.stage == "compressed"]
+        again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
+        lines.append(
+            f"{name:<{wide}}  {count_text(report.parameters['trainable']):>10}  {gib(states):>8}"
+            f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
+            f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
+        )
+    for gpu in first.fits:
+        fitting = [
+            f"{name} (batch {fit.largest_batch:,})"
+            for name, report in reports.items()
+            for fit in report.fits
+            if fit.gpu == gpu.gpu and fit.fits
+        ]
+        lines += ["", f"{gpu.gpu} holds {', '.join(fitting) or 'none of them'}"]
+    return "\n".join(lines)
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes in GiB; two more places for what is small."""
+    size = size_bytes / 2**30
+    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
+
+
+def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
+    """A bar whose length is the share of the whole, to an eighth of a cell; never none for some."""
+    eighths = round(8 * cells * part / whole) if whole else 0
+    if part:
+        eighths = max(eighths, 1)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BLOCKS[rest] if rest else "")
+
+
+def count_text(number: int) -> str:
+    """A number of parameters as people say it: 8.03 B, 41.9 M."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
+    return f"{number}"

@@ -1,0 +1,1 @@
+"""Facts about graphs that passes and reports share: storage, saved memory, trainables."""

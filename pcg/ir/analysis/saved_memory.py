@@ -1,0 +1,334 @@
+"""What the training program keeps for backward, and what it needs beside that while it runs.
+
+    kept      = Σ layers storages(kept of the block) + what layers share + what the loss reads
+    transient = max over graphs, max over nodes: storages alive there that are not counted
+                elsewhere, and what the node's kernel needs for itself
+
+Values that are views of one another are kept once. A block's input is the output of the one before
+it, so it counts in one of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+import sympy
+
+from pcg.ir.analysis.in_flight import collective_of, waits
+from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
+from pcg.ir.graph import Attribute, Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.operators.model import CONTEXT
+from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, parts_of_tokens, tensor
+
+
+class Planned(Protocol):
+    """How layers are trained: a `MemoryPlan`, or a compiled `Training`."""
+
+    @property
+    def plans(self) -> tuple[TrainingGraph, ...]: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def restored(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class OutsideTensor:
+    """A tensor that is kept outside the layers.
+
+    Attributes:
+        tensor: its graph and value, as `prologue.cos`.
+        type: of the tensor.
+        needed_by: what reads it.
+        reason: why it is kept.
+    """
+
+    tensor: str
+    type: TensorType
+    needed_by: tuple[str, ...]
+    reason: str
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """A formula in B and S."""
+        return self.type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH)
+
+
+@dataclass(frozen=True)
+class KeptMemory:
+    """What the training program keeps for one step.
+
+    Attributes:
+        layers: bytes of each layer, formulas in B and S.
+        outside: what layers share, and what the loss reads.
+    """
+
+    layers: tuple[sympy.Expr, ...]
+    outside: tuple[OutsideTensor, ...]
+
+    @property
+    def total(self) -> sympy.Expr:
+        return sympy.Add(*self.layers, *(row.size_bytes for row in self.outside))
+
+
+def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
+    """What the training program keeps.
+
+    Args:
+        model: with bypass networks attached.
+        plan: how its layers are trained.
+    """
+    kept = [_kept_storages(model.blocks[p.block], p) for p in plan.plans]
+    sizes: dict[tuple[int, bool], sympy.Expr] = {}
+    layers: list[sympy.Expr] = []
+    kept_before = False
+    for layer, index in enumerate(plan.layers):
+        without_input = kept_before or layer in plan.restored
+        key = (index, without_input)
+        block = model.blocks[plan.plans[index].block]
+        if key not in sizes:
+            left_out = block.inputs[0].name if without_input else None
+            sizes[key] = sympy.Add(
+                *(s.size_bytes(TOKENS_OF_BATCH) for s in kept[index] if s.name != left_out)
+            )
+        layers.append(sizes[key])
+        output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
+        kept_before = output in kept[index]
+    outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=kept_before)]
+    return KeptMemory(tuple(layers), tuple(outside))
+
+
+def window_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
+    """What sequences that came window by window keep, before the first window goes back.
+
+    Of the loss its gradients by the last layer's outputs are left, and no logits; keys and values
+    are in the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are of
+    all windows together, of whatever sizes these are.
+
+    Args:
+        model: with bypass networks attached.
+        plan: of layers whose attention has such a backward.
+    """
+    outside = [*_shared(model, plan), *_gradients_of_loss(model)]
+    return KeptMemory(kept_memory(model, plan).layers, tuple(outside))
+
+
+def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
+    """What is kept outside the layers at most: these inputs of theirs, and what the loss reads."""
+    types = {v.name: v.type for block in model.blocks for v in block.inputs}
+    rows = [types[name] for name in dict.fromkeys(shared)]
+    rows += [row.type for row in _read_by_loss(model, skip_first=False)]
+    return int(sympy.Add(*(type_.size_bytes.subs(TOKENS, tokens) for type_ in rows)))
+
+
+def _kept_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
+    """What a layer keeps of its own: neither weights nor what all layers share."""
+    storages = Storages.of(plan.forward)
+    shared = {value.name for value in block.inputs[len(block.outputs) :]}
+    kept = {storages[name] for name in plan.kept}
+    return {s for s in kept if not s.is_parameter and s.name not in shared}
+
+
+def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
+    """What the prologue makes for all layers, of which one at least reads it in backward."""
+    found: dict[str, tuple[TensorType, dict[str, None]]] = {}
+    for p in plan.plans:
+        block = model.blocks[p.block]
+        for value in block.inputs[len(block.outputs) :]:
+            if p.backward is not None and value.name in p.kept:
+                readers = found.setdefault(value.name, (value.type, {}))[1]
+                nodes = p.backward.consumers.get(value.name, ())
+                readers.update((node.op, None) for node in nodes)
+            if plan.restored:
+                found.setdefault(value.name, (value.type, {}))[1]["a layer's forward again"] = None
+    for name, (type_, texts) in found.items():
+        yield OutsideTensor(f"prologue.{name}", type_, tuple(texts), "all layers share it")
+
+
+def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTensor]:
+    """The last layer's outputs, until the loss has read them, and the targets."""
+    carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
+    values = [(v.name, v.type) for v in carried[int(skip_first) :]]
+    values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape)))
+    for name, type_ in values:
+        yield OutsideTensor(f"epilogue.{name}", type_, ("cross_entropy",), "the loss reads it")
+
+
+def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
+    """What each window's loss leaves to the layers' backward, and its targets."""
+    for row in _read_by_loss(model, skip_first=False):
+        name = row.tensor.removeprefix("epilogue.")
+        if name == "targets":
+            yield dataclasses.replace(row, reason="a window's are held until all went back")
+        else:
+            reason = "the loss is taken in the forward, and no logits are kept"
+            yield OutsideTensor(f"epilogue.d_{name}", row.type, ("a layer's backward",), reason)
+
+
+# ------------------------------------------------------------------------------------ transients
+
+
+@dataclass(frozen=True)
+class Transient:
+    """The most that one graph needs at once, beside what is counted elsewhere.
+
+    bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
+
+    with a rank's rows = ceil(tokens / parts), where it holds a part of the tokens.
+    """
+
+    per_token: int
+    fixed: int
+    per_pair: int = 0
+    per_row: int = 0
+    parts: int = 1
+
+    def size_bytes(self, tokens: int, seq: int) -> int:
+        rows = -(-tokens // self.parts)
+        per_pair = self.per_pair * seq**2
+        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
+
+    def formula(self, tokens: sympy.Expr) -> sympy.Expr:
+        rows = sympy.ceiling(sympy.sympify(tokens) / self.parts)
+        per_pair = self.per_pair * CONTEXT**2
+        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
+
+
+def training_transients(
+    model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int
+) -> list[tuple[Transient, Transient | None]]:
+    """Of each plan's forward and backward, at so many tokens in sequences of `seq`.
+
+    What the layer keeps is counted with the backward, which frees it as it goes.
+    """
+    resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
+    found = []
+    for plan in plans:
+        storages = Storages.of(plan.forward)
+        kept = {storages[name].name for name in plan.kept}
+        forward = transient(plan.forward, tokens, seq, kept)
+        backward = None
+        if plan.backward is not None:
+            outputs = plan.backward.outputs
+            gradients = outputs[len(outputs) - len(plan.trained) :]
+            backward = transient(plan.backward, tokens, seq, {*resident[plan.block], *gradients})
+        found.append((forward, backward))
+    return found
+
+
+def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) -> Transient:
+    """The most bytes alive at one node of a graph.
+
+    Args:
+        graph: parameters are not counted.
+        tokens: at which the nodes are compared.
+        seq: tokens of a sequence, likewise.
+        counted: values whose memory is counted elsewhere.
+    """
+    return Alive(graph, counted).most(graph.nodes, tokens, seq)
+
+
+class Alive:
+    """What is alive at the nodes of a graph, in whatever order they run.
+
+    Args:
+        graph: parameters are not counted.
+        counted: values whose memory is counted elsewhere.
+    """
+
+    def __init__(self, graph: Graph, counted: Iterable[str] = ()) -> None:
+        storages = Storages.of(graph)
+        self._names = {name: storages[name].name for name in graph.types}
+        self._elsewhere = {self._names[name] for name in counted if name in graph.types}
+        self._elsewhere |= {s for s in self._names.values() if storages[s].is_parameter}
+        self._sizes = _sizes(storages, {*self._names.values()})
+        leading = {t.shape[0] for t in graph.types.values() if t.is_token_wise}
+        self._parts = max(map(parts_of_tokens, leading), default=1)
+        self._kernels = {n.name: _temporaries(graph, n, self._parts) for n in graph.nodes}
+        self._graph = graph
+
+    def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
+        """The most bytes alive at one node, of so many tokens in sequences of `seq`."""
+        last: dict[str, int] = {}
+        moments = _moments(nodes)
+        for index, (node, reads) in enumerate(moments):
+            for name in (*reads, *(value.name for value in node.outputs)):
+                last[self._names[name]] = index
+        last.update((self._names[name], len(moments)) for name in self._graph.outputs)
+        alive = {self._names[value.name] for value in self._graph.inputs} & last.keys()
+        alive -= self._elsewhere
+        best = Transient(0, 0)
+        for index, (node, _) in enumerate(moments):
+            alive |= {self._names[value.name] for value in node.outputs} - self._elsewhere
+            kernel = self._kernels[node.name]
+            per_token, fixed, per_row = (
+                kernel[i] + sum(self._sizes[name][i] for name in alive) for i in range(3)
+            )
+            now = Transient(per_token, fixed, kernel[3], per_row, self._parts)
+            if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
+                best = now
+            alive = {name for name in alive if last[name] > index}
+        return best
+
+
+def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
+    """The nodes in order, with what each reads; what is waited for is there again where it is.
+
+    It has its outputs from where it begins, as that is where it takes memory for them.
+    """
+    begun = waits(nodes)
+    found: list[tuple[Node, tuple[str, ...]]] = []
+    for index in range(len(nodes) + 1):
+        for node in (nodes[place] for place, first in begun.items() if first == index):
+            entry = collective_of(node)
+            found.append((node, node.inputs if entry and entry.holds_inputs else ()))
+        found += ((node, node.inputs) for node in nodes[index : index + 1])
+    return found
+
+
+def _temporaries(graph: Graph, node: Node, parts: int) -> tuple[int, int, int, int]:
+    """Bytes a token, whatever the tokens, a rank's row and a pair that a kernel needs itself."""
+    types = tuple(graph.types[name] for name in node.inputs)
+    outputs = tuple(v.type for v in node.outputs)
+    return _kernel_bytes(node.op, types, outputs, node.attributes, parts)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_bytes(
+    op: str,
+    types: tuple[TensorType, ...],
+    outputs: tuple[TensorType, ...],
+    attributes: tuple[tuple[str, Attribute], ...],
+    parts: int,
+) -> tuple[int, int, int, int]:
+    formula = operator(op).temporaries(types, outputs, dict(attributes))
+    fixed, first, all_ranks, pair = (
+        int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
+        for tokens, seq in ((0, 0), (1, 0), (parts, 0), (0, 1))
+    )
+    # One token is a row of a rank; and as many as there are parts are, too.
+    per_token = (all_ranks - first) // (parts - 1) if parts > 1 else first - fixed
+    per_row = first - fixed - per_token
+    return max(per_token, 0), max(fixed, 0), max(per_row, 0), max(pair - fixed, 0)
+
+
+def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:
+    """Bytes a token, bytes whatever the tokens, and bytes a rank's row of each storage."""
+    sizes = {}
+    for name in names:
+        type_ = storages[name].type
+        size = prod(type_.features) * DTYPE_BYTES[type_.dtype]
+        if not type_.is_token_wise:
+            sizes[name] = (0, size, 0)
+        else:
+            sizes[name] = (size, 0, 0) if type_.shape[0] == TOKENS else (0, 0, size)
+    return sizes

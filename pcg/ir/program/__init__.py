@@ -1,0 +1,1 @@
+"""A compiled program: its graphs, its folder on disk, and the manifest."""

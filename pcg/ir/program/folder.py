@@ -1,0 +1,250 @@
+"""The folder of a compiled program: its files, the tokenizer's, and a manifest with their hashes.
+
+A folder is written whole beside where it goes and then renamed, so that whatever happens there is
+the old program or the new one. It holds no weights: the manifest says where they lie. Loading reads
+every file, compares its SHA-256 with the manifest, and says what is wrong and how to mend it.
+
+The emitted source is meant to be read, and may be edited: such a folder loads with
+`trust_edits=True` alone, because loading a program runs its source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pcg import __version__
+from pcg.errors import ProgramError
+from pcg.ir.program.files import (
+    PLAN,
+    REQUIRED,
+    SOURCES,
+    Facts,
+    files_of,
+    json_object,
+    json_text,
+    program_from,
+)
+from pcg.ir.program.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    compile_again,
+    read_bytes,
+    read_manifest,
+)
+from pcg.ir.program.program import Program
+
+REPORT = "report.json"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def is_program_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a compiled program, be it a damaged one."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def degree_of(directory: str | os.PathLike[str]) -> int:
+    """How many ranks a program was compiled for. ProgramError: its plan cannot be read."""
+    return int(_plan(directory).get("tp", 1))
+
+
+def is_sequence_parallel(directory: str | os.PathLike[str]) -> bool:
+    """Whether ranks hold parts of the tokens between products. ProgramError: as `degree_of`."""
+    return bool(_plan(directory).get("sequence_parallel", False))
+
+
+def _plan(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(directory).expanduser() / PLAN
+    return json_object(read_bytes(path), str(path))
+
+
+# ------------------------------------------------------------------------------------------- save
+
+
+def save_program(
+    program: Program,
+    directory: str | os.PathLike[str],
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    tokenizer_directory: str | os.PathLike[str] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write a program's folder, in place of a program that is there.
+
+    Args:
+        program: to be saved.
+        directory: its folder.
+        weights: directory or hub id that holds the weights, for the manifest.
+        tokenizer_directory: where the tokenizer's files lie, which are copied.
+        report: what explains the program, as JSON.
+    Returns:
+        The manifest that was written.
+    Raises:
+        ProgramError: it cannot be written, or something else is there.
+    """
+    target = Path(directory).expanduser()
+    if target.is_symlink():  # rename what it points to, not the link
+        target = target.resolve()
+    _check_free(target)
+    files = files_of(program)
+    if report is not None:
+        files[REPORT] = json_text(report, "the report").encode()
+    beside = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        if tokenizer_directory is not None:
+            files |= _tokenizer_files(Path(tokenizer_directory))
+        manifest = Manifest(
+            FORMAT,
+            _versions(),
+            program.name,
+            program.dtype,
+            program.base_prefix,
+            None if weights is None else os.fspath(weights),
+            program.recipes,
+            {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)},
+        )
+        files[MANIFEST] = json_text(dataclasses.asdict(manifest), "the manifest").encode()
+        beside.mkdir(parents=True)
+        for name, content in files.items():
+            _write(beside / name, content)
+        _replace(target, beside)
+    except OSError as error:
+        size_bytes = sum(map(len, files.values()))
+        raise ProgramError(
+            f"{target} cannot be saved ({size_bytes} bytes): {error.strerror or error}; what was "
+            "there is as it was"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return manifest
+
+
+def _check_free(target: Path) -> None:
+    """Refuse to replace what is not a program, or has more in it."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ProgramError(f"{target} is a file; give the folder of a program, or a new one")
+    there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
+    if not there:
+        return
+    if MANIFEST not in there:
+        raise ProgramError(
+            f"{target} is not empty and not a compiled program (it has {min(there)}); give a new "
+            "folder"
+        )
+    try:
+        others = there - {MANIFEST, *read_manifest(target).files}
+    except ProgramError as error:
+        raise ProgramError(
+            f"{target} holds a program that cannot be read ({error}), so which of its files are "
+            "others' is not known; remove it, or give a new folder"
+        ) from error
+    if others:
+        raise ProgramError(
+            f"{target} holds a program and {len(others)} other file{'s' * (len(others) > 1)}, such "
+            f"as {min(others)}, which replacing it would delete; move them, or give a new folder"
+        )
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for pattern in TOKENIZER_FILES
+        for path in directory.glob(pattern)
+        if path.is_file()
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"pcg": __version__}
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Rename `new` to `target`; a program that is there goes when the new one has its place."""
+    if not target.exists():
+        new.rename(target)
+        return
+    old = new.with_name(f"{new.name}-old")
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------- load
+
+
+def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False) -> Program:
+    """Read a program's folder.
+
+    Args:
+        directory: its folder.
+        trust_edits: accept files whose edits stand alone: emitted source, the tokenizer's files,
+            the report. Loading a program runs its source.
+    Raises:
+        ProgramError: the folder is missing, damaged, edited, or of a newer pcg; says the fix.
+    """
+    folder = Path(directory).expanduser()
+    manifest = read_manifest(folder)
+    files = {}
+    for name, expected in manifest.files.items():
+        files[name] = read_bytes(folder / name)
+        found = hashlib.sha256(files[name]).hexdigest()
+        if found != expected:
+            _check_edit(folder, name, found, expected, trust_edits)
+    missing = [name for name in REQUIRED if name not in files]
+    if missing:
+        raise ProgramError(f"{folder / MANIFEST} names no {missing[0]}; {compile_again(folder)}")
+    facts = Facts(manifest.model, manifest.recipes, manifest.base_prefix, manifest.dtype)
+    try:
+        return program_from(files, facts)
+    except ProgramError as error:
+        raise ProgramError(f"{folder}: {error}") from error
+
+
+def _check_edit(folder: Path, name: str, found: str, expected: str, trust_edits: bool) -> None:
+    hashes = f"SHA-256 {found[:8]}…, compiled as {expected[:8]}…"
+    if name in SOURCES or (name not in REQUIRED and not name.endswith(".pcg")):
+        if not trust_edits:
+            raise ProgramError(
+                f"{folder / name} was edited ({hashes}); if the edit is meant, accept it: "
+                "--trust-edits (trust_edits=True); else " + compile_again(folder)
+            )
+        return
+    raise ProgramError(
+        f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "
+        f"edited: {compile_again(folder)}"
+    )

@@ -1,0 +1,121 @@
+"""The manifest of a program's folder: what the other files do not hold, and the hash of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcg import __version__
+from pcg.errors import AdapterError, ProgramError
+from pcg.ir.program.files import json_object
+from pcg.peft.registry import recipe_fields, recipe_of_fields
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says.
+
+    Attributes:
+        format: of the folder; `FORMAT` is the newest that this pcg reads.
+        versions: of pcg, torch and transformers that compiled it.
+        model: its name.
+        dtype: of weights and activations, in the IR's names.
+        base_prefix: name of the base model within the causal LM.
+        weights: directory or hub id that holds the weights; None when compiled without a source.
+        recipes: by adapter name, the fields of its recipe, as of `recipe_fields`.
+        files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
+    """
+
+    format: int
+    versions: Mapping[str, str]
+    model: str
+    dtype: str
+    base_prefix: str
+    weights: str | None
+    recipes: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, str]
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """Read and check a folder's manifest.
+
+    Raises:
+        ProgramError: there is none, it is damaged, or of a newer format.
+    """
+    folder = Path(directory).expanduser()
+    path = folder / MANIFEST
+    again = compile_again(folder)
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "not there"
+        raise ProgramError(f"{folder} is {kind}; {again}")
+    if not path.is_file():
+        raise ProgramError(f"{folder} has no {MANIFEST}: it is not a program; {again}")
+    content = json_object(read_bytes(path), str(path))
+    version = content.get("format")
+    if type(version) is not int or version < 1:
+        raise ProgramError(f'{path} has "format": {version!r}; {again}')
+    if version > FORMAT:
+        versions = content.get("versions")
+        writer = versions.get("pcg") if isinstance(versions, dict) else None
+        raise ProgramError(
+            f"{folder} is of format {version}, written by pcg {writer or '(unknown)'}; this is pcg "
+            f"{__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
+        )
+    for field in dataclasses.fields(Manifest):
+        if field.name not in content or not isinstance(content[field.name], _KINDS[field.name]):
+            state = "damaged" if field.name in content else "missing"
+            raise ProgramError(f'{path}: "{field.name}" is {state}; {again}')
+    unknown = sorted(set(content) - set(_KINDS))
+    if unknown:
+        raise ProgramError(f'{path} has "{unknown[0]}", which no manifest has; {again}')
+    for name, digest in content["files"].items():
+        parts = Path(name).parts
+        if not isinstance(digest, str) or not parts or Path(name).is_absolute() or ".." in parts:
+            raise ProgramError(f"{path} names {name!r}, which is no file of it; {again}")
+    recipes = content["recipes"].items()
+    content["recipes"] = {name: _recipe(path, name, fields) for name, fields in recipes}
+    return Manifest(**content)
+
+
+_KINDS: Mapping[str, Any] = {
+    "format": int,
+    "versions": dict,
+    "model": str,
+    "dtype": str,
+    "base_prefix": str,
+    "weights": str | None,
+    "recipes": dict,
+    "files": dict,
+}
+
+
+def _recipe(path: Path, name: str, fields: Any) -> dict[str, Any]:
+    """A recipe's fields, checked; JSON made lists of its tuples."""
+    try:
+        return recipe_fields(recipe_of_fields(fields))
+    except (AttributeError, TypeError, AdapterError) as error:
+        raise ProgramError(f"{path}: recipe {name!r} is damaged: {error}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file of a folder. ProgramError: it is missing, or cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ProgramError(
+            f"{path.name} is missing from {path.parent}; {compile_again(path.parent)}"
+        ) from error
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def compile_again(folder: Path) -> str:
+    """The fix that ends a message."""
+    return f"compile it: pcg compile MODEL -o {folder}"

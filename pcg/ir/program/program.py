@@ -1,0 +1,252 @@
+"""What the compiler hands to the runtime: the folded model, and the program compiled from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.module_paths import WHOLE_MODEL, layer_path
+from pcg.ir.program.memory_budget import MemoryBudget
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model as prologue · blocks · epilogue.
+
+    Attributes:
+        prologue: (input_ids, position_ids) to the first layer's input and what all layers share.
+        blocks: the distinct layers.
+        layers: for each layer of the model, the index of its block.
+        epilogue: the last layer's output to the logits.
+    """
+
+    prologue: Graph
+    blocks: tuple[Graph, ...]
+    layers: tuple[int, ...]
+    epilogue: Graph
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All graphs in order: prologue, blocks, epilogue."""
+        return (self.prologue, *self.blocks, self.epilogue)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the activations between layers."""
+        return self.epilogue.inputs[0].type.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.epilogue.inputs[0].type.features[-1]
+
+    def linear_sites(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear operator by site: its module's path, with `{layer}`."""
+        sites: dict[str, tuple[int, int]] = {}
+        for graph in self.graphs:
+            for node in graph.nodes:
+                site = site_of(graph, node)
+                if site is not None:
+                    out, in_ = graph.types[node.inputs[1]].features
+                    sites[site] = (out, in_)
+        return sites
+
+    def linear_modules(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear module of every layer, by its path."""
+        modules: dict[str, tuple[int, int]] = {}
+        for site, shape in self.linear_sites().items():
+            for layer in range(len(self.layers)) if "{layer}" in site else (0,):
+                modules[site.format(layer=layer)] = shape
+        return modules
+
+    def module_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of what adapters may adapt, by path.
+
+        Every linear module of every layer; as `layers.<i>` the attention of each layer, (features
+        of its values, of its keys); and as the whole model its token embedding, (vocabulary,
+        width), where it has one.
+        """
+        shapes = self.linear_modules()
+        for layer, index in enumerate(self.layers):
+            block = self.blocks[index]
+            for node in block.nodes:
+                if node.op == "attention":
+                    keys, values = (prod(block.types[name].features) for name in node.inputs[1:3])
+                    shapes[layer_path(layer)] = (values, keys)
+        embedding = token_embedding(self.prologue)
+        if embedding is not None:
+            vocabulary, width = self.prologue.types[embedding.inputs[0]].features
+            shapes[WHOLE_MODEL] = (vocabulary, width)
+        return shapes
+
+    @property
+    def output_module(self) -> str:
+        """Path of the module that makes the logits."""
+        return next(
+            site
+            for node in reversed(self.epilogue.nodes)
+            if (site := site_of(self.epilogue, node)) is not None
+        )
+
+    def map(self, change: Callable[[Graph], Graph]) -> ModelGraph:
+        """The model with each graph changed."""
+        return dataclasses.replace(
+            self,
+            prologue=change(self.prologue),
+            blocks=tuple(change(block) for block in self.blocks),
+            epilogue=change(self.epilogue),
+        )
+
+    def parameters(self) -> Iterator[tuple[Parameter, int | None]]:
+        """Every parameter of every layer, with the layer's index; None outside the layers."""
+        for parameter in self.prologue.parameters:
+            yield parameter, None
+        for layer, block in enumerate(self.layers):
+            for parameter in self.blocks[block].parameters:
+                yield parameter, layer
+        for parameter in self.epilogue.parameters:
+            yield parameter, None
+
+
+def token_embedding(prologue: Graph) -> Node | None:
+    """The node that looks token ids up, the first input of a prologue; None where there is none."""
+    ids = prologue.inputs[0].name
+    found = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
+    return next(found, None)
+
+
+def site_of(graph: Graph, node: Node) -> str | None:
+    """The site of a linear node, where a bypass network may attach; None for any other node.
+
+    A tied head is a site by its own module, not by the embedding whose weight it reads.
+    """
+    if node.op != "linear":
+        return None
+    parameter = graph.parameters_by_name.get(node.inputs[1])
+    if parameter is None or parameter.role != "frozen":
+        return None
+    path = parameter.source.removesuffix(".weight")
+    return path if "{layer}" in path else node.scope
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """One way to train a layer: a forward that keeps, and a backward that reads what was kept.
+
+    Attributes:
+        block: index of the layer's block in the model.
+        forward: the block's outputs, then what is kept; its name and that of `backward` are those
+            of the emitted functions.
+        backward: takes the gradients of the outputs, then `kept`; makes the rest of what it reads
+            again, and gives the gradients of the carried inputs, then of `trained`. The first
+            layer's gives no gradient of the carried inputs; None where it trains nothing.
+        kept: values that backward is given, in order: those that forward made, and the graph's own
+            inputs.
+        trained: adapter parameters with a gradient, of `backward`.
+    """
+
+    block: int
+    forward: Graph
+    backward: Graph | None
+    kept: tuple[str, ...]
+    trained: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What finetunes adapters at one set of sites.
+
+    Attributes:
+        model: with bypass networks of concrete ranks.
+        plans: the distinct ways in which layers are trained.
+        layers: for each layer of the model, the index of its plan.
+        epilogue: hidden states and targets to loss and gradients, in one graph.
+        epilogue_trained: adapter parameters of the epilogue with a gradient.
+        source: emitted Python of all of them.
+        prologue: backward of the prologue, from its inputs and the gradients of what the first
+            layer is handed; None where it trains nothing.
+        prologue_trained: adapter parameters of the prologue with a gradient.
+        restored: layers whose input is not kept: backward makes it again by running the layers
+            before it, from the nearest whose input is.
+    """
+
+    model: ModelGraph
+    plans: tuple[TrainingGraph, ...]
+    layers: tuple[int, ...]
+    epilogue: Graph
+    epilogue_trained: tuple[str, ...]
+    source: str
+    prologue: Graph | None = None
+    prologue_trained: tuple[str, ...] = ()
+    restored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What serves adapters at one set of sites.
+
+    Attributes:
+        model: with bypass networks, ranks left open.
+        source: emitted Python of its graphs.
+    """
+
+    model: ModelGraph
+    source: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model: what codegen writes and the runtime reads.
+
+    Attributes:
+        name: of the model.
+        config: its config.json.
+        base: the whole model without bypass networks; specialised anew when adapters need other
+            sites.
+        serving: what generates.
+        training: what finetunes; None when compiled without a recipe.
+        recipes: the recipes that it was compiled for, by adapter name, as dicts.
+        memory_budget: what the training program may keep for backward.
+        constants: tensors computed from the configuration, by name.
+        base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
+        dtype: of weights and activations.
+        tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
+        costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
+        tp_plan: the base's plan over ranks, by module, where the user gave one.
+        sequence_parallel: whether ranks hold parts of the tokens between the base's products.
+        gradient_accumulation_steps: batches an optimizer step that adapters are parallelized for.
+        backend: that the source is emitted for: `torch` or `triton`.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    base: ModelGraph
+    serving: Serving
+    training: Training | None
+    recipes: Mapping[str, Mapping[str, Any]]
+    memory_budget: MemoryBudget
+    constants: Mapping[str, torch.Tensor]
+    base_prefix: str
+    dtype: str
+    tp: int = 1
+    costs: str = ""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    gradient_accumulation_steps: int = 1
+    backend: str = "torch"
+
+
+def python_name(name: str) -> str:
+    """A value's or parameter's name as a Python identifier of the emitted source."""
+    python = name.replace(".", "_")
+    return f"{python}_" if keyword.iskeyword(python) or python in _TAKEN else python
+
+
+_TAKEN = frozenset({"w", "a", "batch", "kept", "torch", "triton", "tl", "F", "K"})

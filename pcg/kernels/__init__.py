@@ -1,0 +1,1 @@
+"""The functions that emitted programs call: PyTorch's in `torch`, Triton's in `triton`."""

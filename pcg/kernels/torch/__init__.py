@@ -1,0 +1,1 @@
+"""The functions that programs emitted for PyTorch call."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton, written once, specialised by what they are called with."""

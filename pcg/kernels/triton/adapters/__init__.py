@@ -1,0 +1,1 @@
+"""Adapters in Triton: segmented LoRA, vectors and activations, for serving and for training."""

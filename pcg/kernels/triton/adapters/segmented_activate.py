@@ -1,0 +1,240 @@
+"""The inner activation of bottleneck adapters, of many in one launch.
+
+    segmented_activate:          z[j, p, k] = σ(s[j, p, k] + scale b[j, k])
+    segmented_activate_backward: ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
+    segment_sum:                 db[j, k] = scale Σ_p ds[j, p, k]
+
+s and dz are partial sums, [parts, slices, places, most_rank] in fp32, as `shrink` makes them; z and
+ds are such of one part. A slot has as many k as its width says, the ranks of its matrices; behind
+them z and ds are 0 up to the next multiple of 16, as s is. b is the one row that the place's slot
+has in `rank_rows`, or 0 where it has none. All is in fp32.
+
+Grids: (tiles, blocks of k, slices); segment_sum (segments, blocks of k, slices).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pcg.errors import CodegenError
+from pcg.kernels.triton.adapters.rank_rows import RankRows
+from pcg.kernels.triton.adapters.segmented_lora import COUNTS
+from pcg.kernels.triton.adapters.token_tiles import TokenTiles
+from pcg.kernels.triton.adapters.wide_product import sum_of_parts
+
+FUNCTIONS = {"gelu": 0, "gelu_new": 1, "relu": 2, "silu": 3, "tanh": 4}
+"""The kernels' numbers of what `bypass_ops.activate` knows by name."""
+
+_BLOCK = 32
+"""Of k: 16 elements a thread of a prefill's tile, and some eight registers for each."""
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x): its series near 0, where 1 - exp(-2|x|) loses the digits; 1e-7 of itself."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    far = tl.where(x < 0, -far, far)
+    q = x * x
+    series = -17.0 / 315.0 + q * (62.0 / 2835.0 - q * (1382.0 / 155925.0))
+    near = x + x * q * (-1.0 / 3.0 + q * (2.0 / 15.0 + q * series))
+    return tl.where(tl.abs(x) < 0.3, near, far)
+
+
+@triton.jit
+def activation(x, FUNCTION: tl.constexpr):
+    """σ(x) and σ'(x)."""
+    if FUNCTION == 0:
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif FUNCTION == 1:
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        y = 0.5 * x * (1.0 + t)
+        inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    elif FUNCTION == 2:
+        y = tl.where(x > 0, x, 0.0)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif FUNCTION == 3:
+        gate = 1.0 / (1.0 + tl.exp(-x))
+        y = x * gate
+        slope = gate * (1.0 + x * (1.0 - gate))
+    else:
+        y = tanh(x)
+        slope = 1.0 - y * y
+    return y, slope
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
+def activate_kernel(
+    s, dz, out, tiles, widths, memory, rows, ranks, scales, slices, slots, places, most_rank,
+    row_stride,
+    FUNCTION: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_GRADIENT: tl.constexpr,
+    PARTS: tl.constexpr, GRADIENT_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """z, or ds with HAS_GRADIENT, for a tile and BLOCK_R of a slice's k."""
+    tile = tiles + 3 * tl.program_id(0)
+    j = tl.program_id(2)
+    count = tl.load(tile + 2)
+    if count == 0:
+        return
+    matrix = j * slots + tl.load(tile)
+    width = tl.load(widths + matrix)
+    first = tl.program_id(1) * BLOCK_R
+    if first >= width:
+        return
+    m = tl.arange(0, BLOCK_M)
+    k = first + tl.arange(0, BLOCK_R)
+    bias_width = width * tl.load(ranks + matrix)
+    row = tl.load(rows + matrix * row_stride)
+    bias = tl.load(memory + row + k, k < bias_width, 0.0).to(tl.float32)
+    if HAS_SCALES:
+        bias *= tl.load(scales + matrix)
+    at = (j * places + tl.load(tile + 1) + m)[:, None] * most_rank + k[None, :]
+    # Up to where s is defined: a multiple of 16, so that loads are of 16 bytes.
+    chosen = (m < count)[:, None] & (k < (width + 15) // 16 * 16)[None, :]
+    stride = slices * places * most_rank
+    value, slope = activation(sum_of_parts(s, at, stride, chosen, PARTS) + bias, FUNCTION)
+    if HAS_GRADIENT:
+        value = sum_of_parts(dz, at, stride, chosen, GRADIENT_PARTS) * slope
+    tl.store(out + at, tl.where((k < width)[None, :], value, 0.0), chosen)
+
+
+def segmented_activate(
+    s: Tensor,
+    biases: RankRows,
+    widths: Tensor,
+    tiles: TokenTiles,
+    function: str,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """σ(s + scale · b) of each token's own adapter.
+
+    Args:
+        s: of `shrink`, [parts, slices, places, most_rank], fp32.
+        biases: one row of `width` elements for each slot that has one; their sizes are not read.
+        widths: ranks of the matrices that made s, [slices, slots], int32.
+        tiles: as for s.
+        function: σ's name.
+        scales: of the biases, [slices, slots], fp32.
+    Returns:
+        [1, slices, places, most_rank], fp32.
+    Raises:
+        CodegenError: no such function.
+    """
+    return _activate(s, None, biases, widths, tiles, function, scales)
+
+
+def segmented_activate_backward(
+    dz: Tensor,
+    s: Tensor,
+    biases: RankRows,
+    widths: Tensor,
+    tiles: TokenTiles,
+    function: str,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """ds = dz · σ'(s + scale · b); dz as s, the rest and what comes out as of the forward."""
+    return _activate(s, dz, biases, widths, tiles, function, scales)
+
+
+def _activate(
+    s: Tensor,
+    dz: Tensor | None,
+    biases: RankRows,
+    widths: Tensor,
+    tiles: TokenTiles,
+    function: str,
+    scales: Tensor | None,
+) -> Tensor:
+    if function not in FUNCTIONS:
+        raise CodegenError(f"activation {function!r}; there are {', '.join(FUNCTIONS)}")
+    _, slices, places, most_rank = s.shape
+    out = torch.empty((1, *s.shape[1:]), dtype=torch.float32, device=s.device)
+    if tiles.room.tiles:
+        activate_kernel[(tiles.room.tiles, triton.cdiv(most_rank, _BLOCK), slices)](
+            s, dz, out, tiles.tiles, widths, biases.memory, biases.rows, biases.ranks, scales,
+            slices, biases.slots, places, most_rank, biases.most_rank,
+            FUNCTION=FUNCTIONS[function], HAS_SCALES=scales is not None,
+            HAS_GRADIENT=dz is not None,
+            PARTS=s.shape[0], GRADIENT_PARTS=1 if dz is None else dz.shape[0],
+            BLOCK_M=tiles.block, BLOCK_R=_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["slots", "places"], do_not_specialize_on_alignment=["segments"])
+def sum_kernel(
+    ds, segments, widths, memory, rows, ranks, scales, slots, places, most_rank, row_stride,
+    HAS_SCALES: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
+    segment = segments + 3 * tl.program_id(0)
+    j = tl.program_id(2)
+    count = tl.load(segment + 2)
+    if count == 0:
+        return
+    matrix = j * slots + tl.load(segment)
+    width = tl.load(widths + matrix)
+    rank = tl.load(ranks + matrix)
+    first = tl.program_id(1) * BLOCK_R
+    if (rank == 0) | (first >= width):
+        return
+    k = first + tl.arange(0, BLOCK_R)
+    first_place = j * places + tl.load(segment + 1)
+    defined = (k < (width + 15) // 16 * 16)[None, :]
+    lines = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    for done in range(0, count, BLOCK_T):
+        t = done + tl.arange(0, BLOCK_T)
+        at = (first_place + t)[:, None] * most_rank + k[None, :]
+        lines += tl.load(ds + at, (t < count)[:, None] & defined, 0.0)
+    total = tl.sum(lines, 0)
+    if HAS_SCALES:
+        total *= tl.load(scales + matrix)
+    at = memory + tl.load(rows + matrix * row_stride) + k
+    if ADDS:
+        total += tl.load(at, k < width, 0.0)
+    tl.store(at, total, k < width)
+
+
+def segment_sum(
+    ds: Tensor,
+    gradients: RankRows,
+    widths: Tensor,
+    tiles: TokenTiles,
+    scales: Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """Write scale · Σ ds over each segment's places; slots without any are left as they are.
+
+    Args:
+        ds: of `segmented_activate_backward`.
+        gradients: where the biases' gradients lie, in fp32.
+        widths: as of the activation.
+        tiles: as for ds.
+        scales: of the biases, [slices, slots], fp32.
+        adds: to what is there, rather than over it.
+    Raises:
+        CodegenError: ds is of several parts, or gradients are not fp32.
+    """
+    parts, slices, places, most_rank = ds.shape
+    if parts != 1 or gradients.memory.dtype != torch.float32:
+        raise CodegenError(
+            f"ds of {parts} parts and gradients in {gradients.memory.dtype}; one part and "
+            "torch.float32 can be added up"
+        )
+    if tiles.room.segments:
+        sum_kernel[(tiles.room.segments, triton.cdiv(most_rank, _BLOCK), slices)](
+            ds, tiles.segments, widths, gradients.memory, gradients.rows, gradients.ranks, scales,
+            gradients.slots, places, most_rank, gradients.most_rank,
+            HAS_SCALES=scales is not None, ADDS=adds,
+            BLOCK_T=32, BLOCK_R=_BLOCK, num_warps=4, num_stages=2,
+        )  # fmt: skip

@@ -1,0 +1,289 @@
+"""Products by adapters in training, by the segmented kernels: of one, or of several jobs at once.
+
+    s = x Aᵀ                   z = y + scale · s Bᵀ
+    ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
+
+A bottleneck adapter's products are the same, around σ(s + scale · d).
+
+Adapters are fp32 over activations of 16 bits, which these read as they are, where PyTorch makes
+tensors of tokens in fp32; ds A alone is PyTorch's where it is not added to the base's dx at once. A
+parameter is its own memory of rows; B [out, r] is turned for that, and those of several jobs are
+joined, which is little beside their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.products import (
+    Asking,
+    Bypass,
+    Part,
+    Product,
+    joined_tokens,
+    product_backward,
+)
+from pcg.kernels.triton.adapters import segmented_lora, segmented_lora_backward
+from pcg.kernels.triton.adapters.rank_rows import ALIGNMENT
+from pcg.kernels.triton.adapters.segmented_activate import (
+    segment_sum,
+    segmented_activate,
+    segmented_activate_backward,
+)
+from pcg.kernels.triton.adapters.token_tiles import TokenTiles
+from pcg.kernels.triton.adapters.trained_rows import (
+    are_few,
+    as_places,
+    is_matrix,
+    is_summand,
+    is_tokens,
+    of_rank,
+    padded_to,
+    rows_of,
+    scales_of,
+    segments_at,
+    segments_of,
+    vectors_of,
+    whole_sum,
+)
+
+
+def shrink(x: Tensor, a: Any) -> Tensor:
+    """s = x Aᵀ, [T, r] in A's dtype."""
+    matrix = as_weight(a).weight
+    if not (is_tokens(x) and is_matrix(matrix, x.shape[1])):
+        return torch_ops.shrink(x, a)  # type: ignore[no-any-return]
+    s = segmented_lora.shrink(x, rows_of([matrix]), segments_of([len(x)], x.device))
+    return of_rank(whole_sum(s), len(matrix)).contiguous()  # kept for backward
+
+
+def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
+    """y + scale · s Bᵀ, in y's dtype and memory of its own."""
+    b = as_weight(b)
+    if not (is_tokens(y) and is_summand(s) and is_matrix(b.weight.t(), y.shape[1])):
+        return torch_ops.expand_add(y, s, b)
+    up = rows_of([b.weight.t()])
+    tiles = segments_of([len(y)], y.device)
+    s = as_places([s], up)
+    return segmented_lora.expand_add(y, s, up, tiles, scales_of([b], y.device), in_place=False)
+
+
+def expand_backward(dz: Tensor, b: Any) -> Tensor:
+    """ds = scale · dz B, [T, r] in B's dtype."""
+    b = as_weight(b)
+    if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
+        return torch_ops.expand_backward(dz, b)
+    up, tiles = rows_of([b.weight.t()]), segments_of([len(dz)], dz.device)
+    ds = segmented_lora_backward.expand_backward(dz, up, tiles, scales_of([b], dz.device))
+    return of_rank(whole_sum(ds), b.weight.shape[1])
+
+
+def outer(ds: Tensor, x: Tensor) -> Tensor:
+    """dA = dsᵀ x, [r, in] in the dtype of ds."""
+    if not (is_tokens(x) and is_summand(ds)):
+        return torch_ops.outer(ds, x)
+    (gradient,) = _outers(ds.unsqueeze(0), x, [ds.shape[1]], segments_of([len(x)], x.device), None)
+    return gradient
+
+
+def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
+    """dB = scale · dzᵀ s, [out, r] in the dtype of s."""
+    if not (is_tokens(dz) and is_summand(s)):
+        return torch_ops.scaled_outer(dz, s, b)
+    tiles, scales = segments_of([len(dz)], dz.device), scales_of([as_weight(b)], dz.device)
+    (gradient,) = _outers(s.unsqueeze(0), dz, [s.shape[1]], tiles, scales)
+    return gradient.t().contiguous()
+
+
+def lora_linear_backward(
+    batch: Any, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
+) -> Asking:
+    """Ask for the gradients of a linear operator with LoRA, without dA.
+
+    Args:
+        batch: whose tokens dz has.
+        name: of the weight in its layer.
+        dz: [T, out].
+        weight: the base's, [out, in].
+        a: the adapter's A [r, in].
+        b: its B [out, r], and scale.
+        s: x Aᵀ, [T, r].
+    Returns:
+        ds [T, r], dB [out, r], dx [T, in].
+    """
+    a, b = as_weight(a), as_weight(b)
+    known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ALIGNMENT
+    known = known and is_matrix(b.weight.t(), dz.shape[1])
+    if known and is_matrix(a.weight, weight.shape[1]):
+        lora = LoraGradients(a, b, s)
+        dx = yield from product_backward(batch, name, dz, weight, lora)
+        return lora.ds, lora.db, dx
+    ds, db = torch_ops.expand_backward(dz, b), torch_ops.scaled_outer(dz, s, b)
+    dx = yield from product_backward(batch, name, dz, weight)
+    return ds, db, dx.add_(torch_ops.shrink_backward(ds, a))
+
+
+class LoraGradients(Bypass):
+    """The gradients of one job's LoRA at a linear operator.
+
+    Attributes:
+        ds: [T, r], once it was run.
+        db: [out, r], likewise.
+    """
+
+    def __init__(self, a: Any, b: Any, s: Tensor) -> None:
+        self._a = a
+        self._b = b
+        self._s = s
+        self.ds: Any = None
+        self.db: Any = None
+
+    def run(self, dz: Tensor, dx: Tensor, parts: Sequence[Part[LoraGradients]]) -> None:
+        jobs = [part.bypass for part in parts]
+        up = rows_of([job._b.weight.t() for job in jobs])
+        down = rows_of([job._a.weight for job in jobs])
+        tiles = segments_at([(part.start, part.count) for part in parts], dz.device)
+        scales = scales_of([job._b for job in jobs], dz.device)
+        ranks = [job._s.shape[1] for job in jobs]
+        ds = whole_sum(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
+        s = as_places([job._s for job in jobs], up)[0]
+        gradients = _outers(s, dz, ranks, tiles, scales)
+        segmented_lora_backward.shrink_backward(dx, ds.unsqueeze(0), down, tiles)
+        of_job = ds[0].split([part.count for part in parts])
+        for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
+            job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
+
+
+def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
+    """Ask for dA = dsᵀ x, [r, in].
+
+    Args:
+        batch: whose tokens they have.
+        name: of the gradient in its layer.
+        ds: [T, r].
+        x: [T, in].
+    """
+    if not (is_tokens(x) and is_summand(ds)):
+        return torch_ops.outer(ds, x)
+    asked = OuterProduct((batch.layer, name), x, ds)
+    del x
+    yield asked
+    return asked.take()
+
+
+class OuterProduct(Product):
+    """dsᵀ x of one job."""
+
+    __slots__ = ("_ds",)
+    is_own: ClassVar[bool] = True
+
+    def __init__(self, key: tuple[object, ...], x: Tensor, ds: Tensor) -> None:
+        super().__init__(key, x)
+        self._ds = ds
+
+    def run(self) -> None:
+        self._outputs = outer(self._ds, self._take_x())
+
+    def run_with(self, others: Sequence[OuterProduct]) -> None:
+        """Run it and others as one launch, where they are small; else one after the other."""
+        every = (self, *others)
+        if not are_few([len(one._ds) for one in every]):
+            for one in every:
+                one.run()
+            return
+        x, counts = joined_tokens(every)
+        widths = [one._ds.shape[1] for one in every]
+        most = -(-max(widths) // 16) * 16
+        ds = torch.cat([padded_to(one._ds, most) for one in every]).unsqueeze(0)
+        gradients = _outers(ds, x, widths, segments_of(counts, x.device), None)
+        for one, gradient in zip(every, gradients, strict=True):
+            one._outputs = gradient.clone()
+
+
+def bottleneck_backward(
+    batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
+) -> Asking:
+    """Ask for the gradients of a bottleneck adapter, from its width on.
+
+    Args:
+        batch: whose tokens dz has.
+        name: of `up` in its layer.
+        dz: [T, out].
+        up: the adapter's U [out, size], and scale.
+        s: x Aᵀ, [T, size].
+        bias: the adapter's d [size], and scale.
+        function: σ's name.
+    Returns:
+        ds [T, size], dU [out, size], dd [size].
+    """
+    up, bias = as_weight(up), as_weight(bias)
+    if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
+        asked = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
+        del dz
+        yield asked
+        return asked.take()
+    dh = torch_ops.expand_backward(dz, up)
+    with torch.enable_grad():
+        before = s.detach().requires_grad_()
+        h = torch_ops.activate(before, bias, function)
+        (ds,) = torch.autograd.grad(h, before, dh)
+    return ds, torch_ops.scaled_outer(dz, h.detach(), up), torch_ops.sum_tokens(ds, bias)
+
+
+class BottleneckGradients(Product):
+    """The gradients of one job's bottleneck adapter; of what has the key, σ is the same."""
+
+    __slots__ = ("_bias", "_s", "_up")
+    is_own: ClassVar[bool] = True
+
+    def __init__(self, key: tuple[object, ...], dz: Tensor, up: Any, s: Tensor, bias: Any) -> None:
+        super().__init__(key, dz)
+        self._up = up
+        self._s = s
+        self._bias = bias
+
+    def run(self) -> None:
+        self.run_with(())
+
+    def run_with(self, others: Sequence[BottleneckGradients]) -> None:
+        every = (self, *others)
+        function = str(self.key[-1])
+        dz, counts = joined_tokens(every)
+        device, widths = dz.device, [one._s.shape[1] for one in every]
+        tiles, up = segments_of(counts, device), rows_of([one._up.weight.t() for one in every])
+        of_up = scales_of([one._up for one in every], device)
+        of_bias = scales_of([one._bias for one in every], device)
+        biases = vectors_of([one._bias.weight for one in every])
+        s = as_places([one._s for one in every], up)
+        dh = segmented_lora_backward.expand_backward(dz, up, tiles, of_up)
+        h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
+        ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
+        sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
+        segment_sum(ds, sums, up.ranks, tiles, of_bias)
+        gradients = zip(
+            ds[0, 0].split(counts),
+            _outers(h[0], dz, widths, tiles, of_up),
+            sums.memory.split(widths),
+            strict=True,
+        )
+        for one, width, (own, of_rows, of_vector) in zip(every, widths, gradients, strict=True):
+            one._outputs = own[:, :width], of_rows.t().contiguous(), of_vector
+
+
+def _outers(
+    s: Tensor, x: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
+) -> Sequence[Tensor]:
+    """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, places, ranks]."""
+    memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
+    gradients = rows_of(memory.split([*ranks]), memory)
+    padded = padded_to(s, gradients.most_rank).unsqueeze(0)
+    segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
+    own: Sequence[Tensor] = memory.split(list(ranks))
+    return own

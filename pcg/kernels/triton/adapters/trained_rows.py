@@ -1,0 +1,176 @@
+"""What the segmented kernels read of adapters in training: parameters as rows, tokens by job.
+
+Tables are kept, as layers and steps have few kinds of them; each stream has its own, as another one
+does not wait for their copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.kernels.triton.adapters.rank_rows import (
+    ALIGNMENT,
+    RankRows,
+    int32_on,
+    rank_rows,
+    sent,
+)
+from pcg.kernels.triton.adapters.token_tiles import (
+    DECODE_BLOCK,
+    PREFILL_BLOCK,
+    TokenTiles,
+    token_tiles,
+)
+
+MOST_RANK = 256
+"""Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""
+
+
+_MOST_JOINED = 1024
+"""Tokens for each job beside the first, up to which to copy them should cost less than its launch:
+16 MB of 4096 columns, read and written at 4 TB/s, in 4 us. To be measured."""
+
+
+def are_few(counts: Sequence[int]) -> bool:
+    """Whether so many tokens of each job are copied behind one another sooner than launched for."""
+    return sum(counts) <= _MOST_JOINED * (len(counts) - 1)
+
+
+def is_column_wise(x: Tensor) -> bool:
+    """Whether rows of x [T, n] can be loaded 16 bytes at once."""
+    if x.dim() != 2 or x.stride(1) != 1 or not x.numel():
+        return False
+    return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
+
+
+def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
+    """Matrices [r, n], each of a slot, as the rows of one memory.
+
+    Args:
+        matrices: one, which is read where it lies, or several, which are joined.
+        memory: of all of them, one below the other, where there is one.
+    """
+    size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
+    if memory is not None:
+        assert memory.is_contiguous()
+    elif len(matrices) > 1:
+        memory = torch.cat([*matrices])
+    else:
+        (memory,) = matrices
+        if not is_column_wise(memory):
+            memory = memory.contiguous()
+    return replace(
+        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)),
+        memory=memory,
+    )
+
+
+def segments_of(counts: Sequence[int], device: torch.device) -> TokenTiles:
+    """Tokens one behind the other, so many of each slot."""
+    starts = accumulate(counts[:-1], initial=0)
+    return segments_at(tuple(zip(starts, counts, strict=True)), device)
+
+
+def segments_at(spans: Sequence[tuple[int, int]], device: torch.device) -> TokenTiles:
+    """First token and tokens of each slot."""
+    return _segments(tuple(spans), device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    """That tables are copied on: another one does not wait for the copy, and has its own."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=256)
+def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
+    count = sum(length for _, length in spans)
+    block = DECODE_BLOCK if count <= DECODE_BLOCK * len(spans) else PREFILL_BLOCK
+    numbered = [(start, length, slot) for slot, (start, length) in enumerate(spans)]
+    return token_tiles(numbered, block).to(device)
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
+) -> RankRows:
+    """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
+    most = -(-max(ranks) // 16) * 16
+    rows = torch.zeros((1, len(ranks), most), dtype=torch.int64)
+    for slot, first in enumerate(accumulate(ranks[:-1], initial=0)):
+        rows[0, slot, : ranks[slot]] = stride * torch.arange(first, first + ranks[slot])
+    there = int32_on([ranks], device)
+    return rank_rows(torch.empty(0, device=device), sent(rows, device), there, (0,), (size,))
+
+
+def vectors_of(each: Sequence[Tensor]) -> RankRows:
+    """Vectors, each of a slot, as one row of one memory; kernels are told elsewhere how long."""
+    sizes = tuple(len(vector) for vector in each)
+    memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
+    return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
+
+
+@lru_cache(maxsize=256)
+def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
+    rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
+    ranks = int32_on([[1] * len(sizes)], device)
+    nowhere = torch.empty(0, device=device)
+    return rank_rows(nowhere, sent(rows, device), ranks, (0,), (ALIGNMENT,))
+
+
+def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
+    """Of adapters' weights, each of a slot, [1, slots]."""
+    return _scales(tuple(weight.scale for weight in weights), device, _stream(device))
+
+
+@lru_cache(maxsize=256)
+def _scales(scales: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    return sent(torch.tensor([scales], dtype=torch.float32), device)
+
+
+_HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_tokens(x: Tensor) -> bool:
+    """Whether the kernels read x as [T, n]."""
+    return x.dtype in _HALF_OR_SINGLE and is_column_wise(x)
+
+
+def is_matrix(matrix: Tensor, columns: int) -> bool:
+    """Whether they read an adapter's matrix as [r, columns]; one of rank 0 has no rows."""
+    is_known = matrix.dim() == 2 and matrix.shape[1] == columns
+    return is_known and matrix.dtype == torch.float32 and 0 < len(matrix) <= MOST_RANK
+
+
+def is_summand(s: Tensor) -> bool:
+    """Whether they read s as [T, r]."""
+    return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= MOST_RANK
+
+
+def whole_sum(s: Tensor) -> Tensor:
+    """The sum over the parts of `shrink`'s s of one slice, [1, places, ranks]."""
+    return s[0] if len(s) == 1 else s.sum(0)
+
+
+def of_rank(s: Tensor, rank: int) -> Tensor:
+    """[T, r] of one slice."""
+    return s[0, :, :rank]
+
+
+def as_places(each: Sequence[Tensor], rows: RankRows) -> Tensor:
+    """s [T, r] of each slot as the kernels read it, [1, 1, places, most_rank]."""
+    padded = [padded_to(s, rows.most_rank) for s in each]
+    return (torch.cat(padded) if len(padded) > 1 else padded[0]).unsqueeze(0).unsqueeze(0)
+
+
+def padded_to(s: Tensor, ranks: int) -> Tensor:
+    """s with zeros up to so many ranks."""
+    missing = ranks - s.shape[-1]
+    return F.pad(s, (0, missing)) if missing else s.contiguous()

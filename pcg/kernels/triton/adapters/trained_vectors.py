@@ -1,0 +1,139 @@
+"""Gradients of vectors in training, by the segmented kernels: of one, or of several jobs at once.
+
+    Σ dz ⊙ (y - b)        of what scales y: (IA)³, DoRA
+    scale · Σ dz          of what is added: biases
+
+over the tokens of each job, in fp32. They are read as they are; those of several jobs are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.products import Asking, Product, joined_tokens
+from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
+from pcg.kernels.triton.adapters.trained_rows import (
+    are_few,
+    is_tokens,
+    rows_of,
+    scales_of,
+    segments_of,
+)
+
+
+def inner(dz: Tensor, y: Tensor, base: Tensor | None = None) -> Tensor:
+    """The sum over tokens of dz ⊙ (y - base), [n], in fp32 at least."""
+    if not (is_tokens(dz) and is_tokens(y)):
+        return torch_ops.inner(dz, y, base)
+    return _sums([len(dz)], dz, y, base, None)[0]
+
+
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    if not is_tokens(dz):
+        return torch_ops.sum_tokens(dz, bias)
+    scales = None if bias is None else scales_of([as_weight(bias)], dz.device)
+    return _sums([len(dz)], dz, None, None, scales)[0]
+
+
+def asked_inner(batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None) -> Asking:
+    """Ask for what `inner` gives.
+
+    Args:
+        batch: whose tokens they have.
+        name: of the gradient in its layer.
+        dz: [T, n].
+        y: [T, n].
+        base: [n], the base's own.
+    """
+    if not (is_tokens(dz) and is_tokens(y)):
+        return torch_ops.inner(dz, y, base)
+    asked = VectorGradient((batch.layer, name), dz, y, base, None)
+    del dz, y
+    yield asked
+    return asked.take()
+
+
+def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> Asking:
+    """Ask for what `sum_tokens` gives.
+
+    Args:
+        batch: whose tokens they are.
+        name: of the gradient in its layer.
+        dz: [T, n].
+        bias: an adapter's, and its scale; the sum is scaled by nothing without.
+    """
+    if not is_tokens(dz):
+        return torch_ops.sum_tokens(dz, bias)
+    asked = VectorGradient((batch.layer, name), dz, None, None, bias)
+    del dz
+    yield asked
+    return asked.take()
+
+
+class VectorGradient(Product):
+    """The gradient of one job's vector; of what has the key, all have y and a bias, or none."""
+
+    __slots__ = ("_base", "_bias", "_count", "_y")
+    is_own: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        key: tuple[object, ...],
+        dz: Tensor,
+        y: Tensor | None,
+        base: Tensor | None,
+        bias: Any,
+    ) -> None:
+        super().__init__(key, dz)
+        self._count = len(dz)
+        self._y = y
+        self._base = base
+        self._bias = None if bias is None else as_weight(bias)
+
+    def run(self) -> None:
+        (self._outputs,) = self._made((self,))
+
+    def run_with(self, others: Sequence[VectorGradient]) -> None:
+        """Run it and others as one launch, where they are small; else one after the other."""
+        every = (self, *others)
+        tensors = 1 if self._y is None else 2
+        of_one_base = all(one._base is self._base for one in others)
+        if of_one_base and are_few([tensors * one._count for one in every]):
+            for one, gradient in zip(every, self._made(every), strict=True):
+                one._outputs = gradient.clone()
+        else:
+            for one in every:
+                one.run()
+
+    def _made(self, every: Sequence[VectorGradient]) -> Sequence[Tensor]:
+        dz, counts = joined_tokens(every)
+        y = self._y
+        if y is not None and len(every) > 1:
+            y = torch.cat([one._y for one in every if one._y is not None])
+        for one in every:
+            one._y = None
+        scales = None
+        if self._bias is not None:
+            scales = scales_of([one._bias for one in every], dz.device)
+        return _sums(counts, dz, y, self._base, scales)
+
+
+def _sums(
+    counts: Sequence[int],
+    dz: Tensor,
+    y: Tensor | None,
+    base: Tensor | None,
+    scales: Tensor | None,
+) -> Sequence[Tensor]:
+    """The sum over the tokens of each job, [n] each, in fp32."""
+    sums = torch.zeros((len(counts), dz.shape[1]), dtype=torch.float32, device=dz.device)
+    rows = rows_of(sums.split(1), sums)
+    segment_inner(dz, y, rows, segments_of(counts, dz.device), base, scales)
+    return [*sums]

@@ -1,0 +1,1 @@
+"""Paged attention in Triton: the work lists, the cache, forward and backward."""

@@ -1,0 +1,237 @@
+"""What a recorded decode step reads of its tokens: memory that stays, filled anew for each step.
+
+A CUDA graph keeps the addresses of its tensors and the numbers of its programs for good. So all
+that changes from step to step lies in one tensor, which one copy fills:
+
+    attention                     lists of attention_work.py; each token is decoded
+    tiles                         tokens by adapter, of token_tiles.py; none without adapters
+    input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
+
+How much there is of each is a `DecodeRoom`, rounded up, so that few graphs serve every batch. What
+a batch leaves of it is empty: tokens of no one have the id 0, no part, no place in the tiles and
+the row -1, which is not written; splits and tiles of nothing are programs that leave at once.
+
+A sequence's block table is written as it grows, not anew, and tiles where adapters have changed
+places: from a step to the next one most of both stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcg.kernels.triton.adapters import token_tiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+from pcg.kernels.triton.attention import work as attention_work
+from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS
+from pcg.kernels.triton.attention.work import AttentionWork, put_rows, split_lists
+
+TOKENS = (1, 2, 4, *range(8, 257, 8))
+"""Batches that there is a graph for. From 8 on in steps of 8: products of so few tokens take as
+long as weights take to be read, so that what is padded costs next to nothing."""
+LEAST_PAGES = 64
+"""Columns of a block table; from there on four times as many, as to copy them costs little: at 256
+sequences of 16k tokens 1 MiB, 40 us of PCIe 4's 25 GB/s."""
+ALIGNMENT = 4
+"""Numbers that a part of the memory is a multiple of: 16 bytes, as kernels expect."""
+
+
+class Table(Protocol):
+    """The pages of a sequence in the cache.
+
+    Attributes:
+        pages: in order.
+        replaced: how often one was put in the place of another; else they only grow in number.
+    """
+
+    pages: list[int]
+    replaced: int
+
+
+class Tokens(Protocol):
+    """The tokens of a step, one of each sequence; each attribute has one item a token.
+
+    Attributes:
+        ids: of the tokens.
+        contexts: tokens before each, in the cache.
+        tables: of the sequences.
+        slots: of their adapters; -1 without one.
+    """
+
+    ids: Sequence[int]
+    contexts: Sequence[int]
+    tables: Sequence[Table]
+    slots: Sequence[int]
+
+
+class DecodeRoom(NamedTuple):
+    """How much there may be of each.
+
+    Attributes:
+        tokens: of the batch.
+        pages: of a sequence.
+        splits: of keys, of all sequences.
+        tiles: of tokens of one adapter.
+    """
+
+    tokens: int
+    pages: int
+    splits: int
+    tiles: int
+
+    @property
+    def attention(self) -> attention_work.Room:
+        """Of attention's lists."""
+        return attention_work.Room(self.tokens, self.pages, 0, self.splits, self.tokens, 0)
+
+    @property
+    def by_adapter(self) -> token_tiles.Room:
+        """Of the tokens by adapter."""
+        return token_tiles.Room(self.tokens if self.tiles else 0, self.tiles, self.tiles)
+
+
+def decode_room(tokens: Tokens) -> DecodeRoom | None:
+    """Room for these tokens, and for many others; None for more tokens than any graph has."""
+    count = len(tokens.ids)
+    if not 0 < count <= TOKENS[-1]:
+        return None
+    most = TOKENS[bisect_left(TOKENS, count)]
+    pages = max(len(table.pages) for table in tokens.tables)
+    splits, _ = _splits(tokens)
+    tiles = sum(-(-length // DECODE_BLOCK) for _, length, slot in _spans(tokens) if slot >= 0)
+    return DecodeRoom(
+        most,
+        _power(pages, LEAST_PAGES, 4),
+        _power(len(splits), most, 2),
+        min(_power(tiles, 1, 2), most) if tiles else 0,
+    )
+
+
+def _power(needed: int, least: int, factor: int) -> int:
+    """The least of `least`, `least · factor`, … that is enough."""
+    while least < needed:
+        least *= factor
+    return least
+
+
+def _splits(tokens: Tokens) -> tuple[attention_work.Rows, attention_work.Rows]:
+    contexts = np.array(tokens.contexts, np.int64)
+    return split_lists(np.arange(len(contexts)), contexts + 1)
+
+
+def _spans(tokens: Tokens) -> list[tuple[int, int, int]]:
+    """First token, tokens and slot of neighbours with one adapter."""
+    spans, start = [], 0
+    for slot, own in groupby(tokens.slots):
+        length = len(list(own))
+        spans.append((start, length, slot))
+        start += length
+    return spans
+
+
+class _Parts(NamedTuple):
+    """The parts of the memory, on the host or the device."""
+
+    input_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    attention: AttentionWork
+    tiles: Tensor
+
+    @classmethod
+    def of(cls, memory: Tensor, room: DecodeRoom) -> _Parts:
+        columns = [memory[start : start + size] for start, size in _places(room)]
+        ids, positions, rows = (column.view(torch.int64) for column in columns[:3])
+        return cls(ids, positions, rows, AttentionWork.of(columns[3], room.attention), columns[4])
+
+
+def _places(room: DecodeRoom) -> list[tuple[int, int]]:
+    """Where each part begins, and its size, in int32."""
+    sizes = [2 * room.tokens] * 3 + [room.attention.size, room.by_adapter.size]
+    places, start = [], 0
+    for size in sizes:
+        places.append((start, size))
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+class DecodeLists:
+    """Memory of a room, on the host and the device.
+
+    Attributes:
+        room: of it.
+        input_ids: [tokens], int64, on the device.
+        positions: likewise.
+        rows: likewise.
+        attention: lists on the device.
+        tiles: on the device; None without adapters.
+    """
+
+    def __init__(self, room: DecodeRoom, device: torch.device) -> None:
+        self.room = room
+        start, size = _places(room)[-1]
+        self._on_host = torch.zeros(start + size, dtype=torch.int32)
+        self._memory = self._on_host.to(device, copy=True)
+        self._host = _Parts.of(self._on_host, room)
+        found = _Parts.of(self._memory, room)
+        self.input_ids, self.positions, self.rows, self.attention, tiles = found
+        self.tiles = TokenTiles(tiles, room.by_adapter, DECODE_BLOCK) if room.tiles else None
+        # Of each row of the block tables: whose it is, as of how many pages put in others' places,
+        # and how many pages of it are written.
+        self._written: list[tuple[Table | None, int, int]] = [(None, 0, 0)] * room.tokens
+        self._slots: list[int] = []
+
+    def fill(self, tokens: Tokens) -> None:
+        """Put a step's tokens there; the host does not wait for the copy.
+
+        Args:
+            tokens: for which `decode_room` gives this room.
+        """
+        host, count = self._host, len(tokens.ids)
+        contexts = np.array(tokens.contexts, np.int64)
+        last = [
+            table.pages[context // PAGE_TOKENS]
+            for table, context in zip(tokens.tables, tokens.contexts, strict=True)
+        ]
+        rows = PAGE_TOKENS * np.array(last, np.int64) + contexts % PAGE_TOKENS
+        for to, values, rest in (
+            (host.input_ids.numpy(), tokens.ids, 0),
+            (host.positions.numpy(), contexts, 0),
+            (host.rows.numpy(), rows, -1),
+        ):
+            to[:count], to[count:] = values, rest
+        numbers = np.arange(count)
+        parts = np.stack([numbers, np.ones(count, np.int64), contexts], 1)
+        for list_, filled in zip(
+            (host.attention.parts, host.attention.splits, host.attention.decodes),
+            (parts, *_splits(tokens)),
+            strict=True,
+        ):
+            list_.zero_()
+            put_rows(list_.numpy(), filled)
+        self._write_tables(tokens.tables)
+        slots = list(tokens.slots)
+        if self.tiles is not None and slots != self._slots:
+            self._slots = slots
+            found = token_tiles.token_tiles(_spans(tokens), DECODE_BLOCK, self.room.by_adapter)
+            host.tiles.copy_(found.memory)
+        # The host's memory is written again while the device may still read what was copied.
+        on_host = self._on_host.pin_memory() if self._memory.is_cuda else self._on_host
+        self._memory.copy_(on_host, non_blocking=True)
+
+    def _write_tables(self, tables: Sequence[Table]) -> None:
+        pages = self._host.attention.pages.numpy()
+        for number, table in enumerate(tables):
+            known, replaced, start = self._written[number]
+            if known is not table or replaced != table.replaced:
+                start = 0
+            stop = len(table.pages)
+            if start < stop:
+                pages[number, start:stop] = table.pages[start:stop]
+                self._written[number] = table, table.replaced, stop

@@ -1,0 +1,199 @@
+"""Launch the kernels that the emitter writes for groups of nodes.
+
+A kernel runs over tiles of rows and columns; a token has one or several rows. It is given pointers
+to what it reads and makes, then the distance between tokens of each token-wise input, and between
+heads of those whose heads may lie apart, then the number of rows. Where groups stand side by side
+it is given the number of tokens instead, and the first program of each part but the first.
+
+Keys and values go to the layer's cache, to the rows of the batch's tokens, where the batch has one:
+the kernel is given these rows behind its pointers, and the cache's distances behind the inputs'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+
+_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """What is cut into programs in one way.
+
+    Attributes:
+        rows_a_token: rows that the kernel makes of a token.
+        columns: of a row.
+        block: rows and columns of a program.
+        outputs: dtype and features of each, as `bf16[32, 128]`; of what goes to the cache as
+            `keys bf16[8, 128]`, or `values bf16[8, 128] of 2` where it is value 2 of the inputs and
+            outputs, which stands for it without a cache.
+    """
+
+    rows_a_token: int
+    columns: int
+    block: tuple[int, int]
+    outputs: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One output: a tensor, or what goes to the cache.
+
+    Attributes:
+        to: `keys` or `values`; empty for a tensor.
+        dtype: of it.
+        features: behind the tokens.
+        given: number of the value that stands for it without a cache; None where none does.
+    """
+
+    to: str
+    dtype: torch.dtype
+    features: tuple[int, ...]
+    given: int | None
+
+    @classmethod
+    def parsed(cls, text: str) -> _Output:
+        found = re.fullmatch(r"(?:(keys|values) )?(\w+)\[([\d, ]*)\](?: of (\d+))?", text)
+        assert found is not None, text
+        features = tuple(int(size) for size in found[3].split(","))
+        given = None if found[4] is None else int(found[4])
+        return cls(found[1] or "", _DTYPES[found[2]], features, given)
+
+
+Made: TypeAlias = Tensor | CacheRows
+
+
+class Fused:
+    """A kernel with what its launch needs."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        token_wise: Sequence[bool],
+        parts: Sequence[FusedPart],
+        warps: int,
+        apart: Sequence[int] = (),
+    ) -> None:
+        """Keep a kernel.
+
+        Args:
+            kernel: jitted.
+            token_wise: for each input, whether its first dim is the tokens.
+            parts: that stand side by side; one of most kernels.
+            warps: of a program.
+            apart: numbers of inputs [T, heads, d] whose heads may lie apart.
+        """
+        self.kernel = kernel
+        self._apart = tuple(apart)
+        self._token_wise = tuple(token_wise)
+        self._first = self._token_wise.index(True)
+        self._parts = tuple(parts)
+        self._by_part = [tuple(map(_Output.parsed, part.outputs)) for part in parts]
+        self._outputs = [output for outputs in self._by_part for output in outputs]
+        self._appends = any(output.to for output in self._outputs)
+        self._warps = warps
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it; its output, or the tuple of them.
+
+        Args:
+            arguments: the inputs; before them the batch, where something goes to the cache.
+        """
+        batch, inputs = (arguments[0], arguments[1:]) if self._appends else (None, arguments)
+        cached = None if batch is None else batch.cached
+        tokens, device = inputs[self._first].shape[0], inputs[self._first].device
+        made: list[Made] = []
+        for output in self._outputs:
+            if output.to and cached is not None:
+                made.append(CacheRows.of_layer(cached[output.to == "values"]))
+            elif output.given is not None:
+                made.append((*inputs, *made)[output.given])
+            else:
+                shape = (tokens, *output.features)
+                made.append(torch.empty(shape, dtype=output.dtype, device=device))
+        slots: Tensor | None = None if batch is None or cached is None else batch.rows
+        programs = [self._programs(i, tokens, slots) for i in range(len(self._parts))]
+        if any(map(all, programs)):
+            given = [x if self._has_heads(i, x) else _dense(x) for i, x in enumerate(inputs)]
+            self._launch(given, made, slots, tokens, programs)
+        return tuple(made) if len(made) > 1 else made[0]
+
+    def _programs(self, number: int, tokens: int, slots: Tensor | None) -> tuple[int, int]:
+        """Blocks of rows and of columns of a part; none where all of it is there already."""
+        part = self._parts[number]
+        if slots is None and all(output.given is not None for output in self._by_part[number]):
+            return 0, 0
+        row_block, column_block = part.block
+        return -(-tokens * part.rows_a_token // row_block), -(-part.columns // column_block)
+
+    def _has_heads(self, number: int, x: Tensor) -> bool:
+        """Whether the kernel asks for an input's heads one by one, and these are dense."""
+        return number in self._apart and x.stride(-1) == 1
+
+    def _launch(
+        self,
+        inputs: Sequence[Tensor],
+        made: Sequence[Made],
+        slots: Tensor | None,
+        tokens: int,
+        programs: Sequence[tuple[int, int]],
+    ) -> None:
+        pointers = [*inputs, *(x.base if isinstance(x, CacheRows) else x for x in made)]
+        strides = [x.stride(0) for x, is_of in zip(inputs, self._token_wise, strict=True) if is_of]
+        strides += [inputs[number].stride(1) for number in self._apart]
+        constants: dict[str, int] = {}
+        if self._appends:
+            pointers.append(inputs[0] if slots is None else slots)
+            constants["PAGE"] = 0 if slots is None else PAGE_TOKENS
+        for output, x in zip(self._outputs, made, strict=True):
+            if output.to:
+                strides += x.strides if isinstance(x, CacheRows) else (0, 0, 0)
+        if len(self._parts) == 1:
+            part, grid = self._parts[0], programs[0]
+            counts = [tokens * part.rows_a_token]
+            constants |= {"ROWS": part.block[0], "COLUMNS": part.block[1]}
+        else:
+            *firsts, end = accumulate(rows * columns for rows, columns in programs)
+            grid, counts = (end, 1), [tokens, *firsts]
+        self.kernel[grid](*pointers, *strides, *counts, **constants, num_warps=self._warps)
+
+
+def fused(
+    *,
+    token_wise: Sequence[bool],
+    outputs: Sequence[str],
+    rows_a_token: int,
+    columns: int,
+    block: tuple[int, int],
+    warps: int,
+    apart: Sequence[int] = (),
+) -> Callable[[Any], Fused]:
+    """Decorate a jitted kernel of one part; the arguments are those of `Fused` and `FusedPart`."""
+    part = FusedPart(rows_a_token, columns, block, outputs)
+    return lambda kernel: Fused(kernel, token_wise, (part,), warps, apart)
+
+
+def side_by_side(
+    *, token_wise: Sequence[bool], parts: Sequence[FusedPart], warps: int, apart: Sequence[int] = ()
+) -> Callable[[Any], Fused]:
+    """Decorate a jitted kernel of several parts; the arguments are those of `Fused`."""
+    return lambda kernel: Fused(kernel, token_wise, parts, warps, apart)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with its features side by side; itself where they are."""
+    size = 1
+    for dim in range(x.dim() - 1, 0, -1):
+        if x.shape[dim] != 1 and x.stride(dim) != size:
+            return x.contiguous()
+        size *= x.shape[dim]
+    return x

@@ -1,0 +1,303 @@
+"""The loss of a frozen head and the gradient of its input, of a chunk of tokens at a time.
+
+    z = x Wᵀ + bias          l = softcap · tanh(scale · z / softcap), or scale · z
+    loss = log Σ_v exp(l_v) - l_target                 0 where the target is negative
+    dz = dloss · (softmax(l) - onehot(target)) · dl/dz          dx = dz W
+
+The products are torch's. Between the two a kernel goes over each row of z, a block of columns at a
+time: for the maximum and the sum, and again to write dz over z. So what exists of [T, V] is z of
+one chunk. W is frozen and gets no gradient. That loss and gradient are taken together, in chunks
+and in place, is the idea of Liger Kernel (Hsu et al. 2024, section 3.2).
+
+Over ranks each has a run of the vocabulary's rows; between the kernel's two halves they exchange
+three numbers a token, and dx is a summand (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+Shapes: T tokens, h hidden, V vocabulary, or the rank's part of it. z is rounded to x's dtype; l,
+the sums and dz are computed in fp32, in fp64 of fp64. Sums are in a fixed order.
+Grid: a program a row.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pcg.kernels.torch.collectives import Spread
+
+CHUNK_BYTES = 128 * 2**20
+"""Of z. With 128k words in bf16 that is 512 tokens: a product does 2 · 512 FLOPs for each weight of
+two bytes that it reads, where an H200 can do 206 for each byte (989 TFLOP/s by 4.8 TB/s)."""
+CHUNK_STEP = 128
+"""Rows of a tile of a matrix product: a chunk is a multiple."""
+BLOCK = 4096
+"""Columns at a time: of 512 threads each has one load of 16 bytes in bf16, two in fp32, and at most
+64 registers, so that one program can read while another waits for its maximum."""
+_LOWEST = tl.constexpr(-3.0e38)
+"""Below all logits, and finite: the first block of a row may be -inf throughout."""
+
+
+@triton.jit
+def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """l of z."""
+    logits = z * SCALE if SCALE != 1.0 else z
+    if SOFTCAP != 0.0:
+        shrunk = tl.exp(-2.0 * tl.abs(logits / SOFTCAP))  # at most 1: nothing overflows
+        tanh = (1.0 - shrunk) / (1.0 + shrunk)
+        logits = tl.where(logits < 0, -SOFTCAP * tanh, SOFTCAP * tanh)
+    return logits
+
+
+@triton.jit
+def _load_logits(
+    row, start, V, stride, behind, SCALE, SOFTCAP, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """l of a block; `behind` the row, where the buffer's padding is read, and stays 0."""
+    v = start + tl.arange(0, BLOCK)
+    z = tl.load(row + v, v < stride, other=0.0).to(WIDE)
+    return v, tl.where(v < V, _logits(z, SCALE, SOFTCAP), behind)
+
+
+@triton.jit
+def _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """max l, and Σ exp(l - max l)."""
+    top = tl.full((), _LOWEST, WIDE)
+    sums = tl.zeros((BLOCK,), WIDE)
+    for start in range(0, V, BLOCK):
+        _, logits = _load_logits(row, start, V, stride, float("-inf"), SCALE, SOFTCAP, WIDE, BLOCK)
+        higher = tl.maximum(top, tl.max(logits, 0))
+        sums = sums * tl.exp(top - higher) + tl.exp(logits - higher)
+        top = higher
+    return top, tl.sum(sums, 0)
+
+
+@triton.jit
+def _write_gradient(
+    row,
+    V,
+    stride,
+    target,
+    first,
+    slope,
+    top,
+    total,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz over z; 0 without a target, whatever z is."""
+    slope *= SCALE
+    inverse = 1.0 / total
+    for start in range(0, V, BLOCK):
+        v, logits = _load_logits(row, start, V, stride, top, SCALE, SOFTCAP, WIDE, BLOCK)
+        d = tl.exp(logits - top) * inverse - tl.where(v == target - first, 1.0, 0.0)
+        if SOFTCAP != 0.0:
+            tanh = logits / SOFTCAP
+            d *= 1.0 - tanh * tanh
+        d = tl.where((target >= 0) & (v < V), d * slope, 0.0)
+        tl.store(row + v, d.to(row.dtype.element_ty), v < stride)
+
+
+@triton.jit
+def _target_logit(row, target, first, V, vocabulary, SCALE, SOFTCAP, WIDE: tl.constexpr):
+    """l of the target: 0 if it is another rank's, NaN if it is beyond the vocabulary."""
+    place = target - first
+    is_here = (place >= 0) & (place < V)
+    z = tl.load(row + place, is_here, other=0.0).to(WIDE)
+    # Before any thread of the program writes the gradient there.
+    tl.debug_barrier()
+    found = tl.where(is_here, _logits(z, SCALE, SOFTCAP), 0.0)
+    return tl.where(target < vocabulary, found, float("nan"))
+
+
+@triton.jit
+def loss_rows(
+    z,
+    targets,
+    dloss,
+    loss,
+    V,
+    stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TRAINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of a row, and if it TRAINS, dz over z."""
+    WIDE: tl.constexpr = loss.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    row = z + token * stride
+    target = tl.load(targets + token)
+    wanted = _target_logit(row, target, 0, V, V, SCALE, SOFTCAP, WIDE)
+    top, total = _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE, BLOCK)
+    tl.store(loss + token, tl.where(target < 0, 0.0, tl.log(total) - (wanted - top)))
+    if TRAINS:
+        slope = tl.load(dloss + token)
+        _write_gradient(row, V, stride, target, 0, slope, top, total, SCALE, SOFTCAP, WIDE, BLOCK)
+
+
+@triton.jit
+def sum_part_rows(
+    z,
+    targets,
+    found,
+    count,
+    first,
+    V,
+    vocabulary,
+    stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a rank's part of a row: max l, Σ exp(l - max l) and l_target, into found [3, count]."""
+    WIDE: tl.constexpr = found.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    row = z + token * stride
+    target = tl.load(targets + token)
+    wanted = _target_logit(row, target, first, V, vocabulary, SCALE, SOFTCAP, WIDE)
+    top, total = _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE, BLOCK)
+    tl.store(found + token, top)
+    tl.store(found + count + token, total)
+    tl.store(found + 2 * count + token, wanted)
+
+
+@triton.jit
+def gradient_part_rows(
+    z,
+    targets,
+    dloss,
+    tops,
+    totals,
+    first,
+    V,
+    stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz over z of a rank's part of a row, from all ranks' maximum and sum."""
+    WIDE: tl.constexpr = tops.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    row = z + token * stride
+    target, slope = tl.load(targets + token), tl.load(dloss + token)
+    top, total = tl.load(tops + token), tl.load(totals + token)
+    _write_gradient(row, V, stride, target, first, slope, top, total, SCALE, SOFTCAP, WIDE, BLOCK)
+
+
+def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
+    """Tokens of a chunk: as many steps of CHUNK_STEP as CHUNK_BYTES hold, at least one.
+
+    Args:
+        vocabulary: of the rank.
+        element_bytes: of x's dtype.
+    """
+    fitting = CHUNK_BYTES // (vocabulary * element_bytes)
+    return max(1, fitting // CHUNK_STEP) * CHUNK_STEP
+
+
+@torch.no_grad()
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dloss: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk: int | None = None,
+    batch: Spread | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's loss, and with `dloss` the gradient of x.
+
+    Args:
+        x: [T, h].
+        weight: [V, h], in x's dtype, of the head.
+        targets: [T], int64; negative for none. One beyond the vocabulary gives NaN.
+        dloss: [T], fp32 (fp64 of fp64); None for the loss alone.
+        bias: [V].
+        scale: of the logits.
+        softcap: 0 for none.
+        chunk: tokens at a time; `chunk_tokens` says by default.
+        batch: names the ranks where each has V of the vocabulary's rows; the same calls on all.
+    Returns:
+        loss: [T], fp32 (fp64 of fp64).
+        dx: [T, h], in x's dtype; over ranks, this one's summand. None without `dloss`.
+    """
+    tokens, vocabulary = x.shape[0], weight.shape[0]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    loss = torch.empty(tokens, dtype=wide, device=x.device)
+    dx = None if dloss is None else torch.empty_like(x)
+    size = chunk or chunk_tokens(vocabulary, x.element_size())
+    stride = triton.cdiv(vocabulary, 16) * 16  # every row starts at a multiple of 16 bytes
+    room = torch.empty((min(size, tokens), stride), dtype=x.dtype, device=x.device)
+    room[:, vocabulary:] = 0
+    for start in range(0, tokens, size):
+        part = slice(start, start + size)
+        rows = x[part]
+        z = room[: rows.shape[0], :vocabulary]
+        if bias is None:
+            torch.mm(rows, weight.t(), out=z)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=z)
+        slopes = None if dloss is None else dloss[part]
+        if batch is None:
+            _loss_of(z, targets[part], slopes, loss[part], scale, softcap)
+        else:
+            loss[part] = _loss_of_part(z, targets[part], slopes, scale, softcap, batch)
+        if dx is not None:
+            torch.mm(z, weight, out=dx[part])
+    return loss, dx
+
+
+def _loss_of(
+    z: Tensor, targets: Tensor, dloss: Tensor | None, loss: Tensor, scale: float, softcap: float
+) -> None:
+    """Write the loss of some rows, and dz over z."""
+    options = _options(z, scale, softcap)
+    trains = dloss is not None
+    loss_rows[(z.shape[0],)](
+        z, targets, dloss, loss, z.shape[1], z.stride(0), TRAINS=trains, **options
+    )
+
+
+def _loss_of_part(
+    z: Tensor, targets: Tensor, dloss: Tensor | None, scale: float, softcap: float, batch: Spread
+) -> Tensor:
+    """The loss of some rows, of which each rank has a part; dz is written over z."""
+    ranks, (count, size) = batch.ranks, z.shape
+    options = _options(z, scale, softcap)
+    first = ranks.rank * size
+    own = torch.empty(
+        (3, count), dtype=torch.promote_types(z.dtype, torch.float32), device=z.device
+    )
+    sum_part_rows[(count,)](
+        z, targets, own, count, first, size, size * ranks.size, z.stride(0), **options
+    )
+    tops, totals, wanted = torch.stack(ranks.all_gather(own), 1)
+    top = tops.amax(0)
+    total = (totals * torch.exp(tops - top)).sum(0)
+    if dloss is not None:
+        gradient_part_rows[(count,)](
+            z, targets, dloss, top, total, first, size, z.stride(0), **options
+        )
+    loss: Tensor = torch.log(total) - (wanted.sum(0) - top)
+    return loss.masked_fill(targets < 0, 0)
+
+
+def _options(z: Tensor, scale: float, softcap: float) -> dict[str, Any]:
+    """What the kernels are specialised by: a narrow row is one block; 8 columns a thread."""
+    block = min(BLOCK, triton.next_power_of_2(z.shape[1]))
+    return {
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        "BLOCK": block,
+        "num_warps": max(1, block // 256),
+    }

@@ -1,0 +1,1 @@
+"""Costs of operators and collectives: data sheets, profiles, layers and steps."""

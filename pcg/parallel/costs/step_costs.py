@@ -1,0 +1,364 @@
+"""What an engine's steps take on a device, from the graphs of a program and a cost model.
+
+    step      Σ nodes of prologue · layers · epilogue (and of the loss, for tokens that are trained)
+    unit      Σ nodes of one layer's backward, for one window
+
+A token-wise operator costs what the cost model says of so many tokens. Two kinds of operators see
+more than the number of tokens; their operations f and bytes b are sums over the pieces of a step,
+and the sum is one call:
+
+    attention       f = pairs · f₁       b = tokens · b₁ + cached · b₂
+    a bypass        f = Σ tokens · rank · f₁, b = Σ over adapters of b(tokens, rank)
+
+pairs: keys that are attended to, summed over tokens. cached: keys and values that are read, once
+for each piece, as one kernel's blocks do (FlashAttention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from pcg.errors import CostModelError
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.operators.collective import Collective
+from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TOKENS, TensorType
+from pcg.parallel.costs.model import CostModel
+from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
+
+
+class Piece(NamedTuple):
+    """Tokens of one sequence in a step.
+
+    Attributes:
+        tokens: of them.
+        context: tokens before them.
+        is_sampled: whether logits of the last one are wanted.
+        is_trained: whether the loss of all of them is.
+        adapter: that they use; None for the base.
+        rank: of the adapter.
+    """
+
+    tokens: int
+    context: int
+    is_sampled: bool = False
+    is_trained: bool = False
+    adapter: Hashable = None
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step runs, as far as its time depends on it.
+
+    Attributes:
+        tokens: of all pieces.
+        pairs: keys that each attends to, summed over tokens.
+        cached: tokens whose keys and values are read, summed over pieces.
+        sampled: rows of logits.
+        trained: tokens whose loss is wanted.
+        adapted: tokens that use an adapter.
+        adapted_ranks: ranks of these tokens' adapters, summed over tokens.
+        adapters: how many different ones.
+        ranks: of the different ones, summed.
+    """
+
+    tokens: int = 0
+    pairs: int = 0
+    cached: int = 0
+    sampled: int = 0
+    trained: int = 0
+    adapted: int = 0
+    adapted_ranks: int = 0
+    adapters: int = 0
+    ranks: int = 0
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> StepShape:
+        """Of the pieces of a step."""
+        tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
+        ranks: dict[Hashable, int] = {}
+        for piece in pieces:
+            count = piece.tokens
+            tokens += count
+            pairs += count * piece.context + count * (count + 1) // 2
+            cached += piece.context + count
+            sampled += piece.is_sampled
+            if piece.is_trained:
+                trained += count
+            if piece.adapter is not None:
+                adapted += count
+                adapted_ranks += count * piece.rank
+                ranks[piece.adapter] = piece.rank
+        total = sum(ranks.values())
+        return cls(
+            tokens, pairs, cached, sampled, trained, adapted, adapted_ranks, len(ranks), total
+        )
+
+
+class StepCosts(Protocol):
+    """Seconds of what a device does for an engine.
+
+    Attributes:
+        layers: of the model; those below all that is trained have a backward, too.
+    """
+
+    layers: int
+
+    def step_seconds(self, shape: StepShape) -> float:
+        """Of a forward."""
+
+    def backward_seconds(self, layer: int, shape: StepShape) -> float:
+        """Of one layer's backward of a window."""
+
+    def update_seconds(self) -> float:
+        """Of an optimizer's update."""
+
+    def copy_seconds(self, size_bytes: int) -> float:
+        """Of a copy from the host's memory."""
+
+
+class GraphCosts:
+    """The costs of one rank's graphs; see `StepCosts`.
+
+    Args:
+        model: of the device and its links.
+        degree: number of ranks.
+        serving: the model with bypass networks whose rank is open.
+        backward: of each layer, its backward; empty where nothing is trained.
+        loss: of the tokens that are trained, with its gradient; None where nothing is.
+        trained: numbers that an optimizer updates on the rank.
+        host_bytes_per_s: of copies from the host's memory.
+    Raises:
+        CostModelError: an operator has no cost; sliding windows have none here.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        degree: int,
+        serving: ModelGraph,
+        backward: Sequence[Graph | None] = (),
+        loss: Graph | None = None,
+        trained: int = 0,
+        *,
+        host_bytes_per_s: float,
+    ) -> None:
+        self.layers = len(serving.layers)
+        made: dict[int, GraphSeconds] = {}
+
+        def seconds_of(graph: Graph) -> GraphSeconds:
+            return made.setdefault(id(graph), GraphSeconds(graph, model, degree))
+
+        blocks = [seconds_of(block) for block in serving.blocks]
+        counts = [serving.layers.count(index) for index in range(len(blocks))]
+        self._forward = [
+            (seconds_of(serving.prologue), 1),
+            *zip(blocks, counts, strict=True),
+        ]
+        self._head = seconds_of(serving.epilogue)
+        self._loss = None if loss is None else seconds_of(loss)
+        self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
+        self._update_s = model.work_seconds(_update(trained)) if trained else 0.0
+        self._host_bytes_per_s = host_bytes_per_s
+
+    def step_seconds(self, shape: StepShape) -> float:
+        total = 0.0
+        if shape.tokens:
+            total += sum(count * graph.seconds(shape) for graph, count in self._forward)
+        if shape.sampled:
+            total += self._head.seconds(StepShape(shape.sampled))
+        if shape.trained:
+            if self._loss is None:
+                raise CostModelError("tokens are trained, and there is no graph of their loss")
+            total += self._loss.seconds(StepShape(shape.trained))
+        return total
+
+    def backward_seconds(self, layer: int, shape: StepShape) -> float:
+        graph = self._backward[layer]
+        return 0.0 if graph is None else graph.seconds(shape)
+
+    def update_seconds(self) -> float:
+        return self._update_s
+
+    def copy_seconds(self, size_bytes: int) -> float:
+        return size_bytes / self._host_bytes_per_s
+
+
+class GraphSeconds:
+    """Seconds of one graph on one rank, for any step.
+
+    Args:
+        graph: of a rank.
+        model: of the device and its links.
+        degree: number of ranks.
+    """
+
+    def __init__(self, graph: Graph, model: CostModel, degree: int) -> None:
+        self._model = model
+        self._degree = degree
+        self._plain: list[Callable[[int], float]] = []
+        self._attention: list[_Sum] = []
+        self._bypass: list[_Sum] = []
+        self._open: list[tuple[str, Types]] = []
+        for node in graph.nodes:
+            self._add(graph, node)
+        self._known: dict[int, float] = {}
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of a step."""
+        tokens = shape.tokens
+        total = self._known.get(tokens)
+        if total is None:
+            total = self._known[tokens] = sum(seconds(tokens) for seconds in self._plain)
+        for one in self._attention:
+            total += one.seconds(self._model, 1, tokens, shape.cached, shape.pairs)
+        if shape.adapters:
+            sums = (shape.adapters, shape.adapted, shape.ranks, shape.adapted_ranks)
+            for one in self._bypass:
+                total += one.seconds(self._model, *sums)
+        for kind, types in self._open:
+            size = sum(
+                int(_bytes(type_, 1, 1)) * shape.adapted_ranks
+                if _is_open(type_)
+                else int(_bytes(type_, tokens, 1))
+                for type_ in types
+            )
+            if size:
+                total += self._model.collective_seconds(kind, size, self._degree)
+        return total
+
+    def _add(self, graph: Graph, node: Node) -> None:
+        ins = tuple(graph.types[name] for name in node.inputs)
+        outs = tuple(value.type for value in node.outputs)
+        entry, attributes = operator(node.op), dict(node.attributes)
+        is_open = any(_is_open(type_) for type_ in (*ins, *outs))
+        if isinstance(entry, Collective) and entry.rounds:
+            # Several tensors go in one message; a copy that is gathered is gathered as any.
+            kind = "all_gather" if node.op == "gathered_copy" else node.op.removesuffix("s")
+            wholes = ins if kind == "reduce_scatter" else outs
+            if is_open:
+                self._open.append((kind, wholes))
+                return
+            self._plain.append(
+                lambda tokens: self._model.collective_seconds(
+                    kind, sum(int(_bytes(type_, tokens, 1)) for type_ in wholes), self._degree
+                )
+            )
+        elif is_free(node.op):
+            return
+        elif entry.sees_sequences:
+            if attributes.get("window"):
+                raise CostModelError(
+                    f"{node.op} in {node.scope} sees a window of {attributes['window']} tokens; "
+                    "steps have costs of attention to all tokens alone"
+                )
+            self._attention.append(_attention(node.op, ins, outs, attributes))
+        elif is_open:
+            for op, *types, parted in parts_of(node.op, ins, outs, attributes):
+                self._bypass.append(_bypass(op, types[0], types[1], parted))
+        else:
+            self._plain.append(
+                lambda tokens: self._model.operator_seconds(
+                    node.op, ins, outs, attributes, tokens, 1
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """An operator's work, bilinear in two things: of 1, x, y and x · y.
+
+    Attributes:
+        work: a call of it, for what it is.
+        flops: coefficients.
+        moved_bytes: likewise.
+    """
+
+    work: Work
+    flops: tuple[float, float, float, float]
+    moved_bytes: tuple[float, float, float, float]
+
+    def seconds(self, model: CostModel, one: float, x: float, y: float, xy: float) -> float:
+        """Of a call whose pieces have these sums."""
+        f, b, work = self.flops, self.moved_bytes, self.work
+        return model.work_seconds(
+            Work(
+                work.kernel,
+                work.is_product,
+                work.dtype,
+                "",
+                x,
+                f[0] * one + f[1] * x + f[2] * y + f[3] * xy,
+                b[0] * one + b[1] * x + b[2] * y + b[3] * xy,
+            )
+        )
+
+
+def _bilinear(at: Callable[[int, int], float], what: str) -> tuple[float, float, float, float]:
+    """Coefficients of 1, x, y, x · y.
+
+    Raises:
+        CostModelError: it is not so.
+    """
+    a, x, y, xy = at(1, 1), at(2, 1), at(1, 2), at(2, 2)
+    both = xy - x - y + a
+    found = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)
+    f = found
+    wanted = at(5, 3)
+    if abs(f[0] + 5 * f[1] + 3 * f[2] + 15 * f[3] - wanted) > 1e-6 * abs(wanted):
+        raise CostModelError(f"the work of {what} is not a sum over tokens and ranks")
+    return found
+
+
+def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Sum:
+    """Of an operator of an open rank: x tokens, y ranks."""
+
+    def at(tokens: int, rank: int) -> Work:
+        inputs, outputs = (tuple(_ranked(type_, rank) for type_ in types) for types in (ins, outs))
+        return work_of(op, inputs, outputs, attributes, tokens, 1)
+
+    return _Sum(
+        at(1, 1),
+        _bilinear(lambda x, y: at(x, y).flops, op),
+        _bilinear(lambda x, y: at(x, y).moved_bytes, op),
+    )
+
+
+def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Sum:
+    """Of attention: x tokens, y keys and values that are read, x · y pairs."""
+    one, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
+    cached = longer.moved_bytes - one.moved_bytes
+    # A token's own keys and values are among those that are read.
+    return _Sum(one, (0.0, 0.0, 0.0, one.flops), (0.0, one.moved_bytes - cached, cached, 0.0))
+
+
+def _update(count: int) -> Work:
+    """AdamW's update: reads weight, gradient and two moments, and writes all but the gradient."""
+    return Work("add", False, "f32", "", count, 12.0 * count, 7 * 4.0 * count)
+
+
+def _is_open(type_: TensorType) -> bool:
+    """Whether an adapter's rank is left open."""
+    return any(not isinstance(size, int) and size.free_symbols - {TOKENS} for size in type_.shape)
+
+
+def _ranked(type_: TensorType, rank: int) -> TensorType:
+    sizes = []
+    for size in type_.shape:
+        if not isinstance(size, int):
+            size = size.subs(dict.fromkeys(size.free_symbols - {TOKENS}, rank))
+            size = int(size) if size.is_Integer else size
+        sizes.append(size)
+    return type_.with_shape(tuple(sizes))
+
+
+@lru_cache(maxsize=65536)
+def _bytes(type_: TensorType, tokens: int, rank: int) -> float:
+    size = _ranked(type_, rank).size_bytes
+    return float(size if isinstance(size, int) else size.subs({TOKENS: tokens}))

@@ -1,0 +1,1 @@
+"""Passes that fuse nodes: products, losses, gradients, and groups that one kernel runs."""

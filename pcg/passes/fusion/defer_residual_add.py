@@ -1,0 +1,79 @@
+"""Have layers hand on the two summands of their last residual sum, for the next norm's kernel.
+
+    x' = a + b                  a, b                      of each layer
+    n = norm(x')                x' = a + b;  n = norm(x')     of the next, and of the epilogue
+
+A kernel of the next layer's norm makes the sum on its way; alone it would be one more launch a
+layer, which reads and writes what the norm reads again. The first layer is handed x and zeros.
+Serving programs only: backward would keep both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pcg.ir.graph import Graph, Node, Value
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TOKENS
+from pcg.passes.fusion.kernel_groups import is_fusible
+
+
+def hand_on(model: ModelGraph) -> ModelGraph:
+    """The model, where every layer ends in such a sum, with the sums where they are read."""
+    sums = [_last_sum(block) for block in model.blocks]
+    # Where ranks hold parts of the tokens, what is handed on is gathered: once, not twice.
+    if model.epilogue.inputs[0].type.shape[0] != TOKENS:
+        return model
+    blocks = []
+    for block, last in zip(model.blocks, sums, strict=True):
+        if last is None:
+            return model
+        nodes = tuple(node for node in block.nodes if node is not last)
+        blocks.append(_summed(block.replace(nodes=nodes, outputs=last.inputs)))
+    prologue = model.prologue
+    first = prologue.outputs[0]
+    zeros = Node("sub", (first, first), (Value(_fresh(prologue, "zeros"), prologue.types[first]),))
+    return dataclasses.replace(
+        model,
+        prologue=prologue.replace(
+            nodes=(*prologue.nodes, zeros), outputs=(first, zeros.name, *prologue.outputs[1:])
+        ),
+        blocks=tuple(blocks),
+        epilogue=_summed(model.epilogue),
+    )
+
+
+def _last_sum(block: Graph) -> Node | None:
+    """What makes the only thing that a layer hands on, if no kernel makes its summands anyway."""
+    if len(block.outputs) != 1:
+        return None
+    last = block.producers.get(block.outputs[0])
+    if last is None or last.op != "add" or len(last.inputs) != 2:
+        return None
+    if block.consumers.get(last.name) or len({*last.inputs, last.name}) != 3:
+        return None
+    types = {block.types[name] for name in (*last.inputs, last.name)}
+    return last if len(types) == 1 and all(_is_there(block, n) for n in last.inputs) else None
+
+
+def _is_there(block: Graph, name: str) -> bool:
+    """Whether a value lies in memory, whoever adds it."""
+    made = block.producers.get(name)
+    return made is None or not is_fusible(block, made) or len(block.consumers[name]) > 1
+
+
+def _summed(graph: Graph) -> Graph:
+    """A graph that makes the sum that it was handed before."""
+    x = graph.inputs[0]
+    summands = [Value(_fresh(graph, name), x.type) for name in ("residual", "branch")]
+    total = Node("add", tuple(value.name for value in summands), (x,))
+    return graph.replace(inputs=(*summands, *graph.inputs[1:]), nodes=(total, *graph.nodes))
+
+
+def _fresh(graph: Graph, name: str) -> str:
+    """The name, or one like it that nothing in the graph has."""
+    number, found = 0, name
+    while found in graph.types:
+        number += 1
+        found = f"{name}_{number}"
+    return found

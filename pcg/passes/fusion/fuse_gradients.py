@@ -1,0 +1,210 @@
+"""Fuse gradients of adapters, which the runtime then makes at once for jobs that run together.
+
+    ds = scale · dz B        dB = scale · dzᵀ s                           LoRA, and its base's
+    dx = … + dz W + … + ds A + …                      each of the dtype of dx
+
+become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum:
+LoRA's part is added to the base's where that lies. Where something is between A and the sum, as
+dropout or a collective, LoRA's products stay by themselves; and where dB runs beside a collective.
+
+    h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
+    ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
+
+become one operator, `bottleneck_backward`. What is made again of what such an operator makes, as s
+over ranks at a small budget, cannot be read by it.
+
+Behind them dA = dsᵀ x is asked for, too; and so are everywhere the gradients of vectors, which are
+Σ dz ⊙ (y - b), as of (IA)³ and DoRA, and scale · Σ dz, of biases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from pcg.ir.analysis.in_flight import waits
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators.bypass import Activate
+
+
+def fuse_gradients(graph: Graph) -> Graph:
+    """A layer's backward with such operators, where there can be some."""
+    before = graph
+    for name in [node.name for node in graph.nodes if node.op == "linear_backward"]:
+        graph = _fused(graph, graph.producers[name])
+    for name in [node.name for node in graph.nodes if node.op == "activate"]:
+        graph = _with_bottleneck(graph, graph.producers[name])
+    nodes = [_asked(graph, node) for node in graph.nodes]
+    if graph is before and nodes == [*graph.nodes]:
+        return graph
+    return graph.replace(nodes=_in_order(nodes))
+
+
+def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes, each behind what it reads; else as given."""
+    makers = {value.name: node for node in nodes for value in node.outputs}
+    placed: dict[str, Node] = {}
+
+    def place(node: Node) -> None:
+        if node.name not in placed:
+            for name in node.inputs:
+                if name in makers:
+                    place(makers[name])
+            placed[node.name] = node
+
+    for node in nodes:
+        place(node)
+    return tuple(placed.values())
+
+
+def _depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
+    """Whether one of the values is made of what some nodes make."""
+    waiting, seen = [*values], set[str]()
+    while waiting:
+        node = graph.producers.get(waiting.pop())
+        if node in on:
+            return True
+        if node is not None and node.name not in seen:
+            seen.add(node.name)
+            waiting += node.inputs
+    return False
+
+
+_VECTORS = {"inner": "asked_inner", "sum_tokens": "asked_sum_tokens"}
+
+
+def _asked(graph: Graph, node: Node) -> Node:
+    """The gradient of A behind a fused operator, or of a vector, asked for; others as they are."""
+    of = ("of", node.name)
+    if node.op in _VECTORS:
+        return dataclasses.replace(node, op=_VECTORS[node.op], attributes=(*node.attributes, of))
+    maker = graph.producers.get(node.inputs[0]) if node.op == "outer" else None
+    if maker is None or maker.op not in ("lora_linear_backward", "bottleneck_backward"):
+        return node
+    return dataclasses.replace(node, op="asked_outer", attributes=(of,))
+
+
+def _fused(graph: Graph, base: Node) -> Graph:
+    """The graph with one base product's LoRA in one operator with it."""
+    gradient, weight = base.inputs
+    parameter = graph.parameters_by_name.get(weight)
+    of_gradient = graph.consumers[gradient]
+    up = [node for node in of_gradient if node.op == "expand_backward"]
+    if parameter is None or parameter.role != "frozen":
+        return graph
+    begun = waits(graph.nodes).items()
+    beside = {node for start, end in begun for node in graph.nodes[start + 1 : end]}
+    for expand in up:
+        outers = [n for n in of_gradient if n.op == "scaled_outer"]
+        outer = next((n for n in outers if n.inputs[2] == expand.inputs[1]), None)
+        down = [n for n in graph.consumers[expand.name] if n.op == "shrink_backward"]
+        if outer is None or len(down) != 1 or outer in beside:
+            continue
+        if _depends(graph, (outer.inputs[1], outer.inputs[2], down[0].inputs[1]), (expand, base)):
+            continue
+        path = _path(graph, base, down[0])
+        if path is not None:
+            return _with_operator(graph, base, expand, outer, down[0], path)
+    return graph
+
+
+def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | None:
+    """LoRA's summand, and the sums from the first that has it or the base's to that of both.
+
+    None where they are not summands of one sum, and where another reads a part of it on the way.
+    """
+    lora = down.name
+    readers = graph.consumers[lora]
+    if len(readers) == 1 and readers[0].op == "cast":
+        lora = readers[0].name
+    if graph.types[lora] != graph.types[base.name]:
+        return None
+    chains = [_sums(graph, name) for name in (lora, base.name)]
+    first = next((node for node in chains[0] if node in chains[1]), None)
+    if first is None:
+        return None
+    chains = [chain[: chain.index(first)] for chain in chains]
+    return lora, (*chains[0], *chains[1], first)
+
+
+def _sums(graph: Graph, name: str) -> list[Node]:
+    """The sums that a value is a summand of, from the inmost."""
+    found: list[Node] = []
+    while len(readers := graph.consumers.get(name, ())) == 1 and name not in graph.outputs:
+        (reader,) = readers
+        if reader.op != "add" or len({*reader.inputs}) != 2:
+            break
+        found.append(reader)
+        name = reader.name
+    return found
+
+
+def _with_operator(
+    graph: Graph,
+    base: Node,
+    expand: Node,
+    outer: Node,
+    down: Node,
+    path: tuple[str, Sequence[Node]],
+) -> Graph:
+    lora, sums = path
+    outputs = (expand.output, outer.output, base.output)
+    inputs = (*base.inputs, down.inputs[1], expand.inputs[1], outer.inputs[1])
+    fused = Node("lora_linear_backward", inputs, outputs, (), base.scope)
+    # The sum that LoRA's part was added in is the other summand.
+    (last,) = [node for node in sums if lora in node.inputs]
+    (other,) = [name for name in last.inputs if name != lora]
+    gone = {expand.name, outer.name, down.name, lora, last.name}
+    kept = tuple(
+        dataclasses.replace(node, inputs=tuple(_renamed(node.inputs, last.name, other)))
+        for node in (fused if node is base else node for node in graph.nodes)
+        if node.name not in gone or node is fused
+    )
+    outputs_of_graph = tuple(_renamed(graph.outputs, last.name, other))
+    return graph.replace(nodes=kept, outputs=outputs_of_graph)
+
+
+def _renamed(names: Sequence[str], old: str, new: str) -> Iterator[str]:
+    return (new if name == old else name for name in names)
+
+
+# ------------------------------------------------------------------------------- bottlenecks
+
+
+def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
+    """The graph with the gradients of one bottleneck adapter in one operator."""
+    s, bias = inner.inputs
+    readers = graph.consumers
+    for outer in readers.get(inner.name, ()):
+        if outer.op != "scaled_outer" or outer.inputs[1] != inner.name:
+            continue
+        gradient, _, up = outer.inputs
+        expand = _reader(readers, gradient, "expand_backward", up)
+        if expand is None or len(readers[expand.name]) != 1:
+            continue
+        (slope,) = readers[expand.name]
+        of_sum = graph.producers.get(slope.inputs[-1])
+        of_bias = _reader(readers, slope.name, "sum_tokens", bias)
+        is_slope = slope.op == Activate.gradients[str(inner.attribute("function"))][0]
+        if not is_slope or of_sum is None or of_sum.inputs != inner.inputs or of_bias is None:
+            continue
+        fused = Node(
+            "bottleneck_backward",
+            (gradient, up, s, bias),
+            (slope.output, outer.output, of_bias.output),
+            inner.attributes,
+            outer.scope,
+        )
+        if _depends(graph, (s, bias, up), (expand, slope, outer, of_bias)):
+            continue
+        gone = {expand.name, outer.name, of_bias.name}
+        every = (fused if node is slope else node for node in graph.nodes)
+        kept = tuple(node for node in every if node.name not in gone)
+        return graph.replace(nodes=kept).without_dead_code()
+    return graph
+
+
+def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
+    """What reads a value by an operator, and another one behind it."""
+    found = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
+    return next(found, None)

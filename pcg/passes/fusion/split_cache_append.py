@@ -1,0 +1,67 @@
+"""Split what writes keys and values into the cache from attention, where kernels make them.
+
+    out = attention(q, k, v)      keys = append(k), values = append(v)
+                                  out = attention(q, keys, values)
+
+The kernel that makes k then stores it at its place in the cache itself. Where keys are made by no
+such kernel, as in models without rotary embedding, attention goes on to append both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from pcg.ir.graph import Graph, Node, Value
+from pcg.ir.operators import operator
+from pcg.ir.program.program import python_name
+from pcg.passes.fusion.kernel_groups import is_fusible
+
+
+def split_append(graph: Graph, sizes: Container[int], dtypes: Container[str]) -> Graph:
+    """The graph with appends of its own before attention.
+
+    Args:
+        graph: of a program for Triton.
+        sizes: of heads that attention's kernels know; other attention appends for itself.
+        dtypes: theirs.
+    """
+    names = {python_name(name) for name in graph.types}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "attention" or not _is_split(graph, node, sizes, dtypes):
+            nodes.append(node)
+            continue
+        q, k, v, *rest = node.inputs
+        appended = []
+        for value, to in ((k, "keys"), (v, "values")):
+            name = _unused(to, names)
+            appended.append(name)
+            output = Value(name, graph.types[value])
+            nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
+        nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
+    return graph.replace(nodes=tuple(nodes))
+
+
+def _is_split(graph: Graph, node: Node, sizes: Container[int], dtypes: Container[str]) -> bool:
+    q, k, v = (graph.types[name] for name in node.inputs[:3])
+    known = q.features[-1] in sizes and v.features[-1] in sizes and q.dtype in dtypes
+    same = q.dtype == k.dtype == v.dtype
+    return known and same and _is_made_by_a_kernel(graph, node.inputs[1])
+
+
+def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:
+    node = graph.producers.get(value)
+    while node is not None and operator(node.op).is_view:
+        node = graph.producers.get(node.inputs[0])
+    return node is not None and is_fusible(graph, node)
+
+
+def _unused(stem: str, names: set[str]) -> str:
+    """A name that is none of these; it becomes one of them."""
+    name, count = stem, 0
+    while name in names:
+        count += 1
+        name = f"{stem}_{count}"
+    names.add(name)
+    return name

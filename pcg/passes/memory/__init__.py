@@ -1,0 +1,1 @@
+"""Passes that choose what forward saves and what backward recomputes."""

@@ -1,0 +1,73 @@
+"""Spread a memory budget over the layers: which plan of its frontier each layer takes.
+
+Each layer has the lower convex hull of its (bytes, operations made again). Steps along the hulls,
+from "no product made again" on, are taken in the order of bytes saved per operation, over all
+layers; so after every step no other mix of hull vertices keeps fewer bytes at as few operations.
+Among equal layers the first take theirs first: backward reaches them last, when the others' kept
+values are gone and there is room for what is made again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.passes.memory.rematerialize import Choice
+
+Frontiers = Sequence[Sequence[Choice]]
+Mix = tuple[int, ...]
+"""For each layer, the index of its choice on its frontier."""
+
+
+def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
+    """The mix with the fewest operations made again that keeps within a budget; None for none.
+
+    Args:
+        frontiers: of each layer.
+        budget: of the whole model.
+        outside_bytes: kept outside the layers, whatever they do.
+    """
+    steps = list(mixes(frontiers))
+    most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
+    if budget.share is not None:
+        limit = least + Fraction(budget.share) * (most - least)
+    else:
+        assert budget.size_bytes is not None
+        limit = Fraction(budget.size_bytes - outside_bytes)
+    return next((mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit), None)
+
+
+def mixes(frontiers: Frontiers) -> Iterator[Mix]:
+    """Every mix on the way from no product made again to the fewest bytes, one layer's step each.
+
+    Each keeps fewer bytes than the one before, at the best rate of bytes for operations.
+    """
+    mix = [0] * len(frontiers)
+    yield tuple(mix)
+    steps: list[tuple[Fraction, int]] = []
+    for layer, frontier in enumerate(frontiers):
+        _push(steps, frontier, layer, 0)
+    while steps:
+        _, layer = heapq.heappop(steps)
+        mix[layer] += 1
+        yield tuple(mix)
+        _push(steps, frontiers[layer], layer, mix[layer])
+
+
+def mixed(frontiers: Frontiers, mix: Mix) -> Choice:
+    """Bytes and operations of all layers together."""
+    choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
+    return Choice(
+        (), (), sum(choice.size_bytes for choice in choices), sum(c.flops for c in choices)
+    )
+
+
+def _push(
+    steps: list[tuple[Fraction, int]], frontier: Sequence[Choice], layer: int, at: int
+) -> None:
+    if at + 1 < len(frontier):
+        now, then = frontier[at], frontier[at + 1]
+        price = Fraction(then.flops - now.flops, now.size_bytes - then.size_bytes)
+        heapq.heappush(steps, (price, layer))

@@ -1,0 +1,209 @@
+"""Plan the memory of training: what each layer keeps, within a budget over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pcg.errors import MemoryBudgetError
+from pcg.ir.analysis.saved_memory import outside_bytes
+from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.ir.types import TOKENS
+from pcg.passes.memory.budget import Mix, mixed, mixes, spread
+from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops
+from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
+from pcg.passes.training_graphs import LayerKind, plan_layer
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the layers of a model keep and make again.
+
+    Attributes:
+        plans: the distinct ways in which layers are trained.
+        layers: for each layer, the index of its plan.
+        choices: of each plan.
+        layer_flops: of each layer's matrix products and attention, forward.
+        restored: layers whose input backward makes again by the layer before
+            (`pcg.passes.memory.segments`).
+    """
+
+    plans: tuple[TrainingGraph, ...]
+    layers: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    layer_flops: tuple[int, ...]
+    restored: tuple[int, ...] = ()
+
+    @property
+    def recompute_flops_ratio(self) -> float:
+        """Operations made again, as a share of the layers' forward."""
+        again = sum(self.choices[index].flops for index in self.layers)
+        again += sum(self.layer_flops[layer - 1] for layer in self.restored)
+        return again / (sum(self.layer_flops) or 1)
+
+
+@dataclass(frozen=True)
+class Frontiers:
+    """What the layers can keep and make again, at one batch.
+
+    Attributes:
+        kinds: of the layers.
+        of_kind: the frontier of each.
+        layers: for each layer, the index of its kind.
+        layer_flops: of each layer's matrix products and attention.
+        outside_bytes: kept outside the layers.
+        model: with bypass networks attached.
+        tokens: of the batch.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    of_kind: tuple[tuple[Choice, ...], ...]
+    layers: tuple[int, ...]
+    layer_flops: tuple[int, ...]
+    outside_bytes: int
+    model: ModelGraph
+    tokens: int
+
+    @property
+    def of_layers(self) -> list[tuple[Choice, ...]]:
+        return [self.of_kind[kind] for kind in self.layers]
+
+    def points(self) -> list[tuple[int, float, int]]:
+        """(bytes, share of the forward's operations made again, inputs) of the mixes that matter.
+
+        Bytes are what is kept, and inputs are the layers' that are made again.
+
+        Layers that take the same step one after the other are one step here.
+        """
+        frontiers = self.of_layers
+        every = [mixed(frontiers, mix) for mix in mixes(frontiers)]
+        corners = [
+            choice
+            for i, choice in enumerate(every)
+            if i in (0, len(every) - 1) or not _on_a_line(*every[i - 1 : i + 2])
+        ]
+        forward_flops = sum(self.layer_flops) or 1
+        found = [(c.size_bytes + self.outside_bytes, c.flops / forward_flops, 0) for c in corners]
+        least = self._least()
+        restored = most_shared(self._restorable(least))
+        if restored:
+            shared = dataclasses.replace(least, restored=restored)
+            spared = sum(self._input_bytes(layer) for layer in restored)
+            found.append((found[-1][0] - spared, shared.recompute_flops_ratio, len(restored)))
+        return found
+
+    def plan(self, budget: MemoryBudget) -> MemoryPlan:
+        """The plan that makes the fewest operations again within a budget.
+
+        Raises:
+            MemoryBudgetError: the least is more than the budget.
+        """
+        mix = spread(self.of_layers, budget, self.outside_bytes)
+        if mix is not None:
+            return self._planned(mix)
+        assert budget.size_bytes is not None
+        return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
+
+    def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
+        """Every layer keeps the least, and as few as need be make their input again."""
+        least = self._least()
+        restorable = self._restorable(least)
+        size = sum(least.choices[index].size_bytes for index in least.layers)
+        spared = [self._input_bytes(layer) for layer in most_shared(restorable)]
+        if size - sum(spared) > limit:
+            needed = size - sum(spared) + self.outside_bytes
+            raise MemoryBudgetError(
+                f"memory_budget={budget.size_bytes} bytes is less than the least that batch "
+                f"{budget.batch} of {budget.seq} tokens needs for backward, {needed} bytes; give "
+                "that much, or use a smaller batch or shorter sequences"
+            )
+        count = -((limit - size) // max(spared))
+        restored = shared_inputs(restorable, count) or most_shared(restorable)
+        return dataclasses.replace(least, restored=restored)
+
+    def _least(self) -> MemoryPlan:
+        """Every layer keeps the least."""
+        return self._planned(tuple(len(frontier) - 1 for frontier in self.of_layers))
+
+    def _restorable(self, plan: MemoryPlan) -> list[bool]:
+        return restorable(self.model, plan.plans, plan.layers)
+
+    def _input_bytes(self, layer: int) -> int:
+        """Of what a layer is handed by the one before."""
+        value = self.model.blocks[self.model.layers[layer]].inputs[0]
+        return int(value.type.size_bytes.subs(TOKENS, self.tokens))
+
+    def _planned(self, mix: Mix) -> MemoryPlan:
+        taken = list(dict.fromkeys(zip(self.layers, mix, strict=True)))
+        plans, choices = [], []
+        for kind_index, index in taken:
+            kind, choice = self.kinds[kind_index], self.of_kind[kind_index][index]
+            several = sum(other == kind_index for other, _ in taken) > 1
+            name = f"{kind.name}_plan{index}" if several else kind.name
+            plans.append(plan_layer(kind, choice.saved, name))
+            choices.append(choice)
+        layers = tuple(taken.index(pair) for pair in zip(self.layers, mix, strict=True))
+        return MemoryPlan(tuple(plans), layers, tuple(choices), self.layer_flops)
+
+
+def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: int) -> Frontiers:
+    """The frontier of every kind of layer.
+
+    Args:
+        model: with bypass networks attached.
+        kinds: of its layers.
+        batch: sequences of a step.
+        seq: tokens of each.
+    """
+    found = tuple(
+        SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
+        for kind in kinds
+    )
+    tokens = batch * seq
+    flops = {block: graph_flops(model.blocks[block], tokens, seq) for block in set(model.layers)}
+    read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
+    return Frontiers(
+        tuple(kinds),
+        found,
+        _kind_of_layers(kinds),
+        tuple(flops[block] for block in model.layers),
+        outside_bytes(model, read, tokens),
+        model,
+        tokens,
+    )
+
+
+def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
+    """A plan's choices for layers of other sizes; None where they lack a tensor that is kept.
+
+    Args:
+        plan: whose choices are taken.
+        found: the frontiers of the layers.
+    """
+    plans = []
+    for index, choice in enumerate(plan.choices):
+        kind = found.kinds[found.layers[plan.layers.index(index)]]
+        if not kind.gradients.graph.types.keys() >= set(choice.saved):
+            return None
+        name = plan.plans[index].forward.name.removesuffix("_forward")
+        plans.append(plan_layer(kind, choice.saved, name))
+    return dataclasses.replace(plan, plans=tuple(plans))
+
+
+def keep_all(model: ModelGraph, kinds: Sequence[LayerKind]) -> MemoryPlan:
+    """Every layer keeps all that its backward reads, and makes nothing again."""
+    plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
+    nothing = Choice((), (), 0, 0)
+    return MemoryPlan(tuple(plans), _kind_of_layers(kinds), (nothing,) * len(plans), ())
+
+
+def _kind_of_layers(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    of_layer = {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
+    return tuple(of_layer[layer] for layer in range(len(of_layer)))
+
+
+def _on_a_line(left: Choice, middle: Choice, right: Choice) -> bool:
+    first = (middle.size_bytes - left.size_bytes) * (right.flops - left.flops)
+    return first == (right.size_bytes - left.size_bytes) * (middle.flops - left.flops)

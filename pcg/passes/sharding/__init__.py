@@ -1,0 +1,1 @@
+"""Passes that make one rank's graph of a sharded one."""

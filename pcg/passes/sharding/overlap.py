@@ -1,0 +1,150 @@
+"""Overlap: what does not depend on a collective runs while it goes on.
+
+    p = f(x)                      s = all_reduce(x)    begins
+    w = g(z)                      w = g(z)             runs meanwhile
+    s = all_reduce(x)      →      u = h(z)             runs meanwhile
+    t = neg(s)                    t = neg(s)           waits for s
+    u = h(z)
+
+In backward that is the gradients of weights, beside the all-reduce of an input's (Megatron-LM:
+Narayanan et al. 2021), and what a memory plan makes again. A collective moves up to where its input
+is there, what it need not wait for moves behind it, and what need not wait for it before its first
+reader, until what runs beside it takes as long (`Collective.flops`). Nothing moves past another
+collective, so these stay in their order.
+
+No move makes the fullest moment need more than `MORE` of its bytes a token beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from pcg.ir.analysis.in_flight import collective_of, first_reader, waits
+from pcg.ir.analysis.saved_memory import Alive
+from pcg.ir.graph import Graph, Node
+from pcg.ir.types import TOKENS
+from pcg.passes.memory.rematerialize import node_flops
+
+MANY_TOKENS = 2**24
+"""At so many, bytes a token are all that counts: one order is for any number of them."""
+MORE = 0.02
+"""What a bypass network keeps a little longer is this little: an s of rank 64 beside 4,096."""
+
+
+def overlap(graph: Graph, counted: Iterable[str] = ()) -> Graph:
+    """A rank's graph in an order in which collectives have something to run beside them.
+
+    One with sizes that are open, as a served prompt's, stays as it is.
+
+    Args:
+        graph: whose collectives are joined.
+        counted: values whose memory is counted elsewhere.
+    """
+    is_sized = all(type_.is_sized for type_ in graph.types.values())
+    if not is_sized or not any(map(collective_of, graph.nodes)):
+        return graph
+    return _overlapped(graph, frozenset(counted))
+
+
+@lru_cache(maxsize=256)
+def _overlapped(graph: Graph, counted: frozenset[str]) -> Graph:
+    order = _Order(graph, counted)
+    for node in graph.nodes:
+        if collective_of(node) is not None:
+            order.overlap(node)
+    return graph.replace(nodes=tuple(order.nodes))
+
+
+class _Order:
+    """An order of a graph's nodes.
+
+    Attributes:
+        nodes: in it.
+    """
+
+    def __init__(self, graph: Graph, counted: frozenset[str]) -> None:
+        self.nodes = list(graph.nodes)
+        self._alive = Alive(graph, counted)
+        self._most_bytes = (1 + MORE) * self._bytes(self.nodes)
+        self._flops = {node.name: _flops(graph, node) for node in graph.nodes}
+
+    def overlap(self, collective: Node) -> None:
+        """Find one in which a collective has enough to run beside it."""
+        before = list(self.nodes)
+        self._begin_early(collective)
+        self._run_behind(collective)
+        self._run_before_reader(collective)
+        if self.nodes.index(collective) not in waits(self.nodes):
+            self.nodes = before
+
+    def _begin_early(self, collective: Node) -> None:
+        """Move it up, past what it does not read."""
+        place = to = self.nodes.index(collective)
+        while not self._is_enough(collective):
+            to -= 1
+            if to < 0 or _is_barred(collective, self.nodes[to]):
+                return
+            if self._move(place, to):
+                place = to
+
+    def _run_behind(self, collective: Node) -> None:
+        """Move what it does not wait for behind it; what runs beside the one before stays there."""
+        at = self.nodes.index(collective)
+        others = [i for i in range(at) if collective_of(self.nodes[i]) is not None]
+        start = max((first_reader(self.nodes, i, self.nodes[i]) for i in others), default=-1)
+        for place in reversed(range(start + 1, at)):
+            if self._is_enough(collective):
+                return
+            node = self.nodes[place]
+            if not any(_reads(other, node) for other in self.nodes[place + 1 : at + 1]):
+                at -= self._move(place, at)
+
+    def _run_before_reader(self, collective: Node) -> None:
+        """Move what does not wait for it before the first that does."""
+        at = self.nodes.index(collective)
+        first = first_reader(self.nodes, at, collective)
+        for place in range(first + 1, len(self.nodes)):
+            node = self.nodes[place]
+            if collective_of(node) is not None or self._is_enough(collective):
+                return
+            if not any(_reads(node, other) for other in self.nodes[first:place]):
+                first += self._move(place, first)
+
+    def _is_enough(self, collective: Node) -> bool:
+        """Whether what runs beside it takes as long as it."""
+        at = self.nodes.index(collective)
+        beside = self.nodes[at + 1 : first_reader(self.nodes, at, collective)]
+        works = sum(self._flops[n.name] for n in beside if collective_of(n) is None)
+        return works >= self._flops[collective.name]
+
+    def _move(self, place: int, to: int) -> bool:
+        """Move a node, unless the fullest moment would need too much."""
+        nodes = list(self.nodes)
+        nodes.insert(to, nodes.pop(place))
+        if self._bytes(nodes) > self._most_bytes:
+            return False
+        self.nodes = nodes
+        return True
+
+    def _bytes(self, nodes: Sequence[Node]) -> int:
+        return self._alive.most(nodes, MANY_TOKENS, 1).size_bytes(MANY_TOKENS, 1)
+
+
+def _flops(graph: Graph, node: Node) -> int:
+    """Operations of a product, or that take as long as a collective; 0 of others."""
+    entry = collective_of(node)
+    if entry is None:
+        return node_flops(graph, node, MANY_TOKENS, 1)
+    types = tuple(graph.types[name] for name in node.inputs)
+    formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
+    return int(formula.subs(TOKENS, MANY_TOKENS))
+
+
+def _is_barred(collective: Node, above: Node) -> bool:
+    """Whether a collective does not move past a node."""
+    return collective_of(above) is not None or _reads(collective, above)
+
+
+def _reads(node: Node, other: Node) -> bool:
+    return any(value.name in node.inputs for value in other.outputs)

@@ -1,0 +1,1 @@
+"""PEFT methods, one a file, and adapters: in memory, on disk, by name."""

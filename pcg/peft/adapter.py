@@ -1,0 +1,288 @@
+"""An adapter in memory: a recipe of any method, and the weights that belong to it."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
+from pcg.peft.adalora_weights import AdaLoraWeights
+from pcg.peft.bottleneck_weights import BottleneckWeights
+from pcg.peft.ia3_weights import Ia3Weights
+from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora_weights import LoraWeights
+from pcg.peft.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
+from pcg.peft.prefix_weights import PrefixWeights
+from pcg.peft.prompt_encoder import fresh_encoder, made_by_encoder
+from pcg.peft.prompt_weights import PromptWeights
+from pcg.peft.registry import Recipe
+from pcg.peft.vera_weights import VeraWeights
+
+WEIGHTS: Mapping[str, type[ModuleWeights]] = {
+    "ADALORA": AdaLoraWeights,
+    "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
+    "BOTTLENECK": BottleneckWeights,
+    "IA3": Ia3Weights,
+    "LORA": LoraWeights,
+    "PREFIX_TUNING": PrefixWeights,
+    "PROMPT_TUNING": PromptWeights,
+    "P_TUNING": PromptWeights,
+    "VERA": VeraWeights,
+}
+"""The weights of a module, by the recipe's `peft_type`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter of any method.
+
+    Attributes:
+        name: that requests and jobs use.
+        recipe: its configuration.
+        weights: by path of the module.
+        biases: of the base model as trained with it (`recipe.bias`), by path of their module; each
+            stands in for the base's own, it is not added to it.
+        base_model_name: what it was trained for; empty if that is not known.
+        extra: fields of adapter_config.json that change nothing here, such as task_type; written
+            back as they were read.
+        shared: tensors that all modules share and that are not trained, by name.
+        encoder: what makes `weights` and is trained in their place (`recipe.encoder`), by peft's
+            names; empty where the method has none, or the adapter comes from a file.
+    """
+
+    name: str
+    recipe: Recipe
+    weights: Mapping[str, ModuleWeights]
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    base_model_name: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    encoder: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that training changes, in order."""
+        bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
+        encoder = (self.encoder[name] for name in sorted(self.encoder))  # files have any order
+        return (*bypasses, *self.biases.values(), *encoder)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Virtual tokens that stand before each sequence."""
+        return self.recipe.prompt_tokens
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Of all tensors; they change in place alone."""
+        return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
+
+    def parameter(self, path: str) -> AdapterWeight | None:
+        """What a training program reads, by the parameter's source; None where there is none."""
+        module, _, kind = path.rpartition(".")
+        if not module and kind in self.shared:
+            return AdapterWeight(self.shared[kind])
+        if kind == "bias":
+            bias = self.biases.get(module)
+            return None if bias is None else AdapterWeight(bias)
+        weights = self.weights.get(module)
+        return None if weights is None else weights.parameters.get(kind)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The adapter with every tensor changed."""
+        return replace(
+            self,
+            weights={path: weights.map(change) for path, weights in self.weights.items()},
+            biases={path: change(bias) for path, bias in self.biases.items()},
+            shared={name: change(tensor) for name, tensor in self.shared.items()},
+            encoder={name: change(tensor) for name, tensor in self.encoder.items()},
+        )
+
+
+def new_adapter(
+    name: str,
+    recipe: Recipe,
+    module_shapes: Mapping[str, Shape],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    output_layer: str | None = None,
+    model_type: str | None = None,
+    base_model_name: str = "",
+    extra: Mapping[str, Any] | None = None,
+    base_weights: Mapping[str, Tensor] | None = None,
+) -> Adapter:
+    """A fresh adapter, initialised as peft does.
+
+    LoRA's A is uniform in ±1/√in and B zero, (IA)³'s vectors are ones, so that the adapter changes
+    nothing before it is trained. A module's weights depend on the seed and its path alone, not on
+    what else is adapted. Biases of the base (`recipe.bias`) are not here: they start as the base's
+    own.
+
+    Args:
+        name: of the adapter.
+        recipe: its configuration.
+        module_shapes: as `ModelGraph.module_shapes`.
+        dtype: of the weights; drawn in float32 and cast.
+        seed: of the random weights.
+        output_layer: path of the head, which "all-linear" leaves out.
+        model_type: of the base; needed where the recipe names no targets.
+        base_model_name: of the base, for adapter_config.json.
+        extra: fields for adapter_config.json; `fan_in_fan_out=True` for a base that stores its
+            weights [in, out].
+        base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
+    Raises:
+        AdapterError: the recipe does not fit the model.
+        UnsupportedError: an initialisation that needs the base's weights or data.
+    Source: `LoraLayer.reset_lora_parameters` of peft 0.21.2.
+    """
+    init = recipe.init if isinstance(recipe, LoraRecipe) else True
+    if not isinstance(init, bool) and init.lower() != "gaussian":
+        raise UnsupportedError(
+            f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
+            '"gaussian"; or let peft make and save one, and load that'
+        )
+    linear = tuple(filter(is_module, module_shapes))
+    sites = recipe.sites(linear, output_layer, model_type)
+    if WHOLE_MODEL in sites and WHOLE_MODEL not in module_shapes:
+        raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
+    kind = WEIGHTS[recipe.peft_type]
+    shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
+    resolved = recipe.resolved(linear, output_layer, model_type)
+    encoder: Mapping[str, Tensor] = {}
+    weights: Mapping[str, ModuleWeights]
+    if recipe.encoder is None:
+        weights = {
+            path: kind.fresh(
+                recipe,
+                site,
+                module_shapes[path],
+                _generator(seed, path),
+                Around(partial(_base_weight, base_weights, path), shared, module_shapes[path]),
+            )
+            for path, site in sites.items()
+        }
+    else:
+        encoder = fresh_encoder(
+            recipe.encoder, [module_shapes[path] for path in sites], _generator(seed, WHOLE_MODEL)
+        )
+        weights = made_by_encoder(resolved, encoder, kind)
+    extra = {"task_type": "CAUSAL_LM", **(extra or {})}
+    fresh = Adapter(name, resolved, weights, {}, base_model_name, extra, shared, encoder)
+    return fresh.map(lambda tensor: tensor.to(dtype))
+
+
+def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
+    if weights is None:
+        raise AdapterError("this recipe begins with the base's weights; give base_weights")
+    return weights[path].cpu()
+
+
+def _generator(seed: int, path: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter whose biases are not those that its recipe trains.
+
+    Args:
+        adapter: to be attached.
+        base_biases: the base's own, of those that the recipe trains, by path of their module.
+    Raises:
+        AdapterError: one is missing, or of another shape, or the base has none of it.
+    """
+    who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
+    for path in [*base_biases, *adapter.biases]:
+        found = [
+            "none" if bias is None else str(list(bias.shape))
+            for bias in (adapter.biases.get(path), base_biases.get(path))
+        ]
+        if found[0] != found[1]:
+            raise AdapterError(
+                f"{who} has {found[0]} as the bias of {path}, and the base {found[1]}; it is an "
+                "adapter for another base, or not all of it was saved"
+            )
+    if not adapter.tensors:
+        raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
+
+
+def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
+    """The adapter with what its modules share, made anew where its file does not hold it.
+
+    Args:
+        adapter: that fits the base.
+        module_shapes: as `ModelGraph.module_shapes`.
+    Raises:
+        AdapterError: what the file holds is smaller than the modules.
+    """
+    kind = WEIGHTS[adapter.recipe.peft_type]
+    shapes = [module_shapes[path] for path in adapter.weights]
+    needed = kind.fresh_shared(adapter.recipe, shapes)
+    for name, tensor in adapter.shared.items():
+        if any(n > m for n, m in zip(needed[name].shape, tensor.shape, strict=True)):
+            raise AdapterError(
+                f"adapter {adapter.name!r} has {name} {list(tensor.shape)}, and this base needs "
+                f"{list(needed[name].shape)}; it is an adapter for another base"
+            )
+    return replace(adapter, shared={**needed, **adapter.shared})
+
+
+def check_fits(
+    adapter: Adapter,
+    module_shapes: Mapping[str, Shape],
+    base_model_name: str = "",
+    output_layer: str | None = None,
+) -> None:
+    """Refuse an adapter that was trained for another base.
+
+    Args:
+        adapter: to be attached.
+        module_shapes: as `ModelGraph.module_shapes`.
+        base_model_name: of the base, for the message.
+        output_layer: path of the head, which "all-linear" leaves out.
+    Raises:
+        AdapterError: a module is not in the base or has another shape, or the recipe adapts a
+            module that the adapter has no weights for.
+    """
+    base = f"the base {base_model_name!r}" if base_model_name else "this base"
+    trained_for = f" (trained for {adapter.base_model_name!r})" if adapter.base_model_name else ""
+    who = f"adapter {adapter.name!r}{trained_for}"
+    for path, weights in adapter.weights.items():
+        if path not in module_shapes:
+            raise AdapterError(
+                f"{who} adapts {path}, which is no linear module of {base}"
+                f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
+            )
+        misfit = weights.misfit(module_shapes[path])
+        if misfit:
+            where = path or "the token embedding"
+            raise AdapterError(
+                f"{who} has {misfit} for {where}, which is {list(module_shapes[path])} in {base}; "
+                "it is an adapter for another base"
+            )
+    for path, bias in adapter.biases.items():
+        if path in module_shapes and bias.shape != (module_shapes[path][0],):
+            raise AdapterError(
+                f"{who} has a bias {list(bias.shape)} for {path}, which has "
+                f"{module_shapes[path][0]} outputs in {base}; it is an adapter for another base"
+            )
+    if adapter.recipe.target_modules is None:
+        return
+
+    def targets(paths: Iterable[str]) -> list[str]:
+        return [p for p in paths if adapter.recipe.site(p, output_layer=output_layer)]
+
+    linear = [*filter(is_module, module_shapes)]
+    missing = targets(path for path in linear if path not in adapter.weights)
+    if missing and not (adapter.recipe.is_all_linear and output_layer is None):
+        expected = targets(linear)
+        raise AdapterError(
+            f"{who} has no weights for {len(missing)} of the {len(expected)} modules that it "
+            f"targets in {base}, such as {missing[0]}; it is an adapter for another base, or not "
+            "all of it was saved"
+        )

@@ -1,0 +1,210 @@
+"""Read adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+
+    base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
+    base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
+    base_model.model.<module>.bias               [out]   one of another module (bias="all")
+    base_model.<name>                                    `ModuleWeights.shared_names`
+    <name>                                               `ModuleWeights.whole_keys`
+
+Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pcg.errors import AdapterError, PcgError, UnsupportedError
+from pcg.peft.adapter import WEIGHTS as KINDS
+from pcg.peft.adapter import Adapter
+from pcg.peft.config_reader import notes_of, recipe_from
+from pcg.peft.module_weights import ModuleWeights
+from pcg.peft.registry import Recipe
+from pcg.tensor_file import read_header
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+PREFIX = "base_model.model."
+SHARED_PREFIX = "base_model."
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_Read = TypeVar("_Read")
+
+
+def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
+    """Read an adapter that peft or pcg saved. Its tensors are mapped, not copied.
+
+    Args:
+        path: directory.
+        name: that requests and jobs will use.
+    Raises:
+        AdapterError: a file is missing or damaged, or config and weights do not go together.
+        UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
+    """
+    directory = Path(path).expanduser()
+    config = _read_config(directory)
+    try:
+        recipe = recipe_from(config, saved=True)
+    except (AdapterError, UnsupportedError) as error:
+        raise type(error)(f"{directory / CONFIG}: {error}") from error
+    file = directory / WEIGHTS
+    if not file.is_file():
+        raise AdapterError(_no_weights(directory))
+    parts, biases, shared, whole = _read_tensors(file, recipe)
+    kind = KINDS[recipe.peft_type]
+    if not (parts or whole) and (kind.suffixes or kind.whole_keys):
+        raise AdapterError(f"{file} holds no {recipe.method} weights")
+    weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
+    if whole:
+        weights |= _checked(file, lambda: kind.read_whole(whole, recipe))
+    _check_biases(file, recipe, weights, biases)
+    base = config.get("base_model_name_or_path")
+    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG
+    if not file.is_file():
+        raise AdapterError(_no_config(directory))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise AdapterError(
+            f"{file} is damaged at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise AdapterError(f"{file} is damaged: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise AdapterError(f"{file} cannot be read: {error.strerror}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{file} holds a {type(config).__name__}; expected an object")
+    return config
+
+
+def _no_config(directory: Path) -> str:
+    if not directory.is_dir():
+        kind = "a file" if directory.exists() else "not there"
+        return f"{directory} is {kind}; give the directory of a saved adapter"
+    if (directory / "config.json").is_file():
+        return f"{directory} has no {CONFIG} but a config.json: it is a model, not an adapter"
+    inside = sorted(file.parent.name for file in directory.glob(f"*/{CONFIG}"))
+    if inside:
+        return f"{directory} has no {CONFIG}, but adapters within: {', '.join(inside)}; give one"
+    return f"{directory} has no {CONFIG}; give the directory of a saved adapter"
+
+
+def _no_weights(directory: Path) -> str:
+    if (directory / PICKLE).is_file():
+        return (
+            f"{directory} has only pickled weights ({PICKLE}), and loading a pickle can run any "
+            "code; convert them once, where you trust them: peft.PeftModel.from_pretrained("
+            f"BASE_MODEL, {str(directory)!r}).save_pretrained(OUT)"
+        )
+    return f"{directory} has a {CONFIG} but no {WEIGHTS}; copy it too, or save the adapter again"
+
+
+def _read_tensors(
+    file: Path, recipe: Recipe
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The method's tensors by module and part, biases by module, what is shared, what has none."""
+    kind = KINDS[recipe.peft_type]
+    suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
+    shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
+    shared: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
+    expected = re.compile(
+        rf"(?:base_model\.model\.)?(?P<module>.+?)\.(?:(?P<part>{suffixes})|(?:base_layer\.)?bias)"
+    )
+    header = read_header(file, AdapterError)
+    parts: dict[str, dict[str, Tensor]] = {}
+    biases: dict[str, Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as stream:
+            for key, info in header.items():
+                if info.dtype not in _FLOATS:
+                    raise UnsupportedError(
+                        f"{file}: {key} is {info.dtype}; pcg reads {', '.join(_FLOATS)}"
+                    )
+                if key in shared_keys:
+                    shared[shared_keys[key]] = stream.get_tensor(key)
+                    continue
+                if key in kind.whole_keys:
+                    whole[key] = stream.get_tensor(key)
+                    continue
+                match = expected.fullmatch(key)
+                if match is None:
+                    raise _unknown_key(file, key, recipe)
+                if match["part"]:
+                    parts.setdefault(match["module"], {})[match["part"]] = stream.get_tensor(key)
+                else:
+                    biases[match["module"]] = stream.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
+    if kind.shared_is_stored(recipe) != bool(shared) or len(shared) not in (0, len(shared_keys)):
+        raise AdapterError(
+            f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
+            f"does not go with {CONFIG}; the two files are not of one save"
+        )
+    return parts, biases, shared, whole
+
+
+def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
+    features: dict[str, tuple[type[PcgError], str]] = {
+        "lora_embedding_": (UnsupportedError, "LoRA on an embedding"),
+        "modules_to_save": (UnsupportedError, "a whole module trained beside the adapter"),
+        "embed": (UnsupportedError, "a whole embedding, saved as the vocabulary was changed"),
+        "lm_head.": (UnsupportedError, "the whole head, saved as the vocabulary was changed"),
+    }
+    for part, (error_type, meaning) in features.items():
+        if part in key:
+            return error_type(
+                f"{file} has {key}: {meaning}; pcg does {recipe.method} on linear modules alone"
+            )
+    return AdapterError(
+        f"{file} has {key}, which is no {recipe.method} weight; pcg ignores nothing"
+    )
+
+
+def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe) -> ModuleWeights:
+    """The bypass of one module, checked against the recipe."""
+    if recipe.target_modules is not None and recipe.site(path) is None:
+        raise AdapterError(
+            f"{file} has weights for {path}, which {CONFIG} does not target "
+            f"(target_modules={_short(recipe.target_modules)}); the two files are not of one save"
+        )
+    return _checked(file, lambda: KINDS[recipe.peft_type].read(path, parts, recipe))
+
+
+def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
+    try:
+        return read()
+    except AdapterError as error:
+        raise AdapterError(f"{file}: {error}") from error
+
+
+def _check_biases(
+    file: Path,
+    recipe: Recipe,
+    weights: Mapping[str, ModuleWeights],
+    biases: Mapping[str, Tensor],
+) -> None:
+    for path, bias in biases.items():
+        if not recipe.trains_bias(path, weights):
+            raise AdapterError(
+                f'{file} has the bias of {path}, which bias="{recipe.bias}" in {CONFIG} does not '
+                "train; the two files are not of one save"
+            )
+        out = weights[path].out_features if path in weights else None
+        if bias.ndim != 1 or out not in (None, len(bias)):
+            raise AdapterError(f"{file}: the bias of {path} has shape {list(bias.shape)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

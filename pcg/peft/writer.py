@@ -1,0 +1,141 @@
+"""Write adapters in peft's format, so that a crash or a full disk leaves no half of one.
+
+The keys are those of `adapter_reader`, the config's fields those of `adapter_config`. peft's model
+card, README.md, is not written.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pcg.errors import AdapterError
+from pcg.peft.adapter import WEIGHTS as WEIGHTS_OF
+from pcg.peft.adapter import Adapter
+from pcg.peft.config_reader import config_fields, config_text
+from pcg.peft.module_weights import ModuleWeights
+from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
+
+
+def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
+    """Save an adapter so that peft reads it, too.
+
+    The files are written whole beside where they go, then renamed: whatever happens, a file at
+    `path` is the old one or the new one. An equal config stays as it is, so that saving an adapter
+    again replaces one file, in one step. Other files in the directory stay.
+
+    Args:
+        adapter: to be saved.
+        path: directory, made if it is not there.
+    Raises:
+        AdapterError: it cannot be written, or its weights are not those of its recipe.
+    """
+    directory = Path(path).expanduser()
+    tensors = _tensors_to_write(adapter)
+    text = config_text(_config_to_write(adapter))
+    if directory.is_symlink():  # rename what it points to, not the link
+        directory = directory.resolve()
+    is_new = not directory.exists()
+    # Within the directory if there is one, which may be all of a file system.
+    parent = directory.parent if is_new else directory
+    beside = parent / f".saving-{secrets.token_hex(4)}"
+    state = "nothing was left there" if is_new else "the files there are as they were"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir()
+        _write_files(beside, tensors, text)
+        if is_new:
+            beside.rename(directory)
+        else:
+            (beside / WEIGHTS).replace(directory / WEIGHTS)
+            if not _holds(directory / CONFIG, text):
+                state = f"{WEIGHTS} there is the new one, {CONFIG} is not: save again"
+                (beside / CONFIG).replace(directory / CONFIG)
+        _sync_directory(parent)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise AdapterError(
+            f"adapter {adapter.name!r} ({size_bytes} bytes) cannot be saved in {directory}: "
+            f"{reason}; {state}"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _config_to_write(adapter: Adapter) -> dict[str, Any]:
+    """Of a recipe whose targets are names; the modules' paths where they are not."""
+    recipe = adapter.recipe
+    targets = recipe.target_modules
+    if targets is None or recipe.is_all_linear:
+        targets = tuple(sorted(adapter.weights))
+    return config_fields(recipe, targets, adapter.base_model_name, adapter.extra)
+
+
+def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
+    """By peft's keys, each contiguous, on the CPU, and with a storage of its own."""
+    tensors: dict[str, Tensor] = {}
+    for path, weights in adapter.weights.items():
+        _check_bypass(adapter, path, weights)
+        for suffix, tensor in weights.stored.items():
+            tensors[f"{PREFIX}{path}.{suffix}"] = tensor
+    for path, bias in adapter.biases.items():
+        layer = ".base_layer" if path in adapter.weights else ""
+        tensors[f"{PREFIX}{path}{layer}.bias"] = bias
+    kind = WEIGHTS_OF[adapter.recipe.peft_type]
+    tensors |= kind.stored_whole(adapter.weights)
+    if kind.shared_is_stored(adapter.recipe):
+        for name, tensor in adapter.shared.items():
+            tensors[f"{SHARED_PREFIX}{name}"] = tensor
+    return {key: _own_copy(tensor) for key, tensor in tensors.items()}
+
+
+def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
+    """Refuse weights that a reader of the config would use otherwise."""
+    recipe = adapter.recipe
+    if recipe.target_modules is not None and recipe.site(path) is None:
+        raise AdapterError(
+            f"adapter {adapter.name!r} has weights for {path}, which its recipe does not target"
+        )
+    site = recipe.site_of_target(path)
+    if weights.site != site:
+        raise AdapterError(
+            f"adapter {adapter.name!r} has {weights.site} at {path}, its recipe gives {site}"
+        )
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to("cpu").contiguous()
+    # A row of a pool shares its storage, which safetensors refuses.
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def _write_files(directory: Path, tensors: dict[str, Tensor], text: str) -> None:
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+    for file in (directory / WEIGHTS, directory / CONFIG):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _holds(file: Path, text: str) -> bool:
+    try:
+        return file.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make renames last through a power failure; not every file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,214 @@
+"""What a rank trains of an adapter: its pieces, their gradients, and the whole again.
+
+How a rank holds a parameter (`pcg.ir.layouts`) says what becomes of the gradient g of its piece,
+once for each step of the optimizer, and how pieces make the whole again:
+
+    -    whole        g on every rank             any rank's
+    =    replicated   the sum of the ranks' g     any rank's
+    |d   partitioned  g                           the pieces joined along d
+
+    |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|²
+
+A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
+pieces are the adapter's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pcg.errors import ParallelError
+from pcg.ir.graph import Parameter
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED
+from pcg.ir.program.program import ModelGraph
+from pcg.parallel.ranks.group import Ranks
+from pcg.peft.adapters import Adapter
+from pcg.peft.module_weights import AdapterWeight
+from pcg.runtime.model.shards import piece_of, ranges_of
+from pcg.runtime.model.weights import Ranges
+
+
+class AdapterPieces:
+    """A rank's pieces of one adapter at a training program's sites.
+
+    Args:
+        model: of the training program.
+        adapter: to be trained.
+        device: of the pieces.
+        ranks: the group.
+
+    Attributes:
+        tensors: that are trained, by name: their path in the adapter, and the rows in brackets.
+    """
+
+    def __init__(
+        self, model: ModelGraph, adapter: Adapter, device: torch.device, ranks: Ranks
+    ) -> None:
+        self._adapter = adapter
+        self._ranks = ranks
+        self._device = device
+        self._weights: dict[str, AdapterWeight] = {}
+        self._parameters: dict[str, tuple[str, Parameter]] = {}
+        for parameter, layer in model.parameters():
+            if parameter.role == "adapter":
+                path = parameter.source.format(layer=layer)
+                self._parameters.setdefault(_name(path, parameter), (path, parameter))
+        for name, (path, parameter) in self._parameters.items():
+            whole = adapter.parameter(path)
+            if whole is not None:
+                self._weights[name] = replace(whole, weight=self._own(whole.weight, parameter))
+        self.tensors = {
+            name: weight.weight
+            for name, weight in self._weights.items()
+            if self._parameters[name][0] not in adapter.shared
+        }
+        for name in self.tensors:
+            if self._parameters[name][1].part == PRE_REDUCE:
+                raise ParallelError(f"{name} is held as summands, of which no rank can train one")
+
+    def _own(self, whole: Tensor, parameter: Parameter) -> Tensor:
+        if self._ranks.size == 1:
+            return whole
+        piece = piece_of(whole, parameter, self._ranks)
+        return piece.detach().clone().contiguous().to(self._device)
+
+    def weight(self, parameter: Parameter, layer: int) -> AdapterWeight | None:
+        """The piece that a rank's graph reads; None where the adapter has none there."""
+        return self._weights.get(_name(parameter.source.format(layer=layer), parameter))
+
+    # ------------------------------------------------------------------------------ gradients
+
+    def sum_gradients(self) -> None:
+        """Give replicated pieces their whole gradient, which is the sum of the ranks'."""
+        if self._ranks.size == 1:
+            return
+        summands = [
+            tensor.grad
+            for name, tensor in self.tensors.items()
+            if self._parameters[name][1].part == REPLICATED and tensor.grad is not None
+        ]
+        for gradient, total in zip(summands, self.summed(summands), strict=True):
+            gradient.copy_(total)
+
+    def norm(self) -> Tensor:
+        """Of the whole adapter's gradients, which are summed already."""
+        whole: list[Tensor] = []
+        parted: list[Tensor] = []
+        for name, tensor in self.tensors.items():
+            assert tensor.grad is not None
+            (parted if self._is_parted(name) else whole).append(tensor.grad)
+        norm = torch.nn.utils.get_total_norm(whole)
+        if self._ranks.size == 1:
+            return norm
+        others = torch.nn.utils.get_total_norm(parted).to(self._device, torch.float64)
+        squares = self._ranks.all_reduce(others.square().reshape(1))[0]
+        return (norm.to(squares) ** 2 + squares).sqrt()
+
+    # ------------------------------------------------------------------------- over the ranks
+
+    def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of the ranks' tensors, in one exchange; the same bits on all of them."""
+        if self._ranks.size == 1 or not values:
+            return [*values]
+        total = self._ranks.all_reduce(torch.cat([value.reshape(-1) for value in values]))
+        parts = total.split(_sizes(values))
+        return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+
+    def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """What every rank has for parted pieces, by name, in one exchange."""
+        if self._ranks.size == 1 or not values:
+            return {name: [value] for name, value in values.items()}
+        flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
+        by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
+        return {
+            name: [parts[index].view(value.shape) for parts in by_rank]
+            for index, (name, value) in enumerate(values.items())
+        }
+
+    def ranges(self, name: str) -> Ranges:
+        """What a piece has of each dim of the whole."""
+        path, parameter = self._parameters[name]
+        return ranges_of(parameter, self.whole_shape(path), self._ranks)
+
+    def whole_shape(self, path: str) -> tuple[int, ...]:
+        """Of an adapter's tensor."""
+        weight = self._adapter.parameter(path)
+        assert weight is not None
+        return tuple(weight.weight.shape)
+
+    def parted_dim(self, name: str) -> int | None:
+        """The dim, from 0, that a piece has a rank's own part of; None where all have the same."""
+        path, parameter = self._parameters[name]
+        dim = parameter.part.dim
+        return len(self.whole_shape(path)) + dim if dim and self._ranks.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank counts what all of them have, where they sum what each has."""
+        return self._ranks.rank == 0
+
+    # ------------------------------------------------------------------------- whole tensors
+
+    def publish(self) -> None:
+        """Write the pieces of all ranks into the adapter."""
+        if self._ranks.size > 1:
+            for path, tensor in self.joined(self.tensors).items():
+                weight = self._adapter.parameter(path)
+                assert weight is not None
+                weight.weight.copy_(tensor)
+
+    def take(self) -> None:
+        """Take the pieces anew from the adapter, after that has changed."""
+        if self._ranks.size > 1:
+            for name, weight in self._weights.items():
+                path, parameter = self._parameters[name]
+                whole = self._adapter.parameter(path)
+                assert whole is not None
+                weight.weight.copy_(piece_of(whole.weight, parameter, self._ranks))
+
+    def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by path, of what each rank has for its pieces by name."""
+        if self._ranks.size == 1:
+            return dict(values)
+        everywhere = self.gathered({n: v for n, v in values.items() if self._is_parted(n)})
+        pieces: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
+        for name, value in values.items():
+            path, parameter = self._parameters[name]
+            parts = everywhere.get(name)
+            whole = value if parts is None else torch.cat(parts, parameter.part.dim)
+            pieces.setdefault(path, []).append((parameter.rows or (0, 0), whole))
+        return {
+            path: torch.cat([piece for _, piece in sorted(found, key=lambda entry: entry[0])])
+            for path, found in pieces.items()
+        }
+
+    def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Cut this rank's pieces, by name, out of whole tensors by path; some may be missing."""
+        return {
+            name: piece_of(wholes[path], parameter, self._ranks).clone()
+            for name, (path, parameter) in self._parameters.items()
+            if name in self.tensors and path in wholes
+        }
+
+    def path_of(self, name: str) -> str:
+        """Path in the adapter of a piece."""
+        return self._parameters[name][0]
+
+    def _is_parted(self, name: str) -> bool:
+        return bool(self._parameters[name][1].part.dim)
+
+
+def _name(path: str, parameter: Parameter) -> str:
+    if not parameter.rows:
+        return path
+    start, stop = parameter.rows
+    return f"{path}[{start}:{stop}]"
+
+
+def _sizes(tensors: Iterable[Tensor]) -> list[int]:
+    return [prod(tensor.shape) for tensor in tensors]

@@ -1,0 +1,137 @@
+"""Which adapters are on the device: paged in when a request needs them, evicted when others do.
+
+All adapters are in host memory. One that serves has pages of the pool, as the KV cache does
+(S-LoRA §5); it keeps them after its last request until somebody else needs pages, the least
+recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from pcg.errors import PcgError
+from pcg.runtime.engine.request import ServedAdapter
+from pcg.runtime.memory.pool import PagePool, PageTable
+
+
+@dataclass(eq=False)
+class _Resident:
+    adapter: ServedAdapter
+    table: PageTable
+    users: int = 0
+
+
+class AdapterPages:
+    """The adapters that have pages.
+
+    Args:
+        pool: of all pages.
+        pages_of: that an adapter takes.
+
+    Attributes:
+        on_page_in: is told of an adapter that comes.
+        on_evict: is told of one that goes.
+    """
+
+    def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
+        self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
+        self.on_evict: Callable[[ServedAdapter], None] = lambda adapter: None
+        self._pool = pool
+        self._pages_of = pages_of
+        self._known: WeakKeyDictionary[ServedAdapter, int] = WeakKeyDictionary()
+        self._residents: dict[int, _Resident] = {}
+        self._idle: OrderedDict[int, _Resident] = OrderedDict()
+        self._idle_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def pages_of(self, adapter: ServedAdapter | None) -> int:
+        """Pages that an adapter takes."""
+        if adapter is None:
+            return 0
+        pages = self._known.get(adapter)
+        if pages is None:
+            pages = self._known[adapter] = self._pages_of(adapter)
+        return pages
+
+    def table(self, adapter: ServedAdapter) -> PageTable:
+        """The pages of one that is on the device."""
+        return self._residents[id(adapter)].table
+
+    def has(self, adapter: ServedAdapter | None) -> bool:
+        """Whether it is on the device."""
+        return adapter is None or id(adapter) in self._residents
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages of adapters that no running request uses."""
+        return self._idle_pages
+
+    def bring(self, adapter: ServedAdapter) -> bool:
+        """Page an adapter in, if need be in place of others that nobody uses; False: no room."""
+        if self.has(adapter):
+            if id(adapter) in self._idle:
+                self._idle.move_to_end(id(adapter))
+            return True
+        need = self.pages_of(adapter)
+        if not self.make_room(need):
+            return False
+        table = self._pool.open(f"adapter {adapter.name!r}")
+        self._pool.extend(table, need, last=True)
+        self._residents[id(adapter)] = self._idle[id(adapter)] = _Resident(adapter, table)
+        self._idle_pages += need
+        self.on_page_in(adapter)
+        return True
+
+    def make_room(self, pages: int) -> bool:
+        """Evict adapters that nobody uses until so many pages are free; False: there are not."""
+        if pages > self._pool.free + self.idle_pages:
+            return False
+        while self._pool.free < pages:
+            self._evict(next(iter(self._idle)))
+        return True
+
+    def use(self, adapter: ServedAdapter | None) -> None:
+        """Keep an adapter that is there for one more request."""
+        if adapter is not None:
+            found = self._residents[id(adapter)]
+            found.users += 1
+            if self._idle.pop(id(adapter), None) is not None:
+                self._idle_pages -= len(found.table.pages)
+
+    def release(self, adapter: ServedAdapter | None) -> None:
+        """One request less needs it."""
+        if adapter is not None:
+            found = self._residents[id(adapter)]
+            found.users -= 1
+            if not found.users:
+                self._idle[id(adapter)] = found
+                self._idle_pages += len(found.table.pages)
+
+    def forget(self, adapter: ServedAdapter) -> None:
+        """Give the pages of a removed adapter back, once no running request needs them."""
+        found = self._residents.get(id(adapter))
+        if found is not None and not found.users:
+            self._evict(id(adapter))
+
+    def check_integrity(self) -> None:
+        """AssertionError: a resident has too many or too few pages, or is idle and used."""
+        idle = {key: found for key, found in self._residents.items() if not found.users}
+        assert idle == dict(self._idle)
+        assert self._idle_pages == sum(len(found.table.pages) for found in idle.values())
+        for resident in self._residents.values():
+            assert len(resident.table.pages) == self.pages_of(resident.adapter)
+            assert resident.users >= 0
+
+    def _evict(self, key: int) -> None:
+        resident = self._residents.pop(key)
+        if resident.users:
+            raise PcgError(f"adapter {resident.adapter.name!r} is in use and cannot be evicted")
+        del self._idle[key]
+        self._idle_pages -= len(resident.table.pages)
+        self._pool.close(resident.table)
+        self.on_evict(resident.adapter)

@@ -1,0 +1,207 @@
+"""The adapters of one batch as programs for Triton read them: matrices as rows, else in stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TORCH_NAMES
+from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.peft.adapters import Adapter
+from pcg.runtime.adapters.joined_sites import bottlenecks_of
+from pcg.runtime.adapters.padded_tables import AdapterStacks, Bound, Namespace
+from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowRoom, pages_of_rows
+from pcg.runtime.adapters.row_memory import LoraMemory, LoraSite, TokenSpans
+from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.stacked_weights import Sites
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.specialised import model_sources, served_sources
+
+
+class AdapterRows(AdapterStacks):
+    """Keeps the adapters that run; see `AdapterStacks`.
+
+    Attributes:
+        lora: rows of their matrices; None where the program has none that kernels can read.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        weights: ServedWeights,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        room: Callable[[torch.dtype], RowRoom] | None = None,
+    ) -> None:
+        """Keep none yet.
+
+        Args:
+            model: that reads them.
+            weights: of the adapters.
+            device: of the program.
+            ranks: the group.
+            room: for rows of a dtype; a memory of their own by default.
+        """
+        super().__init__(model, weights, device, ranks)
+        graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
+        graphs += [(model.prologue, 0), (model.epilogue, 0)]
+        sites = [
+            site for part, (graph, layer) in enumerate(graphs) for site in _rows(graph, part, layer)
+        ]
+        self.lora: LoraMemory | None = None
+        if sites:
+            dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
+            own = OwnRoom(dtype, device) if room is None else room(dtype)
+            self.lora = LoraMemory(sites, self._cutter, own)
+        self._model = model
+        self._in_pages: WeakSet[AdapterRows] = WeakSet()
+        in_rows = {
+            parameter.source.format(layer=site.layer)
+            for site in sites
+            for parameter in site.joined.matrices
+        }
+        prompts = {source for graph, layer in graphs for source in _prompts(graph, layer)}
+        self._in_stacks = model_sources(model) - in_rows - prompts
+        self._has_rows_alone: WeakKeyDictionary[Adapter, bool] = WeakKeyDictionary()
+
+    def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> AdapterRows:
+        if pages is None:
+            return self
+        cutter, room = self._cutter, partial(PageRoom, pages, table)
+        made = AdapterRows(self._model, cutter.weights, cutter.device, cutter.ranks, room)
+        self._in_pages.add(made)
+        return made
+
+    def pages_of(self, adapter: Adapter, page_bytes: int) -> int:
+        if self.lora is None:
+            return super().pages_of(adapter, page_bytes)
+        element_bytes = self.lora.element_bytes
+        shapes = self.lora.shapes(adapter)
+        in_rows = sum(rows * size for rows, size in shapes) * element_bytes
+        # Over ranks each has about its share of what does not lie in rows.
+        others = max(adapter.size_bytes // self._cutter.ranks.size - in_rows, 0)
+        return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
+
+    def _sites_of(self, graph: Graph) -> Sites:
+        rows = {name for site in _rows(graph, 0, 0) for name in site.names}
+        every = Sites.of(graph)
+        joined = tuple(one for one in every.joined if one.name not in rows)
+        single = tuple((name, parameter) for name, parameter in every.single if name not in rows)
+        return Sites(joined, single)
+
+    @torch.inference_mode(False)
+    def fetch(self, adapters: Sequence[Adapter]) -> None:
+        super().fetch(adapters)
+        if self._is_alone and self.lora is not None and self.lora.fetch(adapters):
+            self._bound.clear()
+
+    def is_coming(self, adapter: Adapter) -> bool:
+        of_rows = self.lora is not None and self.lora.is_coming(adapter)
+        return of_rows or super().is_coming(adapter)
+
+    def close(self) -> None:
+        super().close()
+        if self.lora is not None:
+            self.lora.close()
+
+    def evict(self, adapter: Adapter) -> None:
+        if self.lora is not None:
+            self.lora.forget(adapter)
+            self._bound.clear()
+
+    @torch.inference_mode(False)
+    def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        wanted = list({id(one): one for one in adapters if one is not None}.values())
+        if self.lora is not None and self.lora.admit(wanted):
+            self._bound.clear()
+        return super().order(adapters)
+
+    def forget(self, adapter: Adapter) -> None:
+        super().forget(adapter)
+        self._has_rows_alone.pop(adapter, None)
+        if self.lora is not None:
+            self.lora.forget(adapter)
+            self._bound.clear()
+        for rows in self._in_pages:
+            rows.forget(adapter)
+
+    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
+        bound = super()._bind(start, chosen, merged)
+        if self.lora is None:
+            return bound
+        spans = []
+        for adapter, size in zip(chosen, merged, strict=True):
+            spans.append((start, size, self.lora.slot(adapter)))
+            start += size
+        self._put_rows(bound, self.lora, TokenSpans(tuple(spans)))
+        return bound
+
+    @staticmethod
+    def _put_rows(bound: Bound, lora: LoraMemory, tokens: TokenSpans) -> None:
+        for site, rows in lora.bound(tokens):
+            part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
+            for name in site.names:
+                setattr(part, name, rows)
+
+    # ------------------------------------------------------------------------------- rows alone
+
+    @property
+    def layout(self) -> object:
+        """Where the memory and the tables of rows lie: another one once they lie elsewhere."""
+        return None if self.lora is None else self.lora.layout
+
+    def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
+        """The slot of each sequence's adapter, -1 without one; None if one has more than rows.
+
+        Args:
+            adapters: of tokens that are not virtual; `order` was told of them.
+        """
+        found = []
+        for adapter in adapters:
+            if adapter is None:
+                found.append(-1)
+            elif self._is_in_rows(adapter):
+                found.append(-1 if self.lora is None else self.lora.slot(adapter))
+            else:
+                return None
+        return found
+
+    def _is_in_rows(self, adapter: Adapter) -> bool:
+        """Whether the program reads nothing of an adapter but its rows, virtual tokens aside."""
+        found = self._has_rows_alone.get(adapter)
+        if found is None:
+            found = self._in_stacks.isdisjoint(served_sources(adapter))
+            self._has_rows_alone[adapter] = found
+        return found
+
+    def bind_tiles(self, tiles: object) -> Bound:
+        """Bind all adapters' rows, and nothing else.
+
+        Args:
+            tiles: which tokens have which slots, as kernels read it; None where no token has any.
+        """
+        if self.lora is None or tiles is None:
+            return self._none
+        bound = Bound(Namespace({}), [Namespace({}) for _ in self._model.layers])
+        self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
+        return bound
+
+
+def _prompts(graph: Graph, layer: int) -> list[str]:
+    """Sources of what stands in virtual tokens' rows alone."""
+    nodes = (node for node in graph.nodes if node.op == "virtual_tokens")
+    parameters = graph.parameters_by_name
+    return [parameters[node.inputs[1]].source.format(layer=layer) for node in nodes]
+
+
+def _rows(graph: Graph, part: int, layer: int) -> list[LoraSite]:
+    """The sites of a graph that kernels can read as rows."""
+    joined = [*Sites.of(graph).joined, *bottlenecks_of(graph)]
+    found = [LoraSite(part, layer, one) for one in joined]
+    return [site for site in found if site.fits_kernels]

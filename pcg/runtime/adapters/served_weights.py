@@ -1,0 +1,61 @@
+"""What serving programs read of an adapter, by source; made of its weights and the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from pcg.peft.adapters import Adapter
+from pcg.peft.module_weights import Around, ModuleWeights, Shape
+
+_KEPT = ("lora_factor",)
+"""Kinds that cost a pass over the base's weight, and are made once for each adapter."""
+
+
+class ServedWeights:
+    """The parts of adapters; made where they are first asked for."""
+
+    def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
+        """Name the base.
+
+        Args:
+            base: weight [out, in] of each linear module, by its path.
+            shapes: of all modules, as `ModelGraph.module_shapes`.
+        """
+        self._base = base
+        self._shapes = shapes
+        self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def part(self, adapter: Adapter, path: str) -> Tensor | None:
+        """A matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
+
+        Args:
+            adapter: whose part it is.
+            path: source of the parameter; the last component is its kind.
+        Returns:
+            None where the adapter has none.
+        """
+        module, _, kind = path.rpartition(".")
+        if kind == "bias":
+            bias = adapter.biases.get(module)
+            return None if bias is None else bias.unsqueeze(0)
+        weights = adapter.weights.get(module)
+        make = None if weights is None else weights.served.get(kind)
+        if weights is None or make is None:
+            return None
+        base = partial(self._base.__getitem__, module)
+        around = Around(base, adapter.shared, self._shapes[module])
+        if kind not in _KEPT:
+            return make(around)
+        kept = self._kept.setdefault(weights, {})
+        if kind not in kept:
+            kept[kind] = make(around)
+        return kept[kind]
+
+    def changed(self, adapter: Adapter) -> None:
+        """Make the adapter's parts anew, after its tensors were changed in place."""
+        for weights in adapter.weights.values():
+            self._kept.pop(weights, None)

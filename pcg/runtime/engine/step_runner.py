@@ -1,0 +1,272 @@
+"""The device side of the engine: the emitted program with weights, adapters and the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pcg.errors import GenerationError
+from pcg.parallel.ranks.group import of_first
+from pcg.peft.adapters import Adapter
+from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.padded_tables import AdapterStacks, Bound
+from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.memory.decode_graphs import decode_graphs
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.merged_execution import Asking, alone, together
+from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.model.sampling import check_drawn, make_generator, sample
+from pcg.runtime.model.side_stream import SideStream
+from pcg.runtime.model.uploads import uploaded_list
+from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
+
+
+class ProgramDevice:
+    """Runs steps of the engine on one program.
+
+    Attributes:
+        cache: keys and values of all sequences.
+        side: for backward units on a GPU; None elsewhere, and over ranks, where collectives of both
+            would have to come in one order.
+        graphs: recorded decode steps; None where the program has none.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stacks: AdapterStacks,
+        cache: KvCache,
+        adapters: AdapterPages,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        most_positions: int | None,
+        device: torch.device,
+    ) -> None:
+        self.cache = cache
+        self._adapters = adapters
+        self._runner = runner
+        self._stacks = stacks.in_pages(cache.pages, adapters.table)
+        self.graphs = decode_graphs(runner, self._stacks, cache, device)
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._most_positions = most_positions
+        self._device = device
+        has_side = device.type == "cuda" and runner.ranks.size == 1
+        self.side: Side | None = SideStream(device) if has_side else None
+
+    def use(self, runner: ModelRunner, stacks: AdapterStacks) -> None:
+        """Go on with a program that serves other sites, too."""
+        self._stacks.close()
+        self._runner = runner
+        self._stacks = stacks.in_pages(self.cache.pages, self._adapters.table)
+        self.graphs = decode_graphs(runner, self._stacks, self.cache, self._device)
+
+    def open(self, request: Request, number: int) -> Sequence:
+        """A request's state, before anything ran.
+
+        Raises:
+            GenerationError: the prompt is empty, or longer than the model's positions.
+        """
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids)
+        return Sequence(
+            f"request {number}",
+            number,
+            request,
+            self._limit(number, request),
+            0.0,
+            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
+            None if params.greedy else make_generator(params.seed),
+        )
+
+    def _limit(self, number: int, request: Request) -> int:
+        """Tokens to generate at most."""
+        length = request.length
+        if not request.prompt_ids:
+            raise GenerationError(f"prompt {number} has no tokens; give at least one")
+        if self._most_positions is not None and length >= self._most_positions:
+            virtual = request.virtual_tokens
+            of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
+            raise GenerationError(
+                f"prompt {number} has {length} tokens{of_adapter}; the model has "
+                f"{self._most_positions} positions, and generating needs at least one more than "
+                "the prompt"
+            )
+        room = (self._most_positions or 2**62) - length
+        return min(request.params.max_new_tokens, room)
+
+    def fetch(self, adapters: List[ServedAdapter]) -> None:
+        """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
+        self._stacks.fetch(cast("List[Adapter]", adapters))
+
+    def is_coming(self, adapter: ServedAdapter) -> bool:
+        """Whether one is being copied, so that a step that runs it would wait."""
+        return self._stacks.is_coming(cast("Adapter", adapter))
+
+    def evict(self, adapter: ServedAdapter) -> None:
+        """Have an adapter's pages free for others."""
+        self._stacks.evict(cast("Adapter", adapter))
+
+    def start(
+        self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
+    ) -> Callable[[], list[int]]:
+        """Run sequences' next tokens and windows of jobs, the base's products together.
+
+        Returns:
+            What waits for the device, and returns for each sequence the token that follows; any
+            where more are pending.
+        """
+        if self.side is not None:
+            self.side.begin()
+        adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
+        order = self._stacks.order(adapters)
+        chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
+        ready: List[int] = range(len(chunks))
+        sampled = None if windows else self._decoded(chunks, adapters)
+        if sampled is None:
+            ready, sampled = self._eager(chunks, adapters, windows)
+
+        def tokens() -> list[int]:
+            by_place = [0] * len(chunks)
+            if sampled is not None:
+                found = sampled.tolist()
+                check_drawn(found)
+                for i, token in zip(ready, found, strict=True):
+                    by_place[order[i]] = token
+            return by_place
+
+        return tokens
+
+    def _decoded(
+        self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
+    ) -> Tensor | None:
+        """The token after each sequence, by a recorded step; None where none serves them all."""
+        sequences = [sequence for sequence, _ in chunks]
+        if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
+            return None
+        found = self.graphs.run(
+            [sequence.generated[-1] for sequence in sequences],
+            [sequence.cached for sequence in sequences],
+            [cast(PageTable, sequence.table) for sequence in sequences],
+            adapters,
+        )
+        return None if found is None else self._chosen(sequences, found.logits, found.tokens)
+
+    def _eager(
+        self,
+        chunks: List[tuple[Sequence, int]],
+        adapters: List[Adapter | None],
+        windows: List[tuple[Forward, int]],
+    ) -> tuple[List[int], Tensor | None]:
+        """Run a step.
+
+        Returns:
+            Places of the sequences whose pending tokens all ran, and the token after each.
+        """
+        functions: list[Asking[Any]] = []
+        served = _Served(chunks, adapters, self._stacks, self.cache, self._device)
+        if chunks:
+            functions.append(self._runner.asking_hidden(served.batch, served.bound))
+        for unit, count in windows:
+            assert isinstance(unit, ForwardUnit)
+            functions.append(unit.whole.asking_forward(count))
+        if not windows:
+            with torch.inference_mode():
+                found = [alone(function) for function in functions]
+        else:
+            # What windows keep is read, and what is written over it, outside inference mode.
+            with torch.no_grad():
+                found = together(functions)
+        return served.ready, self._sampled(served, found[0]) if served.ready else None
+
+    def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
+        """The token after each sequence whose pending tokens all ran."""
+        rows, last = served.sampled_rows(self._stacks)
+        logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
+        return self._chosen([served.chunks[i][0] for i in served.ready], logits)
+
+    def _chosen(
+        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
+        """The token after each sequence.
+
+        Args:
+            sequences: in the order of the logits.
+            logits: of their last tokens.
+            likeliest: token of each, where it is known.
+        """
+        params = [sequence.request.params for sequence in sequences]
+        history = None
+        if any(p.repetition_penalty != 1.0 for p in params):
+            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
+        if likeliest is not None and history is None and all(p.greedy for p in params):
+            return likeliest
+        samplers = [sequence.sampler for sequence in sequences]
+        found = sample(logits, params, samplers, history, self._runner.drawing)
+        return of_first(self._runner.ranks, found)
+
+    def back(self, units: List[Backward]) -> None:
+        """Run backward units of one layer, the base's products together."""
+        functions = []
+        for unit in units:
+            assert isinstance(unit, BackwardUnit)
+            functions.append(unit.whole.asking_backward())
+        with torch.no_grad():
+            together(functions)
+
+
+class _Served:
+    """The sequences of one step, in the order of their adapters' slots.
+
+    Attributes:
+        chunks: sequences, and how many of their pending tokens run.
+        batch: these tokens.
+        bound: their adapters.
+        ready: places of those whose pending tokens all run: after others nothing is sampled.
+    """
+
+    def __init__(
+        self,
+        chunks: List[tuple[Sequence, int]],
+        adapters: List[Adapter | None],
+        stacks: AdapterStacks,
+        cache: KvCache,
+        device: torch.device,
+    ) -> None:
+        self.chunks = chunks
+        self.ready: list[int] = []
+        ids: list[int] = []
+        spans = []
+        for place, (sequence, count) in enumerate(chunks):
+            start, virtual, generated = sequence.cached, 0, sequence.generated
+            end = start + count
+            if end == sequence.length:
+                self.ready.append(place)
+            first = len(ids)
+            if generated and count == 1 and end == sequence.length:
+                ids.append(generated[-1])
+            else:
+                ids += sequence.ids(start, end)
+                virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
+            spans.append(Span(first, count, start, sequence.table, virtual))
+        self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
+        self._adapters = adapters
+        self.bound = stacks.bind(self._adapters, [span.length for span in spans])
+
+    def sampled_rows(self, stacks: AdapterStacks) -> tuple[Tensor | None, Bound | None]:
+        """Tokens that are sampled after, and their adapters; None where that is all tokens."""
+        if len(self.batch.input_ids) == len(self.ready):
+            return None, None
+        adapters = [self._adapters[i] for i in self.ready]
+        return self.batch.last_tokens(self.ready), stacks.bind_epilogue(adapters)

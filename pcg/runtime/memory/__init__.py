@@ -1,0 +1,1 @@
+"""Device memory: the page pool, the KV cache, shared prefixes, recorded graphs."""

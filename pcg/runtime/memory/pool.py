@@ -1,0 +1,298 @@
+"""Unified paging: one pool of fixed pages for the KV cache and for adapters.
+
+A page is room for `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many
+pages as its bytes need. Any page serves anyone, so nothing is lost to fragmentation, and a table
+says which pages an owner has, in order. Where there is a choice an owner gets pages behind one
+another: the pages that it is expected to grow into are its spare ones, which others take only when
+no other page is free. Attention reads such a run at one stride, and gathers only where it cannot.
+Adapters' pages need not be runs; they come from the other end of the pool.
+
+The first pages of a table may be shared: other tables read them, too, and none writes them. When
+the last of them is closed they are kept for tables to come, until somebody needs pages or half of
+all are so kept: with free pages scattered among them no table would be a run.
+
+Source: S-LoRA §5.1 (one pool for both), vLLM (tables of blocks). Runs are our own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pcg.errors import OutOfMemoryError
+from pcg.runtime.memory.free_runs import FreeRuns
+from pcg.runtime.memory.shared_pages import SharedPages
+
+PAGE_TOKENS = 16
+"""Tokens of a page: vLLM's block size."""
+UNREAD_SHARE = 0.5
+"""Of all pages, that are kept unread at most: runs are made of the others."""
+
+
+@dataclass(eq=False, slots=True)
+class PageTable:
+    """The pages of one owner.
+
+    Attributes:
+        owner: whose they are, for messages.
+        pages: in order.
+        shared: how many of them, the first, others may read, too.
+        spare_start: first page behind the last, or where the first will be.
+        spare: pages from there that are kept for it while others are free.
+        replaced: how often a page was put in the place of another; else they grow in number alone.
+    """
+
+    owner: str
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    spare_start: int = 0
+    spare: int = 0
+    replaced: int = 0
+    _breaks: int = 0
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the pages follow one another."""
+        return not self._breaks
+
+    @property
+    def first_row(self) -> int:
+        """Of a run: the row of its first token."""
+        return (self.pages[0] if self.pages else self.spare_start) * PAGE_TOKENS
+
+    @property
+    def run_row(self) -> int:
+        """Row of the first token where the pages are a run, else -1."""
+        return -1 if self._breaks else self.first_row
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pages hold."""
+        return len(self.pages) * PAGE_TOKENS
+
+    @property
+    def reach(self) -> int:
+        """Pages that it has, and those that are kept for it."""
+        return len(self.pages) + self.spare
+
+    def row(self, token: int) -> int:
+        """Where a token lies in the cache."""
+        return self.pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
+
+    def rows(self, start: int, stop: int) -> range | list[int]:
+        """Where tokens lie in the cache; a range where the pages are a run."""
+        if self.is_run:
+            first = self.first_row
+            return range(first + start, first + stop)
+        rows: list[int] = []
+        for page in self.pages[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)]:
+            rows += range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+        skipped = start % PAGE_TOKENS
+        return rows[skipped : skipped + stop - start]
+
+    def take(self, page: int) -> None:
+        """Append a page."""
+        if self.pages and page != self.pages[-1] + 1:
+            self._breaks += 1
+        self.pages.append(page)
+
+    def replace(self, place: int, page: int) -> int:
+        """Put a page in the place of another; returns that."""
+        near = slice(max(place - 1, 0), place + 2)
+        self._breaks -= _breaks(self.pages[near])
+        replaced, self.pages[place] = self.pages[place], page
+        self._breaks += _breaks(self.pages[near])
+        self.replaced += 1
+        return replaced
+
+
+class PagePool:
+    """Gives out pages.
+
+    Attributes:
+        size: pages in all.
+        shared: those that several tables may read.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.shared = SharedPages()
+        self._free = FreeRuns()
+        if size:
+            self._free.add(0, size)
+        self._tables: dict[int, PageTable] = {}
+        # The latest leaves first: at a dict's end each would leave a gap that is stepped over.
+        self._keeping: OrderedDict[int, PageTable] = OrderedDict()
+        self._spare = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds, spare and unread ones included."""
+        return self._free.pages + self._spare + self.shared.unread
+
+    def open(self, owner: str, expected: int = 0) -> PageTable:
+        """A table without pages.
+
+        Args:
+            owner: for messages.
+            expected: pages that it will have at most; where so many lie free behind one another
+                they become its spare ones.
+        """
+        table = PageTable(owner)
+        self._tables[id(table)] = table
+        if 0 < expected <= self._free.longest:
+            start = self._free.fitting(expected)
+            self._free.take(start, expected)
+            table.spare_start, table.spare = start, expected
+            self._spare += expected
+            self._keeping[id(table)] = table
+        return table
+
+    def extend(self, table: PageTable, count: int, last: bool = False) -> None:
+        """Give a table pages.
+
+        Args:
+            table: of whoever needs them.
+            count: of pages.
+            last: take those at the end of the pool, for one whose pages need not be a run.
+        Raises:
+            OutOfMemoryError: so many are not free; nothing has changed.
+        """
+        own = min(count, table.spare)
+        if count - own > self.free - table.spare:
+            raise OutOfMemoryError(
+                f"{table.owner} wants {count} pages of {PAGE_TOKENS} tokens, and {self.free} of "
+                f"{self.size} are free"
+            )
+        if own:
+            self._take_spare(table, own)
+        while count > own:
+            own += self._take_free(table, count - own, last)
+
+    def close(self, table: PageTable) -> None:
+        """Give all pages of a table back."""
+        del self._tables[id(table)]
+        self._give_spare_back(table)
+        for start, length in _runs(table.pages[table.shared :]):
+            self._free.add(start, length)
+        # The last goes first when pages are needed: without those before it it is of no use.
+        for page in reversed(table.pages[: table.shared]):
+            if self.shared.leave(page):
+                self._free.add(page, 1)
+        while self.shared.unread > self.size * UNREAD_SHARE:
+            self._free.add(self.shared.reclaim(), 1)
+        table.pages.clear()
+        table.shared = table._breaks = 0
+
+    # ------------------------------------------------------------------------------------- sharing
+
+    def share(self, table: PageTable) -> int:
+        """Let others read the first page of a table that they may not yet; returns it.
+
+        Whoever has a table writes behind its shared pages alone.
+        """
+        page = table.pages[table.shared]
+        self.shared.add(page)
+        table.shared += 1
+        return page
+
+    def adopt(self, table: PageTable, page: int) -> None:
+        """Have a table read a shared page behind those that it shares, in place of its own one."""
+        self.shared.read(page)
+        if table.shared < len(table.pages):
+            self._free.add(table.replace(table.shared, page), 1)
+        else:
+            table.take(page)
+        table.shared += 1
+
+    def forget(self, page: int) -> None:
+        """Share a page no more; it is free once the last table that reads it is closed."""
+        if self.shared.forget(page):
+            self._free.add(page, 1)
+
+    # ----------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        """Check that every page is in exactly one place.
+
+        Raises:
+            AssertionError: a page is lost, or somewhere twice.
+        """
+        seen = [page for start, length in self._free for page in range(start, start + length)]
+        loose = self._free.pages
+        assert len(seen) == loose, f"{loose} pages should be loose, not {len(seen)}"
+        keeping = {key: table for key, table in self._tables.items() if table.spare}
+        assert keeping == self._keeping, "a table with spare pages is not among those that keep"
+        spare = sum(table.spare for table in keeping.values())
+        assert spare == self._spare, f"{self._spare} pages should be spare, not {spare}"
+        for table in self._tables.values():
+            seen += table.pages[table.shared :]
+            seen += range(table.spare_start, table.spare_start + table.spare)
+            breaks = _breaks(table.pages)
+            assert breaks == table._breaks, f"{table.owner} has {breaks} breaks"
+        tables = self._tables.values()
+        self.shared.check_integrity(page for t in tables for page in t.pages[: t.shared])
+        seen += self.shared
+        assert sorted(seen) == list(range(self.size)), "a page is lost, or in two places"
+        for (start, length), (after, _) in pairwise(self._free):
+            assert start + length < after, "free runs that touch are one"
+
+    # --------------------------------------------------------------------------------------- runs
+
+    def _take_spare(self, table: PageTable, count: int) -> None:
+        for _ in range(count):
+            table.take(table.spare_start)
+            table.spare_start += 1
+        table.spare -= count
+        self._spare -= count
+        if not table.spare:
+            del self._keeping[id(table)]
+
+    def _take_free(self, table: PageTable, count: int, last: bool) -> int:
+        """Take up to so many pages that follow one another; returns how many."""
+        if not self._free.pages and self.shared.unread:
+            for _ in range(min(count, self.shared.unread)):
+                self._free.add(self.shared.reclaim(), 1)
+        elif not self._free.pages:
+            # The latest has used the fewest of what is kept for it.
+            self._give_spare_back(next(reversed(self._keeping.values())))
+        following = table.pages[-1] + 1 if table.pages else None
+        if last:
+            start, taken = self._free.take_last(count)
+        elif following is not None and self._free.begins(following):
+            start, taken = following, self._free.take(following, count)
+        else:
+            start = self._free.fitting(min(count, self._free.longest))
+            taken = self._free.take(start, count)
+        for page in range(start, start + taken):
+            table.take(page)
+        return taken
+
+    def _give_spare_back(self, table: PageTable) -> None:
+        if table.spare:
+            self._free.add(table.spare_start, table.spare)
+            self._spare -= table.spare
+            table.spare = 0
+            del self._keeping[id(table)]
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _breaks(pages: list[int]) -> int:
+    """How many pages do not follow the one before."""
+    return sum(after != before + 1 for before, after in pairwise(pages))
+
+
+def _runs(pages: list[int]) -> list[tuple[int, int]]:
+    """The pages as runs: start and length."""
+    found: list[tuple[int, int]] = []
+    for page in pages:
+        if found and page == found[-1][0] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((page, 1))
+    return found

@@ -1,0 +1,1 @@
+"""Metrics of serving and finetuning, read from the event log."""

@@ -1,0 +1,299 @@
+"""Metrics of serving and finetuning, from the event log.
+
+Names and definitions are those of `vllm bench serve` where it has them:
+
+    TTFT        first token − submission
+    TPOT        (last token − first token) / (tokens − 1), a mean for each request
+    ITL         gaps between neighbouring outputs, of all requests together
+    E2EL        end − submission
+    goodput     requests a second that finish within their SLOs
+
+and of the papers:
+
+    attainment    share of requests that finish within both SLOs, TTFT and TPOT    FlexLLM v2 §8
+    satisfaction  mean of 1 − (TTFT / SLO)², 0 beyond the SLO                      S-LoRA appendix B
+
+Latencies are those of finished requests. Attainment and satisfaction count every request but those
+that were cancelled, which is their sender's will: one that was refused, timed out, failed or has
+not finished attains nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pcg.errors import BenchmarkError
+from pcg.runtime.engine.events import Event, Kind
+from pcg.runtime.metrics.distribution import Distribution
+from pcg.runtime.metrics.timelines import Outcome, Slo, Timeline, number, timelines
+
+NO_TENANT = "-"
+"""Stands for the requests without a tenant."""
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """Service between tenants, in tokens: prompts that were read and outputs that came.
+
+    Attributes:
+        service: tokens by tenant, `-` for requests without one.
+    """
+
+    service: Mapping[str, int]
+
+    @property
+    def max_min_ratio(self) -> float | None:
+        """Most over least; None where a tenant got nothing and another something."""
+        most, least = max(self.service.values()), min(self.service.values())
+        if least == 0:
+            return 1.0 if most == 0 else None
+        return most / least
+
+    @property
+    def jain_index(self) -> float:
+        """(Σx)² / (n Σx²): from 1/n where one tenant gets all to 1 for equal shares."""
+        squares = sum(tokens**2 for tokens in self.service.values())
+        total = sum(self.service.values())
+        return total**2 / (len(self.service) * squares) if squares else 1.0
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """What happened in a span of an engine's time.
+
+    Attributes:
+        start_s, end_s: of the span, on the engine's clock.
+        requests: submitted in the span, whenever they end; latencies and counts are theirs.
+        output_tokens: that came out in the span, of whatever request.
+        fairness: of the tokens in the span; None without requests.
+        finetuning_tokens: by job, of the optimizer steps in the span.
+        finetuning_steps: how many there were.
+        queueing, ttft, tpot, itl, e2el: of finished requests; None where there is no sample.
+    """
+
+    start_s: float
+    end_s: float
+    requests: tuple[Timeline, ...]
+    output_tokens: int
+    fairness: Fairness | None
+    finetuning_tokens: Mapping[str, int]
+    finetuning_steps: int
+    queueing: Distribution | None
+    ttft: Distribution | None
+    tpot: Distribution | None
+    itl: Distribution | None
+    e2el: Distribution | None
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the span."""
+        return self.end_s - self.start_s
+
+    def count(self, outcome: Outcome) -> int:
+        """How many requests ended so."""
+        return sum(one.outcome is outcome for one in self.requests)
+
+    @property
+    def input_tokens(self) -> int:
+        """Of the prompts of finished requests."""
+        return sum(one.prompt_tokens for one in self.requests if one.outcome is Outcome.FINISHED)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, that were in the KV cache already, by an earlier request."""
+        return sum(one.cached_tokens or 0 for one in self.requests)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Share of prompts' tokens that were in the cache; None where no prompt was read."""
+        read = sum(one.prompt_tokens for one in self.requests if one.cached_tokens is not None)
+        return self.cached_tokens / read if read else None
+
+    @property
+    def request_throughput(self) -> float:
+        """Finished requests a second."""
+        return self.count(Outcome.FINISHED) / self.duration_s
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.duration_s
+
+    @property
+    def total_token_throughput(self) -> float:
+        """Output tokens, and prompt tokens of finished requests, a second."""
+        return (self.input_tokens + self.output_tokens) / self.duration_s
+
+    @property
+    def finetuning_throughput(self) -> float:
+        """Tokens a second that jobs trained on."""
+        return sum(self.finetuning_tokens.values()) / self.duration_s
+
+    @property
+    def slo_attainment(self) -> float | None:
+        """Share of requests that finish within both SLOs; None where none has an SLO."""
+        return _share([one.attains for one in self._counted if one.slo])
+
+    @property
+    def ttft_attainment(self) -> float | None:
+        """Share that finish within the SLO of the first token; None where none has one."""
+        return _share([one.attains_ttft for one in self._counted if one.slo.ttft_s is not None])
+
+    @property
+    def tpot_attainment(self) -> float | None:
+        """Share that finish within the SLO of further tokens; None where none has one."""
+        return _share([one.attains_tpot for one in self._counted if one.slo.tpot_s is not None])
+
+    @property
+    def request_goodput(self) -> float | None:
+        """Requests a second that finish within their SLOs; None where none has an SLO.
+
+        Beside others that have one, a request without an SLO is good when it finishes.
+        """
+        if not any(one.slo for one in self.requests):
+            return None
+        return sum(one.attains for one in self.requests) / self.duration_s
+
+    @property
+    def user_satisfaction(self) -> float | None:
+        """S-LoRA's: the mean reward of requests with an SLO of the first token; None without any.
+
+        The first token alone counts, however a request ended.
+        """
+        rewards = [one.satisfaction for one in self._counted if one.slo.ttft_s is not None]
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def _counted(self) -> list[Timeline]:
+        return [one for one in self.requests if one.outcome is not Outcome.CANCELLED]
+
+    def to_json(self) -> dict[str, object]:
+        """The report as one flat object; what vLLM reports too has vLLM's name.
+
+        Numbers that no sample gives are null. Latencies are in milliseconds.
+        """
+        found: dict[str, object] = {
+            "duration": self.duration_s,
+            "submitted": len(self.requests),
+            "completed": self.count(Outcome.FINISHED),
+        }
+        for outcome in Outcome:
+            if outcome is not Outcome.FINISHED:
+                found[str(outcome)] = self.count(outcome)
+        found |= {
+            "preempted": sum(one.preemptions > 0 for one in self.requests),
+            "preemptions": sum(one.preemptions for one in self.requests),
+            "total_input_tokens": self.input_tokens,
+            "total_output_tokens": self.output_tokens,
+            "total_cached_tokens": self.cached_tokens,
+            "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
+            "request_throughput": self.request_throughput,
+            "request_goodput": self.request_goodput,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": self.total_token_throughput,
+        }
+        for name, one in self.latencies.items():
+            found[f"mean_{name}_ms"] = None if one is None else one.mean_s * 1e3
+            found[f"median_{name}_ms"] = None if one is None else one.median_s * 1e3
+            found[f"std_{name}_ms"] = None if one is None else one.std_s * 1e3
+            found[f"p90_{name}_ms"] = None if one is None else one.p90_s * 1e3
+            found[f"p99_{name}_ms"] = None if one is None else one.p99_s * 1e3
+        fairness = self.fairness
+        return found | {
+            "slo_attainment": self.slo_attainment,
+            "ttft_attainment": self.ttft_attainment,
+            "tpot_attainment": self.tpot_attainment,
+            "user_satisfaction": self.user_satisfaction,
+            "finetuning_tokens": dict(self.finetuning_tokens),
+            "finetuning_steps": self.finetuning_steps,
+            "finetuning_throughput": self.finetuning_throughput,
+            "tenant_tokens": {} if fairness is None else dict(fairness.service),
+            "max_min_ratio": None if fairness is None else fairness.max_min_ratio,
+            "jain_index": None if fairness is None else fairness.jain_index,
+        }
+
+    @property
+    def latencies(self) -> dict[str, Distribution | None]:
+        """The latencies by their short names."""
+        return {
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+            "itl": self.itl,
+            "e2el": self.e2el,
+            "queueing": self.queueing,
+        }
+
+
+def serving_report(
+    events: Iterable[Event],
+    slo: Slo | None = None,
+    *,
+    start_s: float | None = None,
+    end_s: float | None = None,
+) -> ServingReport:
+    """Measure a log, or a span of it, such as one without its warm-up.
+
+    Args:
+        events: an `EventLog` that kept all its events.
+        slo: of requests that bring none of their own; None for no SLO.
+        start_s, end_s: of the span, on the engine's clock; None for the first and the last event.
+    Raises:
+        BenchmarkError: the log is empty or damaged, or the span has no length.
+    """
+    log = tuple(events)
+    if not log:
+        raise BenchmarkError("an event log without events; run the engine first")
+    start = log[0].time_s if start_s is None else start_s
+    end = log[-1].time_s if end_s is None else end_s
+    if not start < end:
+        raise BenchmarkError(
+            f"the span from {start} s to {end} s has no length; the log has {len(log)} events from "
+            f"{log[0].time_s} s to {log[-1].time_s} s"
+        )
+    everyone = timelines(log, slo or Slo())
+    requests = tuple(one for one in everyone if start <= one.submitted_s <= end)
+    finished = [one for one in requests if one.outcome is Outcome.FINISHED]
+    steps = [one for one in log if one.kind is Kind.STEPPED and start <= one.time_s <= end]
+    jobs: Counter[str] = Counter()
+    for step in steps:
+        jobs[step.subject] += int(number(step, "tokens"))
+    return ServingReport(
+        start_s=start,
+        end_s=end,
+        requests=requests,
+        output_tokens=sum(_outputs(one, start, end) for one in everyone),
+        fairness=_fairness(everyone, start, end),
+        finetuning_tokens=dict(jobs),
+        finetuning_steps=len(steps),
+        queueing=_of(one.queueing_s for one in finished),
+        ttft=_of(one.ttft_s for one in finished),
+        tpot=_of(one.tpot_s for one in finished),
+        itl=_of(gap for one in finished for gap in one.itls_s),
+        e2el=_of(one.e2el_s for one in finished),
+    )
+
+
+def _of(samples: Iterable[float | None]) -> Distribution | None:
+    return Distribution.of(sample for sample in samples if sample is not None)
+
+
+def _outputs(one: Timeline, start: float, end: float) -> int:
+    return sum(count for time, count in one.tokens if start <= time <= end)
+
+
+def _fairness(everyone: Iterable[Timeline], start: float, end: float) -> Fairness | None:
+    """Of tenants with a request that was there in the span."""
+    service: Counter[str] = Counter()
+    for one in everyone:
+        if one.submitted_s <= end and (one.ended_s is None or one.ended_s >= start):
+            read = bool(one.tokens) and start <= one.tokens[0][0] <= end
+            tokens = one.prompt_tokens * read + _outputs(one, start, end)
+            service[NO_TENANT if one.tenant is None else one.tenant] += tokens
+    return Fairness(dict(service)) if service else None
+
+
+def _share(attained: list[bool]) -> float | None:
+    return sum(attained) / len(attained) if attained else None

@@ -1,0 +1,161 @@
+"""Sequences of one new token each, in groups that attention can take in one call.
+
+Sequences whose rows of the cache lie at equal distances are one call; so are those whose rows lie
+scattered, which are gathered. A group's longest sequence may be at most twice as long as its mean:
+what is read in vain costs less than another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Sequences of one new token each, by column.
+
+    Attributes:
+        tokens: their indices in the batch, [n].
+        first_rows: row of each one's first token in the cache where its pages are a run, else -1,
+            [n].
+        lengths: of each, the new token included, [n].
+        tables: pages of each.
+    """
+
+    tokens: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    tables: Sequence[PageTable]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences of one new token each that attention takes in one call.
+
+    Attributes:
+        tokens: their indices in the batch, [count].
+        row: first row that the first one attends to.
+        stride: rows from one sequence's first to the next one's.
+        longest: rows that the longest attends to.
+        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+        rows: [count, longest], which rows they attend to, where these lie at no equal distances.
+    """
+
+    tokens: Tensor
+    row: int
+    stride: int
+    longest: int
+    mask: Tensor | None
+    rows: Tensor | None = None
+
+
+def decode_groups(
+    singles: Singles, window: int, cache_rows: int, dtype: torch.dtype, device: torch.device
+) -> list[DecodeGroup]:
+    """Group sequences.
+
+    Args:
+        singles: sequences.
+        window: rows that a token attends to at most; 0 for all.
+        cache_rows: rows of the whole cache.
+        dtype: of the masks, that of the cache.
+        device: of all tensors.
+    """
+    if not len(singles.tokens):
+        return []
+    lengths, first_rows = singles.lengths, singles.first_rows
+    counts = np.minimum(lengths, window) if window else lengths
+    rows = np.where(first_rows < 0, -1, first_rows + lengths - counts)
+    order = rows.argsort(kind="stable")
+    counts = counts[order]
+    runs = list(_runs(rows[order].tolist(), counts.tolist(), cache_rows))
+    sizes = [run.size for run in runs]
+    tokens = torch.from_numpy(singles.tokens[order]).to(device).split(sizes)
+    most = max(run.longest for run in runs)
+    line = torch.full((2 * most,), float("-inf"), dtype=dtype, device=device)
+    line[:most] = 0.0
+    hides = torch.from_numpy(most - counts).to(device).split(sizes)
+    groups: list[DecodeGroup] = []
+    start = 0
+    for run, own, hidden in zip(runs, tokens, hides, strict=True):
+        longest, mask, gathered = run.longest, None, None
+        if run.total < longest * run.size:
+            # Row i of these shows its first most - i places. They are windows of one line, and to
+            # copy them out of it is a tenth of the time of comparing places with counts.
+            windows = line.as_strided((most, longest), (1, 1))
+            mask = windows.index_select(0, hidden).view(run.size, 1, 1, longest)
+        row = run.row
+        if row < 0:
+            part = order[start : start + run.size]
+            ends = zip(part.tolist(), lengths[part].tolist(), strict=True)
+            tables = [(singles.tables[i], end) for i, end in ends]
+            seen = counts[start : start + run.size].tolist()
+            row, gathered = 0, _gathered(tables, seen, longest).to(device)
+        groups.append(DecodeGroup(own, row, run.stride, longest, mask, gathered))
+        start += run.size
+    return groups
+
+
+class _Run(NamedTuple):
+    """Neighbours that are one group.
+
+    Attributes:
+        row: that the first one attends to first; -1 where they are gathered.
+        size: how many.
+        stride: rows from one to the next; 0 where there is none, or they are gathered.
+        longest: tokens that the longest attends to.
+        total: tokens that all of them attend to.
+    """
+
+    row: int
+    size: int
+    stride: int
+    longest: int
+    total: int
+
+
+def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
+    """The groups of sequences in the order of their rows."""
+    size = stride = longest = total = 0
+    first = before = rows[0]
+    for row, count in zip(rows, counts, strict=True):
+        step, most = row - before, max(longest, count)
+        # One call reaches this one, too: at the distance of those before, or gathered as they are.
+        if before < 0:
+            is_reached = row < 0
+        else:
+            is_reached = step >= most and row + most <= cache_rows
+            is_reached = is_reached and (size == 1 or step == stride)
+        if size and not (is_reached and most * (size + 1) <= 2 * (total + count)):
+            yield _Run(first, size, stride, longest, total)
+            first, size, stride, most, total = row, 0, 0, count, 0
+        elif size:
+            stride = step
+        size, longest, total, before = size + 1, most, total + count, row
+    yield _Run(first, size, stride, longest, total)
+
+
+def _gathered(ends: Iterable[tuple[PageTable, int]], counts: Sequence[int], longest: int) -> Tensor:
+    """Rows that sequences attend to, [count, longest]; the first row behind their ends.
+
+    Args:
+        ends: their pages and lengths.
+        counts: tokens that each attends to, up to its end.
+        longest: of them.
+    """
+    rows = np.zeros((len(counts), longest), dtype=np.int64)
+    within = np.arange(PAGE_TOKENS)
+    for own, (table, end), count in zip(rows, ends, counts, strict=True):
+        page, skipped = divmod(end - count, PAGE_TOKENS)
+        pages = np.array(table.pages[page : -(-end // PAGE_TOKENS)])
+        own[:count] = (pages[:, None] * PAGE_TOKENS + within).ravel()[skipped : skipped + count]
+    return torch.from_numpy(rows)

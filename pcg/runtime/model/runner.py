@@ -1,0 +1,249 @@
+"""Run an emitted program: load its functions, bind weights, call prologue, layers and epilogue."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.errors import ProgramError
+from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph, Serving, python_name
+from pcg.ir.types import TOKENS
+from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.token_parts import chosen_rows, rows_of_rank
+from pcg.runtime.adapters.padded_tables import Bound
+from pcg.runtime.model.base_weights import BaseWeights
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.merged_execution import Asking, alone
+from pcg.runtime.model.sampling import Drawing
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def load_functions(source: str, name: str) -> Functions:
+    """Execute emitted source; tracebacks show its lines.
+
+    Raises:
+        ProgramError: it is not valid Python, or cannot be imported.
+    """
+    # Triton reads a kernel's source when it first runs, so no two sources may have one name.
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    filename = f"<pcg {name} {digest}>"
+    namespace: dict[str, Any] = {"__name__": f"pcg_program_{name}"}
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    try:
+        exec(compile(source, filename, "exec"), namespace)
+    except Exception as error:
+        raise ProgramError(f"the emitted source of {name} cannot be loaded: {error}") from error
+    return namespace
+
+
+def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
+    """The weights as serving multiplies by them.
+
+    Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
+    faster for the few tokens of a decode step (benchmarks/generation.py).
+    """
+    packed: dict[tuple[int, ...], Tensor] = {}
+
+    def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
+        new = SimpleNamespace(**vars(holder))
+        for node in graph.nodes:
+            if node.op in ("linear", "linear_group", "lora_linear"):
+                count = int(node.get("count", 1))  # type: ignore[arg-type]
+                biased = node.get("bias", len(node.inputs) == 3)
+                names = [python_name(name) for name in node.inputs[1 : 1 + count]]
+                biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
+                _join(new, names, [getattr(new, python_name(name)) for name in biases], packed)
+        return new
+
+    layers = zip(model.layers, weights.layers, strict=True)
+    return BaseWeights(
+        weights.prologue,
+        tuple(copy(model.blocks[block], layer) for block, layer in layers),
+        copy(model.epilogue, weights.epilogue),
+    )
+
+
+def _join(
+    holder: SimpleNamespace,
+    names: Sequence[str],
+    biases: Sequence[Tensor],
+    packed: dict[tuple[int, ...], Tensor],
+) -> None:
+    """Put the weights of these names, joined and packed, under the first; None under the others.
+
+    Their biases, joined, go with them; the holder keeps each, which other operators may read.
+    """
+    tensors: list[Tensor] = [getattr(holder, name) for name in names]
+    key = tuple(id(tensor) for tensor in (*tensors, *biases))
+    if key not in packed:
+        # Not the tensor itself, which training multiplies by, too, with a bias or without.
+        whole = tensors[0].detach() if len(tensors) == 1 else torch.cat(tensors)
+        if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
+            whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
+        whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
+        whole.group_bias = torch.cat(tuple(biases)) if biases else None  # type: ignore[attr-defined]
+        packed[key] = whole
+    for name in names:
+        setattr(holder, name, None)
+    setattr(holder, names[0], packed[key])
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+class LayerInputs:
+    """Which of the prologue's outputs each graph reads, beside what one layer hands the next."""
+
+    def __init__(self, model: ModelGraph) -> None:
+        self._indices = {
+            graph.name: tuple(
+                model.prologue.outputs.index(value.name) for value in graph.inputs[carried:]
+            )
+            for graph, carried in self._carried(model)
+        }
+        self.carried = len(model.blocks[0].outputs)
+
+    @staticmethod
+    def _carried(model: ModelGraph) -> list[tuple[Graph, int]]:
+        count = len(model.blocks[0].outputs)
+        return [(graph, count) for graph in (*model.blocks, model.epilogue)]
+
+    def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
+        """The prologue's outputs that a graph reads."""
+        return [shared[index] for index in self._indices[graph.name]]
+
+
+def parts_tokens(model: ModelGraph) -> bool:
+    """Whether a rank is handed a part of the tokens from layer to layer."""
+    return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What a program reads of the tokens of a decode step that is recorded.
+
+    Attributes:
+        room: for the tokens of a step, rounded up; None for more than there is room for.
+        lists: memory of a room on a device.
+    """
+
+    room: Callable[[Any], Any]
+    lists: Callable[[Any, torch.device], Any]
+
+
+class ModelRunner:
+    """The serving program with weights bound: tokens in, hidden states and logits out.
+
+    Over ranks all of them run the same batches, and have the same logits.
+
+    Attributes:
+        model: that runs.
+        ranks: that run it.
+        weights: as it reads them.
+        drawing: kernels that choose tokens; None where the program has none.
+        decoding: what it reads of a recorded step; None where it has no lists for it.
+    """
+
+    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
+        self.model = serving.model
+        self.ranks = ranks
+        self.weights = lay_out(serving.model, weights)
+        self._functions = load_functions(serving.source, "serving")
+        greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
+        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
+        room, lists = (self._functions.get(name) for name in ("decode_room", "decode_lists"))
+        self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
+        self._inputs = LayerInputs(serving.model)
+        self._blocks = [self._functions[block.name] for block in serving.model.blocks]
+        self._parts_tokens = parts_tokens(serving.model)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
+        """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
+        return alone(self.asking_hidden(batch, adapters))
+
+    def asking_hidden(self, batch: Batch, adapters: Bound) -> Asking[list[Tensor]]:
+        """The same, asking the caller for the base's products."""
+        batch.ranks = self.ranks
+        batch.chosen = None
+        shared = _as_tuple(
+            self._functions["prologue"](
+                self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions
+            )
+        )
+        carried: Sequence[Tensor] = shared[: self._inputs.carried]
+        extra = [self._inputs.of(block, shared) for block in self.model.blocks]
+        layers = zip(self.model.layers, self.weights.layers, adapters.layers, strict=True)
+        for layer, (block, weights, adapter) in enumerate(layers):
+            batch.layer = layer
+            carried = _as_tuple(
+                (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
+            )
+        return [*carried, *self._inputs.of(self.model.epilogue, shared)]
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        batch: Batch,
+        adapters: Bound,
+        rows: Tensor | None = None,
+        row_adapters: Bound | None = None,
+    ) -> Tensor:
+        """Logits of all tokens of the batch, or of some.
+
+        Args:
+            batch: the tokens.
+            adapters: bound to all tokens.
+            rows: indices of the tokens wanted, [rows]; None for all.
+            row_adapters: bound to those, for bypass networks of the epilogue.
+        Returns:
+            [T or rows, V].
+        """
+        return self.logits_of(self.hidden(batch, adapters), batch, adapters, rows, row_adapters)
+
+    @torch.inference_mode()
+    def logits_of(
+        self,
+        inputs: Sequence[Tensor],
+        batch: Batch,
+        adapters: Bound,
+        rows: Tensor | None = None,
+        row_adapters: Bound | None = None,
+    ) -> Tensor:
+        """Logits from what the last layer hands on; the arguments are as in `logits`."""
+        if rows is not None:
+            batch.chosen = rows
+            carried = self._inputs.carried
+            inputs = [
+                self._chosen(x, rows) if index < carried else x[rows]
+                for index, x in enumerate(inputs)
+            ]
+        outer = (adapters if row_adapters is None else row_adapters).outer
+        return self._functions["epilogue"](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
+
+    def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows of what the last layer hands on; this rank's part of them, where it has a part."""
+        if not self._parts_tokens:
+            return x[rows]
+        size = self.ranks.size
+        found = chosen_rows(x, rows, self.ranks.rank)
+        return self.ranks.reduce_scatter([rows_of_rank(found, rank, size) for rank in range(size)])
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,303 @@
+"""The base model's weights: one tensor at a time, from safetensors files or from a module.
+
+Opening reads headers alone; a tensor is mapped when it is loaded, and copied only where it is cast,
+transposed, fused or moved. What a checkpoint names otherwise than the model is found under
+
+- the name without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`,
+  as old checkpoints store what was saved without its head;
+- `block_sparse_moe` for `mlp`, as Mixtral's;
+- `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
+  and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pcg.errors import WeightsError
+from pcg.source import ModelSource
+from pcg.tensor_file import TensorInfo, read_header
+
+Shape = tuple[int, ...]
+Ranges = tuple[tuple[int, int], ...]
+"""Of each dim of a tensor the first entry that is read, and the one behind the last."""
+
+# Of a fused parameter of the experts: the experts' own, in the order of the output features.
+_EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+class Weights(ABC):
+    """Named tensors of a base model.
+
+    Args:
+        index: dtype and shape of each tensor by name.
+        base_prefix: name of the headless model within the model, such as `model`.
+        config: of the model, for messages.
+        where: names the whole in messages.
+
+    Attributes:
+        read_bytes: of all tensors, and parts of tensors, that were read so far, as stored.
+    """
+
+    def __init__(
+        self,
+        index: Mapping[str, TensorInfo],
+        base_prefix: str,
+        config: Mapping[str, Any],
+        where: str,
+    ) -> None:
+        self.index = index
+        self.base_prefix = base_prefix
+        self.config = config
+        self.where = where
+        self.read_bytes = 0
+        self._used: set[str] = set()
+
+    def load(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+        ranges: Ranges | None = None,
+    ) -> Tensor:
+        """One tensor, or a part of it, as the graph wants it.
+
+        Args:
+            name: in the model, such as `model.layers.0.mlp.up_proj.weight`.
+            shape: of the whole tensor.
+            dtype: of the result.
+            transposed: the checkpoint holds [in, out], the result is [out, in].
+            device: of the result.
+            ranges: of the whole tensor that the result has; None for all. Nothing else is read, but
+                of experts' tensors that are fused here.
+        Raises:
+            WeightsError: there is no such tensor, its shape is another, it is quantized, or the
+                file is damaged.
+        """
+        shape = tuple(shape)
+        found = self._find(name)
+        if found is not None:
+            self._check(name, found, shape[::-1] if transposed else shape)
+            stored = ranges[::-1] if transposed and ranges else ranges
+            tensor = self._take(found, stored)
+            if transposed:
+                tensor = tensor.t()
+            return tensor.to(device=device, dtype=dtype).contiguous()
+        parts = self._expert_parts(name, shape)
+        if parts is None:
+            raise WeightsError(self._missing(name))
+        fused = self._fuse(name, parts, shape, dtype)
+        return (fused if ranges is None else fused[_slices(ranges)]).to(device)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor, under this name or another; experts' parts aside."""
+        return self._find(name) is not None
+
+    def unused(self) -> tuple[str, ...]:
+        """Names of the tensors that were not loaded so far, sorted."""
+        return tuple(sorted(self.index.keys() - self._used))
+
+    @abstractmethod
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        """The tensor of a name in the index as it is stored, or these ranges of it."""
+
+    def _place(self, name: str) -> str:
+        """For a message: where the tensor is."""
+        return self.where
+
+    def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
+        self._used.add(name)
+        tensor = self._read(name, ranges)
+        self.read_bytes += tensor.nbytes
+        return tensor
+
+    # ------------------------------------------------------------------------------------- names
+
+    def _find(self, name: str) -> str | None:
+        return next((other for other in self._names(name) if other in self.index), None)
+
+    def _names(self, name: str) -> Iterator[str]:
+        """The names under which a checkpoint may hold a tensor, most likely first."""
+        prefix = f"{self.base_prefix}." if self.base_prefix else ""
+        names = [name]
+        if prefix:
+            names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+        yield from names
+        yield from (n.replace(".mlp.", ".block_sparse_moe.") for n in names if ".mlp." in n)
+
+    def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
+        """For each expert the names of the tensors that its fused one is made of."""
+        match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
+        if match is None or len(shape) != 3:
+            return None
+        for parts in _EXPERT_PARTS[match[2]]:
+            names = [
+                [self._find(f"{match[1]}.{expert}.{part}.weight") for part in parts]
+                for expert in range(shape[0])
+            ]
+            found = [[part for part in expert if part is not None] for expert in names]
+            if all(len(expert) == len(parts) for expert in found):
+                return found
+        return None
+
+    def _fuse(self, name: str, parts: list[list[str]], shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The experts' tensors as one, [experts, out, in]."""
+        experts, out_features, in_features = shape
+        part_shape = (out_features // len(parts[0]), in_features)
+        fused = torch.empty(experts, *shape[1:], dtype=dtype)
+        for expert, names in zip(fused, parts, strict=True):
+            for rows, part in zip(expert.chunk(len(names)), names, strict=True):
+                self._check(name, part, part_shape)
+                rows.copy_(self._take(part))
+        return fused
+
+    # ---------------------------------------------------------------------------------- messages
+
+    def _check(self, name: str, found: str, shape: Shape) -> None:
+        info = self.index[found]
+        if info.shape != tuple(shape):
+            raise WeightsError(
+                f"{found} is {list(info.shape)} in {self._place(found)}; the model wants "
+                f"{list(shape)}{'' if found == name else f' for {name}'}"
+                + self._suspects(info.shape, tuple(shape))
+            )
+        if info.dtype not in _DTYPES.values():
+            raise WeightsError(
+                f"{found} is {info.dtype} in {self._place(found)}: quantized weights need their "
+                f"scales, which pcg does not do; use weights in {', '.join(_DTYPES.values())}"
+            )
+
+    def _suspects(self, stored: Shape, wanted: Shape) -> str:
+        """Which fields of the config ask for the sizes that differ."""
+        sizes = wanted
+        if len(stored) == len(wanted):
+            sizes = tuple(w for s, w in zip(stored, wanted, strict=True) if s != w)
+        fields = [f"{key}={value}" for key, value in self.config.items() if _is_size(value, sizes)]
+        asked = f" ({', '.join(fields)})" if fields else ""
+        return f"; config.json{asked} is not that of these weights"
+
+    def _missing(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.index, n=3)
+        tried = ", ".join(list(self._names(name))[1:])
+        return (
+            f"{name} is not among the {len(self.index)} tensors of {self.where}"
+            + (f", nor {tried}" if tried else "")
+            + (f"; the closest are {', '.join(close)}" if close else "")
+            + "; config.json and the weights are not of one model, or a file of it is missing"
+        )
+
+
+class Checkpoint(Weights):
+    """The safetensors files of a model."""
+
+    def __init__(
+        self,
+        index: Mapping[str, TensorInfo],
+        files: Mapping[str, Path],
+        base_prefix: str,
+        source: ModelSource,
+    ) -> None:
+        super().__init__(index, base_prefix, source.config, source.name)
+        self._files = files
+        self._handles: dict[Path, Any] = {}
+
+    @classmethod
+    def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
+        """Read the headers of a model's files.
+
+        Args:
+            source: the model.
+            base_prefix: name of the headless model within the model, such as `model`.
+        Raises:
+            WeightsError: there are no files, one is damaged or truncated, or two hold one tensor.
+        """
+        if not source.weight_files:
+            raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
+        index: dict[str, TensorInfo] = {}
+        files: dict[str, Path] = {}
+        for file in source.weight_files:
+            for name, info in read_header(file, WeightsError).items():
+                if name in files:
+                    raise WeightsError(f"{name} is both in {files[name]} and in {file}; keep one")
+                index[name], files[name] = info, file
+        return cls(index, files, base_prefix, source)
+
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        file = self._files[name]
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(file, framework="pt")
+            handle = self._handles[file]
+            tensor: Tensor = (
+                handle.get_tensor(name)
+                if ranges is None
+                else handle.get_slice(name)[_slices(ranges)]
+            )
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
+        return tensor
+
+    def _place(self, name: str) -> str:
+        return str(self._files[name])
+
+
+class StateDictCheckpoint(Weights):
+    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
+
+    Args:
+        state_dict: of the module.
+        base_prefix: name of the headless model within the model, such as `model`.
+        config: of the model, for messages.
+        where: names the module in messages.
+    Raises:
+        WeightsError: a tensor has no data.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor],
+        base_prefix: str = "",
+        config: Mapping[str, Any] | None = None,
+        where: str = "the given module",
+    ) -> None:
+        for name, tensor in state_dict.items():
+            if tensor.is_meta:
+                raise WeightsError(f"{name} of {where} is on the meta device; load its weights")
+        index = {
+            name: TensorInfo(_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            for name, tensor in state_dict.items()
+        }
+        super().__init__(index, base_prefix, config or {}, where)
+        self._tensors = state_dict
+
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        whole = self._tensors[name].detach()
+        return whole if ranges is None else whole[_slices(ranges)]
+
+
+def _slices(ranges: Ranges) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in ranges)
+
+
+def _is_size(value: object, sizes: Shape) -> bool:
+    return type(value) is int and value in sizes

@@ -1,0 +1,219 @@
+"""The tokenizer of a model directory: text to ids and back, special tokens, chat template.
+
+A thin layer over the `tokenizers` library. `tokenizer.json` says how text becomes ids, special
+tokens of the post-processor included. What it leaves open comes from the files beside it:
+
+    bos, eos, pad           tokenizer_config.json, special_tokens_map.json; else the ids in
+                            generation_config.json, config.json
+    tokens that end output  those of generation_config.json (config.json without it) and eos
+    chat template           chat_template.jinja, else tokenizer_config.json "chat_template"
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
+from pcg.runtime.text.chat import ChatTemplate, Message
+from pcg.runtime.text.detokenizer import StreamDecoder
+from pcg.runtime.text.tokenizer_files import Json, find_template, ids_of, read_json, special_texts
+
+_ID_FILES = ("generation_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Tokens of a text, with where they come from.
+
+    Attributes:
+        ids: the tokens.
+        offsets: [start, end) of each in the text, in characters; empty for a token that stands for
+            no text, (0, 0) for one that the post-processor added.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer`, without truncation and padding.
+        special_tokens: texts of the named special tokens, as "bos_token": "<s>".
+        bos_id: of the beginning of a sequence, if the model has one.
+        eos_id: of the end of a sequence, if the model has one.
+        eos_ids: all tokens that end a model's output.
+        pad_id: of padding, if the model has one.
+        chat_template: how messages become text; None where the model has none.
+    """
+
+    backend: Any
+    special_tokens: Mapping[str, str]
+    bos_id: int | None = None
+    eos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    chat_template: ChatTemplate | None = None
+
+    @classmethod
+    def load(cls, directory: str | Path, chat_template: str | Path | None = None) -> Self:
+        """Read the tokenizer of a model directory.
+
+        Args:
+            directory: holds tokenizer.json; the files named at the top of this module are optional.
+            chat_template: instead of the model's own: a path to a file, or the template's text.
+        Raises:
+            ModelNotFoundError: there is no tokenizer.json.
+            ConfigError: a file is damaged, or the chat template does not compile.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelNotFoundError(
+                f"no tokenizer.json in {directory}; save one beside the weights with "
+                "AutoTokenizer.from_pretrained(model).save_pretrained(directory)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_json(directory / "tokenizer_config.json")
+        texts = special_texts(config, read_json(directory / "special_tokens_map.json"))
+        _mark_special(backend, texts)
+        files = {name: read_json(directory / name) for name in _ID_FILES}
+        eos_id = _first(_named_id(backend, texts, "eos_token", files))
+        output_ends = ids_of("eos_token_id", files)
+        return cls(
+            backend=backend,
+            special_tokens=texts,
+            bos_id=_first(_named_id(backend, texts, "bos_token", files)),
+            eos_id=eos_id,
+            eos_ids=tuple(sorted({*output_ends, *(() if eos_id is None else (eos_id,))})),
+            pad_id=_first(_named_id(backend, texts, "pad_token", files)),
+            chat_template=find_template(directory, config, chat_template),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's embedding may be larger."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; `add_special_tokens` is the post-processor's (usually a bos in front)."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """Ids of `text` and the characters that each stands for."""
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        return Encoding(encoding.ids, encoding.offsets)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(
+        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> StreamDecoder:
+        """Decode a sequence token by token; see `StreamDecoder`."""
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return StreamDecoder(decode, prompt_ids)
+
+    def end_texts(self) -> tuple[str, ...]:
+        """Texts of the special tokens that may end a turn: all but bos; longest first."""
+        added = self.backend.get_added_tokens_decoder()
+        bos = self.bos_id if self.bos_id not in self.eos_ids else None
+        texts = (token.content for index, token in added.items() if token.special and index != bos)
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+    def template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            GenerationError: the model has none.
+        """
+        if self.chat_template is None:
+            raise GenerationError(
+                "the model has no chat template, so messages cannot become text; put a "
+                "chat_template.jinja beside tokenizer.json, give Tokenizer.load(chat_template=…), "
+                "or use plain prompts"
+            )
+        return self.chat_template
+
+    def with_template(self, source: str) -> Self:
+        """The same tokenizer with another chat template, given as jinja text."""
+        return replace(self, chat_template=ChatTemplate({"default": source}))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Messages as the text that the model reads.
+
+        Args:
+            messages: as OpenAI's, {"role": …, "content": …}.
+            add_generation_prompt: end with the header of the assistant's next message.
+            tools: JSON schemas of functions, for templates that know tools.
+            variables: whatever else the template reads, as enable_thinking=False.
+        Raises:
+            GenerationError: there is no template, or it refuses the messages.
+        """
+        return self.template().render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **{**self.special_tokens, **variables},
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of `render_chat`; the template writes the special tokens itself."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:
+    """Make the named tokens special where tokenizer.json leaves them plain.
+
+    Then decoding can skip them, and "</s>" in a rendered chat is one token.
+    """
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(text, special=True, normalized=False)
+            for text in dict.fromkeys(texts.values())
+            if text not in special and backend.token_to_id(text) is not None
+        ]
+    )
+
+
+def _named_id(
+    backend: Any, texts: Mapping[str, str], name: str, files: Mapping[str, Json]
+) -> tuple[int, ...]:
+    """Id of a named token: that of its text, else what the model's files say."""
+    index = backend.token_to_id(texts[name]) if name in texts else None
+    return ids_of(f"{name}_id", files) if index is None else (int(index),)
+
+
+def _first(ids: Sequence[int]) -> int | None:
+    return ids[0] if ids else None

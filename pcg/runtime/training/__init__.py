@@ -1,0 +1,1 @@
+"""Finetuning jobs: data, steps, optimizers, schedules, checkpoints."""

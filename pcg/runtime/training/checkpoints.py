@@ -1,0 +1,319 @@
+"""Checkpoints of a finetuning job, in files that hold no code.
+
+    <directory>/latest                      name of the newest checkpoint
+    <directory>/step-00000040/
+        adapter_config.json                 the adapter as peft reads it
+        adapter_model.safetensors
+        encoder.safetensors                 what makes the adapter's weights, where something does
+        allocation.safetensors              how AdaLoRA's ranks are scored, where they are
+        optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
+        trainer_state.json                  where the job is, and what it must have to go on
+        best/                               the adapter of the best evaluation, where it is kept,
+                                            and its encoder
+
+A checkpoint is written whole beside its place and renamed; then `latest` is replaced; then older
+ones go. So whatever happens in between, `latest` names a checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pcg.errors import AdapterError, FinetuneError
+from pcg.peft.adalora import AdaLoraRecipe
+from pcg.peft.adapters import Adapter, read_adapter, write_adapter
+from pcg.tensor_file import read_header
+
+LATEST = "latest"
+STATE = "trainer_state.json"
+ALLOCATION = "allocation.safetensors"
+ENCODER = "encoder.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+BEST = "best"
+FORMAT = 1
+
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")
+_UNFINISHED = ".saving-"
+
+
+@dataclass
+class TrainerState:
+    """Where a job is after a step: all that it needs to go on, but tensors.
+
+    Attributes:
+        step: steps done.
+        position: of the data, as `Batches.state_dict` gives it.
+        losses: mean loss of the target tokens, of each step.
+        eval_losses: (step, mean loss) of each evaluation.
+        tokens: that went through the model in these steps.
+        targets: tokens among them that were learned.
+        seconds: spent.
+        best_step: of the best evaluation.
+        best_loss: of the best evaluation.
+        stale: evaluations since then.
+        stopped: whether the job ended early for want of improvement.
+    """
+
+    step: int = 0
+    position: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    tokens: int = 0
+    targets: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_loss: float | None = None
+    stale: int = 0
+    stopped: bool = False
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether this very step has been evaluated."""
+        return bool(self.eval_losses) and self.eval_losses[-1][0] == self.step
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is saved.
+
+    Attributes:
+        state: where the job is.
+        trajectory: what decides its weights; equal in the run that resumes it.
+        adapter: as it is after the step.
+        best: the adapter of the best evaluation, if it is to be restored at the end.
+        optimizer: the optimizer's tensors.
+        allocation: the rank allocator's; empty for methods but AdaLoRA.
+    """
+
+    state: TrainerState
+    trajectory: Mapping[str, Any]
+    adapter: Adapter
+    best: Adapter | None
+    optimizer: Mapping[str, Tensor]
+    allocation: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """The checkpoints in a directory."""
+
+    def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
+        """Name the directory; nothing is made or read.
+
+        Args:
+            directory: of all checkpoints of one job.
+            keep_last: checkpoints to keep.
+        """
+        self.directory = Path(directory).expanduser()
+        self._keep_last = keep_last
+        self._kept: list[Path] = []
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, or None.
+
+        Raises:
+            FinetuneError: the directory's pointer names one that is not there.
+        """
+        pointer = self.directory / LATEST
+        try:
+            name = pointer.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise FinetuneError(f"{pointer} cannot be read: {error}") from error
+        path = self.directory / name
+        if not _NAME.fullmatch(name) or not path.is_dir():
+            there = ", ".join(p.name for p in self._all()) or "none"
+            raise FinetuneError(
+                f"{pointer} names the checkpoint {name!r}, which is not there; there are: {there}; "
+                "write one of these names into the file, or start anew with resume=False"
+            )
+        return path
+
+    def load(self, path: Path, name: str) -> Checkpoint:
+        """Read a checkpoint; saving goes on beside it.
+
+        Args:
+            path: of the checkpoint.
+            name: of the adapter.
+        Raises:
+            FinetuneError: a file is missing or damaged.
+        """
+        try:
+            saved = _read_state(path / STATE)
+            adapter = _read_adapter(path, name)
+            best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
+            read_header(path / OPTIMIZER, FinetuneError)
+            optimizer = load_file(path / OPTIMIZER)
+            allocation = {}
+            if isinstance(adapter.recipe, AdaLoraRecipe):
+                read_header(path / ALLOCATION, FinetuneError)
+                allocation = load_file(path / ALLOCATION)
+        except (AdapterError, SafetensorError, OSError) as error:
+            raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
+        self._kept = sorted(p for p in self._all() if p.name <= path.name)
+        return Checkpoint(saved[0], saved[1], adapter, best, optimizer, allocation)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
+
+        Raises:
+            FinetuneError: it cannot be written, as when the disk is full; `latest` still names the
+                one before.
+        """
+        step = checkpoint.state.step
+        beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            _write(checkpoint, beside)
+            path = self._free_path(step)
+            beside.rename(path)
+            _sync(self.directory)
+            self._point_to(path)
+        except (OSError, SafetensorError, AdapterError) as error:
+            cause = error.__cause__ if isinstance(error, AdapterError) else error
+            reason = getattr(cause, "strerror", None) or str(cause or error)
+            raise FinetuneError(
+                f"the checkpoint of step {step} cannot be saved in {self.directory}: {reason}; "
+                f"{self._what_is_left()}; make room and run the same call again"
+            ) from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._kept = [*self._kept, path][-self._keep_last :]
+        for old in self._all():
+            if old not in self._kept:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def _what_is_left(self) -> str:
+        try:
+            latest = self.latest()
+        except FinetuneError:
+            latest = None
+        return "there is none before it" if latest is None else f"{latest.name} is still good"
+
+    def _all(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(path for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
+
+    def _sweep(self) -> None:
+        """Remove what a run that was killed left unfinished."""
+        for path in self.directory.glob(f"{_UNFINISHED}*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _free_path(self, step: int) -> Path:
+        """A name for the step's checkpoint; another run's of that step stays for now."""
+        path, count = self.directory / f"step-{step:08d}", 0
+        while path.exists():
+            count += 1
+            path = self.directory / f"step-{step:08d}.{count}"
+        return path
+
+    def _point_to(self, path: Path) -> None:
+        beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
+        try:
+            _write_text(beside, f"{path.name}\n")
+            beside.replace(self.directory / LATEST)
+        finally:
+            beside.unlink(missing_ok=True)
+        _sync(self.directory)
+
+
+def _write(checkpoint: Checkpoint, path: Path) -> None:
+    """All files of a checkpoint, on the disk when this returns."""
+    _write_adapter(checkpoint.adapter, path)
+    if checkpoint.best is not None:
+        _write_adapter(checkpoint.best, path / BEST)
+    _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
+    if isinstance(checkpoint.adapter.recipe, AdaLoraRecipe):
+        _write_tensors(path / ALLOCATION, checkpoint.allocation)
+    state = {
+        "format": FORMAT,
+        "trajectory": dict(checkpoint.trajectory),
+        "state": dataclasses.asdict(checkpoint.state),
+    }
+    _write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
+    _sync(path)
+
+
+def _write_adapter(adapter: Adapter, path: Path) -> None:
+    write_adapter(adapter, path)
+    if adapter.encoder:
+        _write_tensors(path / ENCODER, adapter.encoder)
+
+
+def _read_adapter(path: Path, name: str) -> Adapter:
+    adapter = read_adapter(path, name)
+    if adapter.recipe.encoder is None:
+        return adapter
+    read_header(path / ENCODER, FinetuneError)
+    return dataclasses.replace(adapter, encoder=load_file(path / ENCODER))
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make renames last through a power failure; not every file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["format"] != FORMAT:
+            raise FinetuneError(
+                f"{path} is of format {saved['format']}, this pcg reads {FORMAT}; resume with the "
+                "version that wrote it, or start anew with resume=False"
+            )
+        state = TrainerState(**saved["state"])
+        state.eval_losses = [(int(step), float(loss)) for step, loss in state.eval_losses]
+        return state, dict(saved["trajectory"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FinetuneError(
+            f"{path} is damaged: {error}; write the name of another checkpoint into {LATEST}, or "
+            "start anew with resume=False"
+        ) from error
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """How this run's trajectory differs from a saved one, in words."""
+    words = []
+    for name in dict.fromkeys([*saved, *own]):
+        before, now = saved.get(name), own.get(name)
+        if before != now:
+            words.append(f"{name.replace('_checksum', ' (checksum)')} was {before}, is {now}")
+    return words

@@ -1,0 +1,408 @@
+"""The finetuning job: steps over one adapter, evaluations, checkpoints, exact resume.
+
+Between two steps the whole state of a job is the adapter, the optimizer's and a `TrainerState`;
+nothing is random but the order of the data, a function of seed and epoch, and what is dropped, one
+of seed, step and batch. So a run that is resumed ends with the same bits as one that was not
+interrupted. (Long by a few lines: one run from its options to its result.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
+from pcg.parallel.ranks.group import of_first, on_first
+from pcg.peft.adapters import Adapter
+from pcg.runtime.adapters.published_version import InPlace, Served
+from pcg.runtime.engine.units import Work, run_alone
+from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
+from pcg.runtime.training.data import Dataset
+from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
+from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.progress import progress_bar
+from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
+from pcg.runtime.training.step import TrainingStep
+from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
+from pcg.runtime.training.training_data import check_with_prompt, training_data, vocabulary_size
+from pcg.runtime.training.training_pass import pass_through
+
+if TYPE_CHECKING:
+    from pcg.runtime.executor import Executor
+
+_LOG = logging.getLogger("pcg.finetuning")
+
+
+def finetune(
+    executor: Executor,
+    data: Data,
+    name: str,
+    options: FinetuneOptions,
+    peft: object = None,
+    on_step: OnStep | None = None,
+) -> FinetuneResult:
+    """Train an adapter; see `Executor.finetune`."""
+    is_new = name not in executor.adapters
+    job = FinetuneJob(InPlace(executor, name), data, name, options, peft)
+    try:
+        return job.run(on_step)
+    except UnsupportedError:  # found at the first step
+        if is_new:
+            executor.remove_adapter(name)
+        raise
+
+
+class FinetuneJob:
+    """The state of a job while it runs."""
+
+    def __init__(
+        self,
+        served: Served,
+        data: Data,
+        name: str,
+        options: FinetuneOptions,
+        peft: object = None,
+    ) -> None:
+        """Read the data, find the checkpoint to go on from, and make the adapter.
+
+        Args:
+            served: what the executor serves of it.
+            data: to train on.
+            name: of the adapter.
+            options: of the job.
+            peft: recipe of a new adapter.
+        """
+        self._served = served
+        self._executor = executor = served.executor
+        self._ranks = executor.ranks
+        self._name = name
+        self._options = options
+        self._data = self._read(data)
+        self._eval = None if options.eval_data is None else self._read(options.eval_data)
+        self._batches = Batches(
+            self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
+        )
+        self._total = _total_steps(self._batches, options)
+        self._schedule = options.make_schedule(self._total)
+        self._trajectory = self._make_trajectory()
+        self._state = TrainerState(position=self._batches.state_dict())
+        self._store: CheckpointStore | None = None
+        if options.checkpoint_dir is not None:
+            self._store = CheckpointStore(options.checkpoint_dir, options.keep_last)
+        self._best: Adapter | None = None
+        self._resumed_from: int | None = None
+        self._saved: tuple[int, int] | None = None
+        self._checkpoint: Path | None = None
+        self._start(peft)
+        self._started = time.monotonic()
+        self._seconds_before = self._state.seconds
+        self._tokens_before = self._state.tokens
+
+    def _read(self, data: Data) -> Dataset:
+        executor = self._executor
+        vocabulary = vocabulary_size(executor.program)
+        return training_data(
+            data, self._options, executor.tokenizer, vocabulary, executor.max_positions
+        )
+
+    def _start(self, peft: object) -> None:
+        """Make the adapter, fresh, as it is served, or from a checkpoint."""
+        executor, name = self._executor, self._name
+        checkpoint = self._find_checkpoint()
+        saved = None if checkpoint is None else checkpoint.adapter
+        made = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
+        self._adapter = self._served.start(made)
+        try:
+            windows = self._served.windows
+            self._runner = executor.training_runner_of(self._adapter, windows)
+            for data in filter(None, (self._data, self._eval)):
+                virtual = self._adapter.prompt_tokens
+                check_with_prompt(data, virtual, executor.max_positions)
+            self._steps = TrainingStep(
+                self._runner, self._data, self._batches, self._options, self._total
+            )
+            if checkpoint is not None:
+                self._resume(checkpoint)
+        except BaseException:
+            self._served.undo()
+            raise
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def run(self, on_step: OnStep | None) -> FinetuneResult:
+        """Work until the end, with nothing beside it.
+
+        Raises:
+            FinetuneInterrupted: Ctrl-C.
+            FinetuneError: a loss is no number, or a checkpoint cannot be saved.
+        """
+        if self._ranks.size == 1:
+            return run_alone(self.work(on_step))
+        with noted_interrupts() as came:
+            return run_alone(self.work(on_step, came))
+
+    def work(self, on_step: OnStep | None, came: Sequence[int] = ()) -> Work[FinetuneResult]:
+        """The steps, until an interrupt; over ranks one that came to any of them in a step."""
+        bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
+        device = self._ranks.device
+        try:
+            yield from self._settle()
+            while not self._is_done:
+                record = yield from self._step()
+                self._log(record)
+                bar.update(record)
+                if on_step is not None:
+                    on_step(record)
+                if float(self._ranks.all_reduce(torch.tensor(float(len(came)), device=device))):
+                    raise KeyboardInterrupt
+            with deferred_interrupts():
+                return self._finish()
+        except KeyboardInterrupt as interrupt:
+            self._interrupted(interrupt)
+        finally:
+            bar.close()
+            self._steps.drop_gradients()
+            self._served.changed(self._adapter)
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether to show a bar: one rank does."""
+        return self._options.progress and self._ranks.rank == 0
+
+    @property
+    def _is_done(self) -> bool:
+        return self._state.stopped or self._state.step >= self._total
+
+    def _step(self) -> Work[StepRecord]:
+        """One step; an interrupt leaves all of it undone or all of it done."""
+        state = self._state
+        rate = self._options.learning_rate * self._schedule(state.step)
+        made = yield from self._steps.gradients(state.step, rate)
+        with deferred_interrupts():
+            self._steps.update(state.step, rate)
+            state.step += 1
+            state.losses.append(made.loss)
+            state.tokens += made.tokens
+            state.targets += made.targets
+            state.position = self._batches.state_dict()
+            self._served.changed(self._adapter, self._runner.settle)
+        yield from self._settle()
+        seconds = self._seconds - self._seconds_before
+        return StepRecord(
+            step=state.step,
+            total_steps=self._total,
+            epoch=made.epoch,
+            loss=made.loss,
+            eval_loss=state.eval_losses[-1][1] if state.evaluated else None,
+            learning_rate=rate,
+            gradient_norm=made.norm,
+            tokens=made.tokens,
+            tokens_per_second=(state.tokens - self._tokens_before) / max(seconds, 1e-9),
+        )
+
+    def _finish(self) -> FinetuneResult:
+        state = self._state
+        adapter = self._settled()
+        if self._best is not None:
+            overwrite(adapter, self._best)
+        if self._steps.allocator is not None:
+            adapter = self._steps.allocator.allocated(adapter)
+        self._served.finish(adapter)
+        return FinetuneResult(
+            adapter=self._name,
+            losses=tuple(state.losses),
+            eval_losses=tuple(state.eval_losses),
+            steps=state.step,
+            total_steps=self._total,
+            tokens=state.tokens,
+            targets=state.targets,
+            seconds=self._seconds,
+            stopped="early" if state.stopped else "completed",
+            best_step=state.best_step,
+            best_loss=state.best_loss,
+            restored=self._best is not None,
+            resumed_from=self._resumed_from,
+            checkpoint=self._checkpoint,
+        )
+
+    def _settled(self) -> Adapter:
+        """The adapter as a whole, as it is now."""
+        self._served.settle()
+        return self._adapter
+
+    @property
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _log(self, record: StepRecord) -> None:
+        every = self._options.log_every
+        if every is None or self._ranks.rank or (record.step % every and not self._is_done):
+            return
+        recent = self._state.losses[-every:]
+        evaluated = "" if record.eval_loss is None else f", eval loss {record.eval_loss:.4f}"
+        _LOG.info(
+            "%s step %d/%d: loss %.4f%s, lr %.3g, gradient norm %.3g, %.0f tokens/s",
+            self._name,
+            record.step,
+            record.total_steps,
+            sum(recent) / len(recent),
+            evaluated,
+            record.learning_rate,
+            record.gradient_norm,
+            record.tokens_per_second,
+        )
+
+    # ------------------------------------------------------------------------------- between steps
+
+    def _settle(self) -> Work[None]:
+        """Evaluate and save where the step that was done asks for it; no second time if resumed."""
+        options, state = self._options, self._state
+        wanted = self._is_due(options.eval_every) if state.step else options.eval_at_start
+        if self._eval is not None and wanted and not state.evaluated:
+            yield from self._evaluate(self._eval)
+        if state.step and self._is_due(options.save_every):
+            self._save()
+
+    def _is_due(self, every: int | None) -> bool:
+        """Whether this step is the last, or one of every so many, or else ends an epoch."""
+        if every is None or self._is_done:
+            return self._is_done or self._state.position["index"] == 0
+        return self._state.step % every == 0
+
+    def _evaluate(self, data: Dataset) -> Work[None]:
+        plan = Batches(data.examples, **self._options.batch_bounds, shuffle=False).plan(0)
+        total, targets = 0.0, 0
+        for indexes in plan:
+            done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
+            total += done.loss
+            targets += done.targets
+        found = of_first(self._ranks, torch.tensor(total / targets, dtype=torch.float64))
+        state, mean = self._state, float(found)
+        if not math.isfinite(mean):
+            raise FinetuneError(
+                f"the evaluation loss after step {state.step} is {mean:g}; lower learning_rate="
+                f"{self._options.learning_rate:g}, or look at the evaluation data"
+            )
+        with deferred_interrupts():
+            state.eval_losses.append((state.step, mean))
+            best = math.inf if state.best_loss is None else state.best_loss
+            if mean < best - self._options.min_delta:
+                state.best_step, state.best_loss, state.stale = state.step, mean, 0
+                if self._options.restores_best:
+                    self._best = owned(self._settled())
+            else:
+                state.stale += 1
+            patience = self._options.patience
+            state.stopped = patience is not None and state.stale >= patience
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this very state has one."""
+        state = self._state
+        mark = (state.step, len(state.eval_losses))
+        if self._store is None or self._saved == mark:
+            return
+        with deferred_interrupts():
+            state.seconds = self._seconds
+            optimizer = self._steps.state()
+            allocator = self._steps.allocator
+            allocation = {} if allocator is None else allocator.tensors
+            adapter = self._settled()
+            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, allocation)
+            store = self._store
+            on_first(self._ranks, lambda: store.save(made))
+            self._checkpoint = store.latest()
+            self._saved = mark
+
+    # ------------------------------------------------------------------------------- resuming
+
+    def _make_trajectory(self) -> dict[str, object]:
+        """What decides the weights that come out; checked when the job is resumed."""
+        options, executor = self._options, self._executor
+        position = self._batches.state_dict()
+        trajectory = options.trajectory(self._total)
+        for key in ("batch_size", "max_tokens", "seed", "shuffle", "examples"):
+            trajectory[key] = position[key]
+        trajectory["data_checksum"] = position["fingerprint"]
+        if self._eval is not None and (options.patience or options.restores_best):
+            evaluation = Batches(self._eval.examples, batch_size=1)
+            trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
+        trajectory["base_dtype"] = executor.program.dtype
+        trajectory["base_weights_checksum"] = weights_checksum(executor.weight_store)
+        return trajectory
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to go on from, checked to be of this very job."""
+        resume, store = self._options.resume, self._store
+        if store is None or resume is False:
+            return None
+        path = store.latest()
+        if path is None:
+            if resume is True:
+                raise FinetuneError(
+                    f"resume=True, but there is no checkpoint in {store.directory}; give the "
+                    'directory of the run to go on with, or resume="auto" to start one'
+                )
+            return None
+        checkpoint = store.load(path, self._name)
+        different = differences(checkpoint.trajectory, self._trajectory)
+        if different:
+            raise FinetuneError(
+                f"{path} is a checkpoint of another run: {'; '.join(different)}. Give what it had, "
+                "another checkpoint_dir, or resume=False to start anew"
+            )
+        if checkpoint.state.step > self._total:
+            raise FinetuneError(
+                f"{path} is beyond the {self._total} steps of this run; ask for more, or give "
+                "another checkpoint_dir"
+            )
+        self._checkpoint = path
+        return checkpoint
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        self._state = state = checkpoint.state
+        if self._options.restores_best and state.best_step is not None and checkpoint.best is None:
+            raise FinetuneError(
+                f"{self._checkpoint} is damaged: it has no best/, the adapter of step "
+                f"{state.best_step}; use an older one, or start anew with resume=False"
+            )
+        self._batches.load_state_dict(state.position)
+        self._best = checkpoint.best
+        if state.step:
+            self._steps.load_state(checkpoint.optimizer)
+        if self._steps.allocator is not None:
+            self._steps.allocator.load(checkpoint.allocation)
+        self._resumed_from = state.step
+        self._saved = (state.step, len(state.eval_losses))
+
+    def _interrupted(self, interrupt: KeyboardInterrupt) -> NoReturn:
+        step = self._state.step
+        done = f"finetuning {self._name!r} was interrupted after step {step} of {self._total}"
+        if self._store is None:
+            raise FinetuneInterrupted(
+                f"{done}; the adapter is as after that step. Give checkpoint_dir to be able to "
+                "resume",
+                step,
+            ) from interrupt
+        self._save()
+        raise FinetuneInterrupted(
+            f"{done}; run the same call again to go on from {self._checkpoint}",
+            step,
+            self._checkpoint,
+        ) from interrupt
+
+
+def _total_steps(batches: Batches, options: FinetuneOptions) -> int:
+    """Steps of the job; an epoch's last step may have fewer batches than the others."""
+    if options.max_steps is not None:
+        return options.max_steps
+    size, epochs = options.gradient_accumulation_steps, options.epochs or 1
+    if options.max_tokens is None or not options.shuffle:
+        return epochs * math.ceil(len(batches) / size)
+    return sum(math.ceil(len(batches.plan(epoch)) / size) for epoch in range(epochs))

@@ -1,0 +1,81 @@
+"""The tokens whose loss is taken together, so that logits never exist for all of a batch.
+
+Where ranks hold parts of the tokens, each puts as many of its own rows into a chunk as any other,
+so that no row moves between ranks for it: behind a rank's last target its rows are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.token_parts import part_rows
+from pcg.runtime.training.data import IGNORED
+
+
+@dataclass(frozen=True)
+class LossChunk:
+    """Some tokens of a batch.
+
+    Attributes:
+        rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
+        targets: of each; negative for a padded row.
+        own: rows of what this rank holds, the first of its part of the chunk.
+        count: rows of that part, padded ones included; all tokens where ranks hold all.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    own: Tensor
+    count: int
+
+    def of_whole(self, x: Tensor) -> Tensor:
+        """The chunk of what each rank has for all tokens: [tokens, …]."""
+        return x[self.rows]
+
+    def of_own(self, x: Tensor) -> Tensor:
+        """The part of the chunk in what this rank holds: [count, …]; padded rows are zeros."""
+        if len(self.own) == self.count:
+            return x[self.own]
+        part = x.new_zeros(self.count, *x.shape[1:])
+        part[: len(self.own)] = x[self.own]
+        return part
+
+    def put_own(self, part: Tensor, into: Tensor) -> None:
+        """Write this rank's part of the chunk where its rows are."""
+        into[self.own] = part[: len(self.own)]
+
+
+def loss_chunks(
+    targets: Tensor, size: int, ranks: Ranks, parts_tokens: bool
+) -> Iterator[LossChunk]:
+    """All tokens with a target, in chunks.
+
+    Args:
+        targets: [T]; negative for none.
+        size: tokens of a chunk at most, or one of each rank.
+        ranks: the group.
+        parts_tokens: whether each rank holds a part of the tokens.
+    """
+    rows = torch.nonzero(targets >= 0).squeeze(-1)
+    if not parts_tokens:
+        for chunk in rows.split(size):
+            yield LossChunk(chunk, targets[chunk], chunk, len(chunk))
+        return
+    held = part_rows(len(targets), ranks.size)
+    own = [rows[rows // held == rank] for rank in range(ranks.size)]
+    each = max(1, size // ranks.size)
+    for start in range(0, max(map(len, own)), each):
+        taken = [found[start : start + each] for found in own]
+        count = max(map(len, taken))
+        tokens = rows.new_zeros(ranks.size, count)
+        wanted = targets.new_full((ranks.size, count), IGNORED)
+        for rank, found in enumerate(taken):
+            tokens[rank, : len(found)] = found
+            wanted[rank, : len(found)] = targets[found]
+        mine = taken[ranks.rank] - ranks.rank * held
+        yield LossChunk(tokens.flatten(), wanted.flatten(), mine, count)

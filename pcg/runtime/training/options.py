@@ -1,0 +1,306 @@
+"""What a finetuning job can be told, checked before anything is read or computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from pcg.errors import FinetuneError
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.data_rows import Source
+from pcg.runtime.training.optimizer import check_optimizer
+from pcg.runtime.training.optimizer_table import FIELDS, Optimizer
+from pcg.runtime.training.schedules import Schedule, make_schedule
+
+Data = Source | Iterable[Example]
+
+DEFAULT_BATCH_SIZE = 8
+
+
+class BatchBounds(TypedDict):
+    """What bounds a batch of `Batches`."""
+
+    batch_size: int | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of `Executor.finetune`.
+
+    A step is one update of the adapter: the gradients of `gradient_accumulation_steps` batches (at
+    the end of an epoch, of those that are left), normalised by all their target tokens together.
+
+    Attributes:
+        epochs: passes over the data; 1 where `max_steps` is not given either.
+        max_steps: steps instead of epochs.
+        batch_size: examples a batch; 8 where `max_tokens` is not given either.
+        max_tokens: tokens a batch; both bounds may be given.
+        gradient_accumulation_steps: batches a step.
+        learning_rate: at the schedule's peak. 2e-4 is usual for LoRA with AdamW (QLoRA, table 9);
+            other optimizers have other rates.
+        optimizer: a name of `pcg.runtime.training.optimizer_table.OPTIMIZERS`.
+        optimizer_options: what the optimizer takes beside the fields here, by torch's names, as
+            {"momentum": 0.9}; torch's defaults for the others.
+        weight_decay: for the bypass weights; trained biases of the base do not decay.
+        betas: of those of Adam's family; None is torch's default.
+        eps: of the optimizer; None is torch's default.
+        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        schedule: a name of `schedules.SCHEDULES`.
+        warmup_steps: of linear warmup.
+        warmup_ratio: warmup as a part of all steps, instead.
+        min_lr_ratio: where the schedule ends, as a part of the learning rate.
+        cycles: of cosine_with_restarts.
+        power: of polynomial.
+        max_length: tokens an example may have; longer ones keep their head, a plain text file is
+            cut into examples of that length. None is an error for longer ones than the model's
+            positions.
+        data_format: a name of `data_formats.FORMATS`, or "auto".
+        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
+        empty: what to do with rows that have nothing to learn: "error" or "drop".
+        seed: of the order of the data, of what is dropped, and of a fresh adapter's weights.
+        shuffle: a new order each epoch.
+        eval_data: to measure the loss on; in any form that the data may have.
+        eval_every: steps between evaluations; None is at the end of each epoch. The last step is
+            always evaluated.
+        eval_at_start: evaluate before the first step, too.
+        patience: stop after so many evaluations in a row without improvement.
+        min_delta: by how much the loss must fall below the best one to be an improvement.
+        restore_best: end with the adapter of the best evaluation; None is yes with `patience`.
+        checkpoint_dir: where checkpoints go.
+        save_every: steps between checkpoints; None is at the end of each epoch. The last step is
+            always saved.
+        keep_last: checkpoints that are kept.
+        resume: "auto" goes on from the latest checkpoint if there is one, True demands one, False
+            starts anew.
+        log_every: steps between lines in the log `pcg.finetuning`; None logs nothing.
+        progress: show a progress bar where standard error is a terminal.
+    Raises:
+        FinetuneError: a value is out of its range, or two do not go together.
+    """
+
+    epochs: int | None = None
+    max_steps: int | None = None
+    batch_size: int | None = None
+    max_tokens: int | None = None
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 2e-4
+    optimizer: str = "adamw"
+    optimizer_options: Mapping[str, Any] | None = None
+    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    max_grad_norm: float | None = 1.0
+    schedule: str = "linear"
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_lr_ratio: float = 0.0
+    cycles: int = 1
+    power: float = 1.0
+    max_length: int | None = None
+    data_format: str = "auto"
+    append_eos: bool = True
+    empty: Literal["error", "drop"] = "error"
+    seed: int = 0
+    shuffle: bool = True
+    eval_data: Data | None = field(default=None, repr=False, compare=False)
+    eval_every: int | None = None
+    eval_at_start: bool = False
+    patience: int | None = None
+    min_delta: float = 0.0
+    restore_best: bool | None = None
+    checkpoint_dir: str | Path | None = None
+    save_every: int | None = None
+    keep_last: int = 2
+    resume: Literal["auto"] | bool = "auto"
+    log_every: int | None = None
+    progress: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> FinetuneOptions:
+        """Options by name. FinetuneError: one is not known; close ones are named."""
+        known = [option.name for option in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f", did you mean {close[0]!r}?" if close else ";"
+                raise FinetuneError(
+                    f"unknown option {name!r}{hint} the options are {', '.join(known)}"
+                )
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        if not _is_int(self.seed):
+            raise FinetuneError(f"seed={self.seed!r}; use an int")
+        for name, (low, open_) in _NUMBERS.items():
+            _check_number(name, getattr(self, name), low, open_)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise FinetuneError(f"{name}={getattr(self, name)!r}; use True or False")
+        self._check_betas()
+        self._check_pairs()
+        self._check_optimizer()
+        self.make_schedule(self.max_steps or 2**62)
+
+    def make_schedule(self, total_steps: int) -> Schedule:
+        """The multiplier of the learning rate by step."""
+        return make_schedule(
+            self.schedule,
+            total_steps=total_steps,
+            warmup_steps=self.warmup_steps,
+            warmup_ratio=self.warmup_ratio,
+            min_lr_ratio=self.min_lr_ratio,
+            cycles=self.cycles,
+            power=self.power,
+        )
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer with all of its options."""
+        optimizer, given = Optimizer.of(self.optimizer), dict(self.optimizer_options or {})
+        for name in FIELDS:
+            value = getattr(self, name)
+            takes = name in optimizer.fields
+            if takes and name in given:
+                raise FinetuneError(f"optimizer_options has {name!r}; give it as {name}= instead")
+            if value and not takes:
+                raise FinetuneError(
+                    f"{name}={value!r}, which optimizer {optimizer.name!r} does not take; leave it "
+                    f"out. Its optimizer_options are {', '.join(optimizer.options)}"
+                )
+            if takes and value is not None:
+                given[name] = value
+        return Optimizer.of(self.optimizer, given)
+
+    @property
+    def batch_bounds(self) -> BatchBounds:
+        """Bounds of a batch, the default included."""
+        default = DEFAULT_BATCH_SIZE if self.max_tokens is None else None
+        return {"batch_size": self.batch_size or default, "max_tokens": self.max_tokens}
+
+    @property
+    def restores_best(self) -> bool:
+        return self.patience is not None if self.restore_best is None else self.restore_best
+
+    def trajectory(self, total_steps: int) -> dict[str, Any]:
+        """The options that decide which weights come out, as plain JSON values.
+
+        Args:
+            total_steps: of the job; left out where the schedule does not depend on it, so that
+                such a job can be resumed with more steps.
+        """
+        names = [*_TRAJECTORY, *(_EVALUATION if self.restores_best or self.patience else ())]
+        values = {name: getattr(self, name) for name in names}
+        optimizer = self.make_optimizer()
+        values["optimizer"] = optimizer.name
+        for name, value in optimizer.options.items():
+            values[name] = list(value) if isinstance(value, tuple) else value
+        counts = not self.schedule.startswith("constant") or self.warmup_ratio is not None
+        return {**values, "total_steps": total_steps if counts else None}
+
+    def _check_betas(self) -> None:
+        betas = self.betas
+        if betas is None:
+            return
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise FinetuneError(f"betas={betas!r}; use two numbers, such as (0.9, 0.999)")
+        for beta in betas:
+            if not _is_number(beta) or not 0 <= beta < 1:
+                raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
+
+    def _check_pairs(self) -> None:
+        """Refuse what does not go together, or would have no effect."""
+        if self.epochs is not None and self.max_steps is not None:
+            raise FinetuneError(
+                f"epochs={self.epochs} and max_steps={self.max_steps} both say when to end; "
+                "give one of them"
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise FinetuneError(f"max_length={self.max_length}; an example needs at least 2 tokens")
+        if self.resume not in ("auto", True, False) or _is_int(self.resume):
+            raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
+        if self.restore_best not in (None, True, False):
+            raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
+        if self.eval_data is None:
+            self._check_without("eval_data", _EVALUATION)
+        if self.checkpoint_dir is None:
+            self._check_without("checkpoint_dir", ("save_every",))
+            if self.resume is True:
+                raise FinetuneError("resume=True needs checkpoint_dir, where the checkpoints are")
+        if self.min_delta and not (self.patience or self.restores_best):
+            raise FinetuneError(
+                f"min_delta={self.min_delta} has no effect without patience or restore_best"
+            )
+
+    def _check_optimizer(self) -> None:
+        options = self.optimizer_options
+        if options is not None and not isinstance(options, Mapping):
+            raise FinetuneError(
+                f"optimizer_options={options!r}; use a dict, such as {{'momentum': 0.9}}"
+            )
+        optimizer = self.make_optimizer()
+        if not optimizer.follows_schedule and self.schedule != "constant":
+            raise FinetuneError(
+                f"schedule={self.schedule!r} has no effect on {optimizer.name!r}, which takes the "
+                "learning rate for its first step alone; use schedule='constant'"
+            )
+        check_optimizer(optimizer, self.learning_rate)
+
+    def _check_without(self, missing: str, names: Iterable[str]) -> None:
+        for name in names:
+            if getattr(self, name):
+                raise FinetuneError(
+                    f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, too"
+                )
+
+
+_COUNTS = (
+    "epochs", "max_steps", "batch_size", "max_tokens", "gradient_accumulation_steps", "max_length",
+    "eval_every", "patience", "save_every", "keep_last", "log_every",
+)  # fmt: skip
+_REQUIRED = ("gradient_accumulation_steps", "keep_last")
+_FLAGS = ("append_eos", "shuffle", "eval_at_start", "progress")
+
+# name -> least value, and whether it is itself excluded.
+_NUMBERS: Mapping[str, tuple[float, bool]] = {
+    "learning_rate": (0.0, True),
+    "weight_decay": (0.0, False),
+    "eps": (0.0, True),
+    "max_grad_norm": (0.0, True),
+    "min_delta": (0.0, False),
+}
+_TRAJECTORY = (
+    "gradient_accumulation_steps", "learning_rate", "max_grad_norm", "schedule", "warmup_steps",
+    "warmup_ratio", "min_lr_ratio", "cycles", "power",
+)  # fmt: skip
+_EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_best")
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None and name not in _REQUIRED:
+        return
+    if not _is_int(value) or value < 1:  # type: ignore[operator]
+        raise FinetuneError(f"{name}={value!r}; use an int of at least 1")
+
+
+def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
+    if value is None and name in ("eps", "max_grad_norm"):
+        return
+    bound = f"above {low:g}" if is_open else f"of at least {low:g}"
+    if not _is_number(value) or value < low or (is_open and value == low):  # type: ignore[operator]
+        hint = "; None turns clipping off" if name == "max_grad_norm" else ""
+        raise FinetuneError(f"{name}={value!r}; use a number {bound}{hint}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,217 @@
+"""One step of finetuning: gradients of some batches, clipping, and the optimizer's update.
+
+With the batches b of a step, target tokens t of b and N = Σ_b |t(b)| of all of them,
+
+    loss = Σ_b Σ_t ce(t) / N
+
+so how a step is cut into batches changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from pcg.errors import FinetuneError, UnsupportedError
+from pcg.parallel.ranks.group import of_first
+from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.engine.units import Work
+from pcg.runtime.model.batch import mixed_seed
+from pcg.runtime.training.data import Dataset, Example
+from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.rank_allocator import RankAllocator
+from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.training_data import places_of
+from pcg.runtime.training.training_pass import pass_through
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """What the gradients of a step come from.
+
+    Attributes:
+        epoch: of the data, from 0.
+        loss: mean over the target tokens.
+        norm: of the gradients before clipping.
+        tokens: that went through the model.
+        targets: tokens among them that are learned.
+    """
+
+    epoch: int
+    loss: float
+    norm: float
+    tokens: int
+    targets: int
+
+
+class TrainingStep:
+    """Takes batches in their order and updates the adapter.
+
+    Attributes:
+        parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
+            `drop_gradients` alone.
+        optimizer: over them.
+        allocator: of AdaLoRA's ranks; None for other methods.
+    """
+
+    def __init__(
+        self,
+        runner: TrainingRunner,
+        data: Dataset,
+        batches: Batches,
+        options: FinetuneOptions,
+        total_steps: int,
+    ) -> None:
+        self.parameters = dict(runner.parameters)
+        self.allocator = RankAllocator.of(runner.adapter, runner.pieces, total_steps)
+        self._runner = runner
+        self._data = data
+        self._batches = batches
+        self._options = options
+        self._kind = options.make_optimizer()
+        if self._pieces is not None:
+            self._kind.check_parted(runner.ranks.size)
+        self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
+
+    def gradients(self, step: int, rate: float) -> Work[StepGradients]:
+        """Take the next batches and compute their gradients, clipped.
+
+        Args:
+            step: steps done; what is dropped depends on it.
+            rate: the learning rate, for messages.
+        Raises:
+            FinetuneError: the loss or the norm is no number; the adapter is as it was.
+            UnsupportedError: something in the recipe gets no gradient.
+        """
+        self.drop_gradients()
+        epoch, first = self._batches.epoch, self._batches.index
+        group = self._next_batches()
+        examples = [example for batch in group for example in batch]
+        targets = self._runner.count_targets(examples)
+        total = 0.0
+        for index, batch in enumerate(group):
+            seed = mixed_seed(self._options.seed, step, index)
+            done = yield from pass_through(self._runner, batch, targets, seed)
+            loss = done.loss
+            if not math.isfinite(loss):
+                places = self._places(epoch, first + index)
+                self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
+            total += loss
+        total, norm = self._agreed(total, self._clip())
+        if not math.isfinite(norm):
+            places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
+            self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
+        tokens = sum(len(example.ids) for example in examples)
+        return StepGradients(epoch, total / targets, norm, tokens, targets)
+
+    def update(self, step: int, rate: float) -> None:
+        """Change the adapter by its gradients.
+
+        Args:
+            step: steps done before.
+            rate: the learning rate.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        if self.allocator is not None:
+            self.allocator.allocate(step + 1)
+        self.drop_gradients()
+        self._runner.publish()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient on the adapter's tensors."""
+        for tensor in self.parameters.values():
+            tensor.grad = None
+
+    def _next_batches(self) -> list[list[Example]]:
+        """The batches of a step: those that are left where the epoch ends before."""
+        group: list[list[Example]] = []
+        for batch in self._batches:
+            group.append(batch)
+            if len(group) == self._options.gradient_accumulation_steps:
+                break
+        return group
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's state for a checkpoint, of whole tensors."""
+        return optimizer_tensors(self.optimizer, self.parameters, self._pieces)
+
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with the optimizer's state of a checkpoint."""
+        load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._pieces)
+
+    @property
+    def _pieces(self) -> AdapterPieces | None:
+        """What makes the parameters whole; None where they are."""
+        runner = self._runner
+        is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.pieces.tensors.keys()
+        return None if is_whole else runner.pieces
+
+    def _agreed(self, *numbers: float) -> list[float]:
+        """The first rank's numbers, which decide how the job goes on."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        found: list[float] = of_first(self._runner.ranks, values).tolist()
+        return found
+
+    def _clip(self) -> float:
+        """The norm of the whole gradients, which are scaled down to `max_grad_norm`."""
+        for path, tensor in self.parameters.items():
+            if tensor.grad is None:
+                raise UnsupportedError(
+                    f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
+                )
+        self._runner.sum_gradients()
+        if self.allocator is not None:
+            self.allocator.regularize()
+        norm = self._runner.gradient_norm()
+        if self._options.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self.parameters.values(), self._options.max_grad_norm, norm
+            )
+        return float(norm)
+
+    def _places(self, epoch: int, index: int) -> list[str]:
+        """Where the examples of a batch come from."""
+        places = places_of(self._data)
+        return [places[example] for example in self._batches.plan(epoch)[index]]
+
+    def _refuse(
+        self,
+        what: str,
+        examples: Sequence[Example],
+        places: Sequence[str],
+        step: int,
+        rate: float,
+    ) -> NoReturn:
+        """Say which examples it comes from."""
+        culprits = [
+            place
+            for example, place in zip(examples, places, strict=True)
+            if not math.isfinite(self._runner.evaluate([example])[0])
+        ]
+        if 0 < len(culprits) < len(places):
+            where = f"it comes from {_listed(culprits)}, in a batch of {len(places)}"
+            fix = "look at that data, or leave it out"
+        else:
+            where = f"the batch was {_listed(places)}"
+            fix = (
+                f"lower learning_rate={self._options.learning_rate:g}, warm up longer, or lower "
+                f"max_grad_norm={self._options.max_grad_norm}"
+            )
+        raise FinetuneError(
+            f"{what} in step {step + 1} at a learning rate of {rate:.3g}; {where}. The adapter is "
+            f"as after step {step}; {fix}"
+        )
+
+
+def _listed(places: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(places) - most} more" if len(places) > most else ""
+    return ", ".join(places[:most]) + more

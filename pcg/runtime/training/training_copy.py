@@ -1,0 +1,148 @@
+"""The adapter that a finetuning job trains: found, made or taken from a checkpoint.
+
+Training changes tensors in place, so the job's adapter shares none with the caller or with a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from pcg.errors import FinetuneError
+from pcg.peft.adalora import AdaLoraRecipe
+from pcg.peft.adapters import Adapter, check_fits, recipe_from, with_shared
+from pcg.peft.registry import Recipe, is_shorthand, recipe_of_fields
+from pcg.runtime.model.base_weights import WeightStore
+
+if TYPE_CHECKING:
+    from pcg.runtime.executor import Executor
+
+_SAMPLES = 64
+
+
+def start_adapter(
+    executor: Executor,
+    name: str,
+    peft: object,
+    seed: int,
+    saved: Adapter | None,
+    total_steps: int,
+) -> Adapter:
+    """The adapter to train, with tensors of its own.
+
+    Args:
+        executor: that serves and trains it.
+        name: of the adapter.
+        peft: the recipe of a new one, as `Executor.add_adapter` takes it; None is the one that the
+            program was compiled for under that name, else "lora".
+        seed: of a new one's weights.
+        saved: from a checkpoint, to go on with.
+        total_steps: of the job.
+    Raises:
+        FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
+        UnsupportedError: a feature of the recipe that pcg does not do.
+    """
+    there = executor.adapters.get(name)
+    if there is not None and peft is not None:
+        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
+            raise FinetuneError(
+                f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
+                "another; leave peft out, or remove the adapter first"
+            )
+        wanted = _sites_of_recipe(executor, recipe_from(peft))
+        _check_same(name, "peft=", wanted, "the adapter that is there", _sites(there))
+    if saved is not None:
+        if there is not None:
+            _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
+        elif peft is not None and (is_shorthand(peft) or not isinstance(peft, str | os.PathLike)):
+            wanted = _sites_of_recipe(executor, recipe_from(peft))
+            _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
+        base = executor.program.base
+        shapes = base.module_shapes()
+        check_fits(saved, shapes, executor.program.name, base.output_module)
+        return executor.trainable(owned(with_shared(saved, shapes)))
+    if there is not None:
+        return executor.trainable(_scheduled(owned(there), total_steps))
+    if peft is None:
+        compiled = executor.program.recipes.get(name)
+        peft = "lora" if compiled is None else recipe_of_fields(compiled)
+    made = executor.make_adapter(name, peft, seed=seed)
+    return executor.trainable(_scheduled(owned(made), total_steps))
+
+
+def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
+    """The adapter with the job's own steps for AdaLoRA's schedule, where its recipe has none."""
+    recipe = adapter.recipe
+    if not isinstance(recipe, AdaLoraRecipe) or recipe.steps is not None:
+        return adapter
+    return dataclasses.replace(adapter, recipe=dataclasses.replace(recipe, steps=total_steps))
+
+
+def owned(adapter: Adapter) -> Adapter:
+    """The adapter with copies of its tensors."""
+    return adapter.map(torch.clone)
+
+
+def overwrite(adapter: Adapter, values: Adapter) -> None:
+    """Copy values into an adapter's own tensors."""
+    with torch.no_grad():
+        for tensor, value in zip(adapter.tensors, values.tensors, strict=True):
+            tensor.copy_(value)
+
+
+def weights_checksum(weights: WeightStore) -> int:
+    """A checksum of samples of every weight, to notice that the base is another."""
+    checksum = 0
+    for name, parameter in weights.frozen():
+        head = f"{name} {parameter.type.features}".encode()
+        samples = weights.samples(name, parameter, _SAMPLES)
+        checksum = zlib.crc32(samples.numpy().tobytes(), zlib.crc32(head, checksum))
+    return checksum
+
+
+_Sites = tuple[Mapping[str, object], Recipe]
+"""What a recipe does at each module, and the recipe."""
+
+
+def _sites(adapter: Adapter) -> _Sites:
+    sites = {path: weights.site for path, weights in adapter.weights.items()}
+    return sites, adapter.recipe
+
+
+def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
+    base = executor.program.base
+    model_type = str(executor.program.config["model_type"])
+    sites: Mapping[str, object] = recipe.sites(
+        tuple(base.linear_modules()), base.output_module, model_type
+    )
+    return sites, recipe
+
+
+def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
+    """Refuse to go on with an adapter of another recipe."""
+    difference = ""
+    before, after = first[1], second[1]
+    if before.bias != after.bias:
+        difference = f'bias="{before.bias}" and {other} "{after.bias}"'
+    if before.dropout != after.dropout:
+        difference = f"dropout {before.dropout:g} and {other} {after.dropout:g}"
+    if before.encoder != after.encoder:
+        difference = f"{before.encoder or 'no encoder'} and {other} {after.encoder or 'none'}"
+    if isinstance(before, AdaLoraRecipe) and isinstance(after, AdaLoraRecipe):
+        for field, value in before.schedule.items():
+            if after.schedule.get(field, value) != value:
+                difference = f"{field}={value} and {other} {after.schedule[field]}"
+    for path in [*first[0], *second[0]]:
+        a, b = first[0].get(path), second[0].get(path)
+        if a != b and not difference:
+            difference = f"{a or 'none'} at {path or 'the model'} and {other} {b or 'none'}"
+    if difference:
+        raise FinetuneError(
+            f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "
+            "checkpoint_dir"
+        )

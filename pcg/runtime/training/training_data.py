@@ -1,0 +1,130 @@
+"""Examples to finetune on, whatever form they came in, checked against the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pcg.errors import DataError, FinetuneError
+from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.data import IGNORED, Dataset, Example, load_examples
+from pcg.runtime.training.data_rows import is_document
+from pcg.runtime.training.options import Data, FinetuneOptions
+
+if TYPE_CHECKING:
+    from pcg.ir.program.program import Program
+
+
+def vocabulary_size(program: Program) -> int:
+    """Tokens that the model has a logit for."""
+    epilogue = program.base.epilogue
+    return int(epilogue.types[epilogue.outputs[0]].shape[-1])
+
+
+def training_data(
+    source: Data,
+    options: FinetuneOptions,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    max_positions: int | None,
+) -> Dataset:
+    """Read, tokenize and check examples.
+
+    Args:
+        source: a file, rows, or examples that are tokens already.
+        options: how to read them.
+        tokenizer: of the model; examples need none.
+        vocabulary: tokens of the model.
+        max_positions: of the model, if it has a bound.
+    Raises:
+        DataError: the data cannot be read, or do not fit the model; the row is named.
+        FinetuneError: text, and no tokenizer.
+    """
+    if not isinstance(source, str | Path | Dataset):
+        source = list(source)  # type: ignore[assignment]
+    if isinstance(source, Dataset):
+        data = _cut(source, options.max_length)
+    elif isinstance(source, list) and source and isinstance(source[0], Example):
+        places = tuple(f"data[{index}]" for index in range(len(source)))
+        data = _cut(Dataset(tuple(source), "tokens", places=places), options.max_length)
+    elif tokenizer is None:
+        raise FinetuneError(
+            "the model came without a tokenizer.json; put one into its directory, or give data "
+            "as a list of pcg.runtime.training.data.Example(ids, labels)"
+        )
+    else:
+        max_length = options.max_length
+        if max_length is None and is_document(source):  # type: ignore[arg-type]
+            max_length = max_positions  # a document is cut into examples anyway
+        data = load_examples(
+            source,  # type: ignore[arg-type]
+            tokenizer,
+            max_length=max_length,
+            format=options.data_format,
+            append_eos=options.append_eos,
+            empty=options.empty,
+        )
+    for example, place in zip(data.examples, places_of(data), strict=True):
+        _check(example, place, vocabulary, max_positions)
+    return data
+
+
+def places_of(data: Dataset) -> Sequence[str]:
+    """Where each example comes from."""
+    return data.places or [f"example {index}" for index in range(len(data))]
+
+
+def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) -> None:
+    """Refuse an example that is too long with the virtual tokens before it.
+
+    Args:
+        data: that fits the model.
+        virtual: tokens of the adapter's prompt.
+        max_positions: of the model, if it has a bound.
+    Raises:
+        DataError: the first such example, by its place.
+    """
+    most = 2**62 if max_positions is None else max_positions - virtual
+    for example, place in zip(data.examples, places_of(data), strict=True):
+        if virtual and len(example.ids) > most:
+            raise DataError(
+                f"{place} has {len(example.ids)} tokens, and the adapter puts {virtual} virtual "
+                f"ones before them, more than the model's {max_positions} positions; cut such "
+                f"examples with max_length={max(most, 0)}, or split them"
+            )
+
+
+def _cut(data: Dataset, max_length: int | None) -> Dataset:
+    if max_length is None:
+        return data
+    examples = tuple(
+        Example(example.ids[:max_length], example.labels[:max_length]) for example in data.examples
+    )
+    truncated = sum(len(example.ids) > max_length for example in data.examples)
+    return dataclasses.replace(data, examples=examples, truncated=data.truncated + truncated)
+
+
+def _check(example: object, place: str, vocabulary: int, max_positions: int | None) -> None:
+    if not isinstance(example, Example):
+        raise DataError(f"{place} is a {type(example).__name__} among examples; give one kind")
+    if len(example.ids) != len(example.labels):
+        raise DataError(
+            f"{place} has {len(example.ids)} tokens and {len(example.labels)} labels; give each "
+            f"token one, {IGNORED} where it is not learned"
+        )
+    if max_positions is not None and len(example.ids) > max_positions:
+        raise DataError(
+            f"{place} has {len(example.ids)} tokens, more than the model's {max_positions} "
+            f"positions; cut such examples with max_length={max_positions}, or split them"
+        )
+    if not example.targets:
+        raise DataError(f"{place} has no token to learn; label at least one after the first")
+    wrong = [token for token in example.ids if not 0 <= token < vocabulary]
+    wrong += [t for t in example.labels if t != IGNORED and not 0 <= t < vocabulary]
+    if wrong:
+        raise DataError(
+            f"{place} has the token {wrong[0]}, which the model's vocabulary of {vocabulary} does "
+            "not; use the model's own tokenizer"
+        )

@@ -1,0 +1,336 @@
+"""Sequences on their way through a training program, window by window.
+
+Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). Tokens of the sequences, one behind the
+other, go forward in windows of any sizes; keys and values stay in the KV cache, where later windows
+read them:
+
+    forward    for windows j from the first:  for layers l from the first:  keep what backward reads
+               the loss's gradient by the hidden states, and no logits
+    backward   for layers l from the last:    for windows j from the last:
+                   dK, dV of all tokens that j saw are added to the layer's sums; those of j's own
+                   tokens are final, as every later window has added its own
+
+Between any two windows forward, and any two (layer, window) backward, other work may run. Without a
+cache all sequences are one window, and attention keeps what it needs itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pcg.runtime.engine.latency import Load
+from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
+from pcg.runtime.memory.kv_cache import KvCache, KvGradients
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.model.merged_execution import Asking, alone
+from pcg.runtime.training.data import Example
+
+if TYPE_CHECKING:
+    from pcg.runtime.training.runner import TrainingRunner
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One example: its tokens, virtual ones first, and what each has to predict."""
+
+    ids: Sequence[int]
+    targets: Sequence[int]
+    origin: int
+    table: PageTable | None
+
+
+@dataclass
+class Window:
+    """Some tokens of a pass.
+
+    Attributes:
+        batch: the tokens.
+        targets: that they have to predict, [T].
+        carried: what the next layer is handed.
+        shared: what all layers may read.
+        kept: for each layer, what its backward is given.
+        gradients: of what the layer was handed whose backward comes next.
+    """
+
+    batch: Batch
+    targets: Tensor
+    carried: Sequence[Tensor] = ()
+    shared: Sequence[Tensor | None] = ()
+    kept: list[Any] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class TrainingPass:
+    """One mini-batch, or a part of one, from its first token to its gradients.
+
+    Attributes:
+        layers: of the model.
+        tokens: of all sequences, virtual ones too.
+        targets: that are learned.
+        forwarded: tokens that went forward.
+        loss: the sum of the target tokens' losses so far.
+        trains: whether gradients are wanted.
+        is_done: whether they are complete.
+    """
+
+    def __init__(
+        self,
+        runner: TrainingRunner,
+        examples: Sequence[Example],
+        normaliser: float | None = None,
+        dropout_seed: int | None = None,
+        cache: KvCache | None = None,
+        tables: Sequence[PageTable] = (),
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            runner: of the adapter.
+            examples: whole sequences.
+            normaliser: target tokens that the loss is a mean over; None to evaluate alone.
+            dropout_seed: of what the recipe drops; None drops nothing.
+            cache: for keys and values; None for one window without.
+            tables: the sequences' pages in it.
+        """
+        self._runner = runner
+        self.trains = normaliser is not None
+        self._weight = None if normaliser is None else 1.0 / normaliser
+        self._dropout_seed = dropout_seed
+        self._cache = cache
+        self._restored = frozenset(runner.training.restored)
+        virtual = runner.adapter.prompt_tokens
+        self._virtual = virtual
+        self._sequences: list[_Sequence] = []
+        self.tokens = 0
+        for i, example in enumerate(examples):
+            ids = [*[ANY_TOKEN] * virtual, *example.ids]
+            table = tables[i] if cache is not None else None
+            self._sequences.append(_Sequence(ids, runner.targets_of(example), self.tokens, table))
+            self.tokens += len(ids)
+        self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
+        self.forwarded = 0
+        self.loss = 0.0
+        self.is_done = False
+        self._windows: list[Window] = []
+        self.layers = len(runner.training.layers)
+        self._layer = self.layers - 1
+        self._window = -1
+        self._sums: KvGradients | None = None
+
+    # --------------------------------------------------------------------------------- forward
+
+    @torch.no_grad()
+    def forward(self, tokens: int) -> None:
+        """Take the next tokens forward; at the end of the sequences fewer than asked for."""
+        alone(self.asking_forward(tokens))
+
+    def asking_forward(self, tokens: int) -> Asking[None]:
+        """The same, asking the caller for the base's products."""
+        window = self.begin(tokens)
+        for layer in range(self.layers):
+            yield from self.asking_layer(layer, window)
+        self.end(window)
+
+    @property
+    def context(self) -> int:
+        """Tokens of its sequence that come before the next one to go forward."""
+        origins = [s.origin for s in self._sequences if s.origin <= self.forwarded]
+        return self.forwarded - origins[-1]
+
+    @torch.no_grad()
+    def begin(self, tokens: int) -> Window:
+        """The next tokens as a window, before its first layer."""
+        if not self.forwarded:
+            self._runner.make_prompts()
+        spans, ids, targets = [], list[int](), list[int]()
+        end = min(self.forwarded + tokens, self.tokens)
+        for number, sequence in enumerate(self._sequences):
+            context = max(self.forwarded - sequence.origin, 0)
+            stop = min(end - sequence.origin, len(sequence.ids))
+            if context >= stop:
+                continue
+            virtual = max(min(stop, self._virtual) - context, 0)
+            spans.append(
+                Span(
+                    len(ids),
+                    stop - context,
+                    context,
+                    sequence.table,
+                    virtual,
+                    sequence.origin,
+                    number,
+                )
+            )
+            ids += sequence.ids[context:stop]
+            targets += sequence.targets[context:stop]
+        self.forwarded = end
+        device = self._runner.device
+        input_ids = torch.tensor(ids, dtype=torch.long, device=device)
+        batch = Batch(input_ids, spans, self._cache, keeps=True)
+        batch.ranks = self._runner.ranks
+        batch.dropout_seed = self._dropout_seed
+        window = Window(batch, torch.tensor(targets, dtype=torch.long, device=device))
+        window.carried, window.shared = self._runner.prologue(batch)
+        return window
+
+    def asking_layer(self, layer: int, window: Window) -> Asking[None]:
+        """Take a window through one layer."""
+        window.carried, saved = yield from self._runner.layer(
+            layer, window.batch, window.carried, window.shared
+        )
+        if not self.trains:
+            return
+        window.kept.append(list(saved))
+        if layer in self._restored:
+            self._hand(layer, window, (None,) * len(window.carried))
+
+    @torch.no_grad()
+    def end(self, window: Window) -> None:
+        """Take a window's loss, behind its last layer."""
+        loss, window.gradients = self._runner.loss(
+            window.batch, window.targets, window.carried, window.shared, self._weight
+        )
+        window.carried = ()
+        if not self._restored:
+            window.shared = ()
+        self.loss += loss
+        if self.trains:
+            self._windows.append(window)
+
+    # --------------------------------------------------------------------------------- backward
+
+    @property
+    def next_window(self) -> Window:
+        """Of the next unit."""
+        return self._windows[self._window]
+
+    @property
+    def next_layer(self) -> int:
+        """Of the next unit."""
+        return self._layer
+
+    @torch.no_grad()
+    def backward(self) -> None:
+        """Take one window back through one layer, once all tokens went forward."""
+        alone(self.asking_backward())
+
+    def asking_backward(self) -> Asking[None]:
+        """The same, asking the caller for the base's products."""
+        window, layer = self._windows[self._window], self._layer
+        if self._window == -1 and self._cache is not None:
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            self._sums = KvGradients(keys, values, self.tokens)
+        window.batch.gradients = self._sums
+        if layer in self._restored and window.kept[layer][self._input_places(layer)[0]] is None:
+            self._restore(layer, window)
+        gradients, window.gradients = window.gradients, []
+        window.gradients = yield from self._runner.layer_backward(
+            layer, window.batch, window.kept.pop(), gradients
+        )
+        self._window -= 1
+        if -self._window > len(self._windows):
+            self._window = -1
+            self._layer -= 1
+            # Below all that is trained there is nothing to do.
+            if self._layer < 0 or not any(window.gradients for window in self._windows):
+                self._end_backward()
+
+    def _end_backward(self) -> None:
+        for window in self._windows:
+            self._runner.prologue_backward(window.batch, window.gradients)
+        self._windows.clear()
+        self._sums = None
+        self._runner.hand_on_prompts()
+        self.is_done = True
+
+    def _restore(self, layer: int, window: Window) -> None:
+        """Make a layer's input again, from that of the nearest layer before that kept its own."""
+        first = layer
+        while first in self._restored:
+            first -= 1
+        carried: Sequence[Tensor] = [
+            window.kept[first][index] for index in self._input_places(first)
+        ]
+        for i in range(first, layer):
+            carried, _ = alone(self._runner.layer(i, window.batch, carried, window.shared))
+            self._hand(i + 1, window, carried)
+
+    def _hand(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:
+        """Put what a layer is handed in its place among what the layer keeps."""
+        for index, value in zip(self._input_places(layer), carried, strict=True):
+            window.kept[layer][index] = value
+
+    def _input_places(self, layer: int) -> list[int]:
+        training = self._runner.training
+        graph = training.model.blocks[training.model.layers[layer]]
+        plan = training.plans[training.layers[layer]]
+        count = len(graph.outputs)
+        return [plan.kept.index(value.name) for value in graph.inputs[:count]]
+
+
+class ForwardUnit(Forward):
+    """The tokens of a pass that are left."""
+
+    def __init__(self, whole: TrainingPass) -> None:
+        self.whole = whole
+
+    @property
+    def remaining(self) -> int:
+        return self.whole.tokens - self.whole.forwarded
+
+    @property
+    def context(self) -> int:
+        return self.whole.context
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers if self.whole.trains else 0
+
+    def run(self, tokens: int) -> None:
+        self.whole.forward(tokens)
+
+
+class BackwardUnit(Backward):
+    """The next layer and window of a pass."""
+
+    def __init__(self, whole: TrainingPass) -> None:
+        self.whole = whole
+
+    @property
+    def layer(self) -> int:
+        return self.whole.next_layer
+
+    @property
+    def load(self) -> Load:
+        spans = self.whole.next_window.batch.spans
+        return sum((Load.of(span.length, span.context) for span in spans), Load())
+
+    def run(self) -> None:
+        self.whole.backward()
+
+
+def pass_through(
+    runner: TrainingRunner,
+    examples: Sequence[Example],
+    normaliser: float | None = None,
+    dropout_seed: int | None = None,
+) -> Work[TrainingPass]:
+    """Units that take sequences forward, and with a normaliser back; see `TrainingPass`.
+
+    Returns:
+        The pass, done.
+    """
+    pages = Pages([runner.adapter.prompt_tokens + len(example.ids) for example in examples])
+    yield pages
+    whole = TrainingPass(runner, examples, normaliser, dropout_seed, pages.cache, pages.tables)
+    yield ForwardUnit(whole)
+    while normaliser is not None and not whole.is_done:
+        yield BackwardUnit(whole)
+    yield Release()
+    return whole

@@ -1,0 +1,1 @@
+"""Engines and devices on a simulated clock, workloads, and the papers' experiments."""

@@ -1,0 +1,149 @@
+"""Replays a workload: requests go to an engine when their time has come, and a report comes out.
+
+Prompts are random tokens of the lengths that the workload asks for; every output runs to its
+length, whatever the model says. Times are those of the engine's clock. A request that comes during
+a step is submitted behind it, and its latencies count from when it came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+
+from pcg.errors import BenchmarkError, OutOfMemoryError
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.metrics.metrics import ServingReport, serving_report
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.simulate.workloads.checks import require_positive
+from pcg.simulate.workloads.timed_request import TimedRequest
+from pcg.simulate.workloads.workload import Workload
+
+_STUCK_S = 0.001
+"""From a step that found nothing to run to the next."""
+_MOST_STUCK = 10_000
+"""Such steps one after the other, with no request to come: nothing will change any more."""
+
+
+def replay(
+    engine: Engine,
+    workload: Workload,
+    adapters: Mapping[str, ServedAdapter],
+    vocabulary: int,
+    *,
+    seed: int = 0,
+    prefix_tokens: int = 0,
+    most_positions: int | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> ServingReport:
+    """Serve a workload to the end of its last request, beside whatever jobs the engine has.
+
+    Args:
+        engine: whose log keeps all events; jobs that it has go on behind the end.
+        workload: timed requests.
+        adapters: by the names that the workload uses.
+        vocabulary: tokens of the model.
+        seed: of the prompts.
+        prefix_tokens: that all prompts begin with, before those that the workload asks for.
+        most_positions: that the model has; None for any number.
+        wait: lets so many seconds pass on the engine's clock while there is nothing to do.
+    Returns:
+        The report of the time from the first submission to the end of the last request; what was
+        refused is in it.
+    Raises:
+        BenchmarkError: a request names no adapter that is there, is longer than the model's
+            positions, or none can run any more.
+    """
+    requests = _requests(workload, adapters, vocabulary, seed, prefix_tokens, most_positions)
+    scheduler, clock = engine.scheduler, engine.clock
+    start_s, next_, stuck = clock.now_s(), 0, 0
+    while next_ < len(requests) or scheduler.waiting or scheduler.running:
+        now_s = clock.now_s()
+        while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:
+            _submit(engine, requests[next_], start_s + workload.requests[next_].time_s)
+            next_ += 1
+        if not engine.is_idle:
+            engine.step()
+            stuck = 0 if engine.worked else stuck + 1
+            if engine.worked:
+                continue
+        if next_ < len(requests):
+            left_s = start_s + workload.requests[next_].time_s - clock.now_s()
+            wait(max(min(left_s, left_s if engine.is_idle else _STUCK_S), 0.0))
+        elif stuck > _MOST_STUCK:
+            raise BenchmarkError(
+                f"{len(scheduler.waiting)} requests wait, and none can run: {engine.pool.free} of "
+                f"{engine.pool.size} pages are free; resume or cancel the jobs that hold the others"
+            )
+        elif stuck:
+            wait(_STUCK_S)
+    return serving_report(engine.log, start_s=start_s, end_s=clock.now_s())
+
+
+def train(engine: Engine, seconds: float) -> ServingReport:
+    """Run an engine's jobs alone for so long, or to their end.
+
+    Raises:
+        BenchmarkError: the time is not above 0, or there is no job.
+    """
+    require_positive("seconds", seconds)
+    if not engine.jobs:
+        raise BenchmarkError("no finetuning job to run alone; give the engine one first")
+    start_s = engine.clock.now_s()
+    while not engine.is_idle and engine.clock.now_s() - start_s < seconds:
+        engine.step()
+    return serving_report(engine.log, start_s=start_s, end_s=engine.clock.now_s())
+
+
+def _requests(
+    workload: Workload,
+    adapters: Mapping[str, ServedAdapter],
+    vocabulary: int,
+    seed: int,
+    prefix_tokens: int,
+    most_positions: int | None,
+) -> list[Request]:
+    """The requests with their prompts, made before the clock runs."""
+    missing = [name for name in workload.adapters if name not in adapters]
+    if missing:
+        raise BenchmarkError(
+            f"the workload asks for adapter {missing[0]!r}, the first of {len(missing)} that are "
+            f"not among the {len(adapters)} there are; add them, or spread the requests anew"
+        )
+    random = Random(f"{seed} tokens")
+    prefix = tuple(Random(f"{seed} prefix").choices(range(vocabulary), k=prefix_tokens))
+    return [
+        _request(index, timed, adapters, prefix, vocabulary, random, most_positions)
+        for index, timed in enumerate(workload)
+    ]
+
+
+def _request(
+    index: int,
+    timed: TimedRequest,
+    adapters: Mapping[str, ServedAdapter],
+    prefix: tuple[int, ...],
+    vocabulary: int,
+    random: Random,
+    most_positions: int | None,
+) -> Request:
+    request = Request(
+        prefix + tuple(random.choices(range(vocabulary), k=timed.prompt_tokens)),
+        SamplingParams(max_new_tokens=timed.output_tokens, ignore_eos=True),
+        None if timed.adapter is None else adapters[timed.adapter],
+        tenant=timed.tenant or "",
+    )
+    if most_positions is not None and request.length + timed.output_tokens > most_positions:
+        raise BenchmarkError(
+            f"request {index} has {request.length} tokens and asks for {timed.output_tokens}, and "
+            f"the model has {most_positions} positions; use shorter lengths"
+        )
+    return request
+
+
+def _submit(engine: Engine, request: Request, came_s: float) -> None:
+    try:
+        engine.submit(request, came_s)
+    except OutOfMemoryError:
+        return  # the log has the refusal, with its reason

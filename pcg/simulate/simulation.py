@@ -1,0 +1,214 @@
+"""Replay a workload on simulated engines: one, several side by side, or a cluster.
+
+Engines have clocks of their own. The one that is furthest behind goes on, so that a request finds
+every engine as it is when it comes, up to the step that each is in.
+
+Who gets a request:
+
+    TakingTurns         one after the other: pipelines behind a plain load balancer
+    SeparateInstances   some of the engines, one after the other; the others only train
+                        (FlexLLM v2 §8.1)
+    Fullest             the engine with the largest batch below its limit that has pages for the
+                        request; where there is none it waits, first come, first served
+                        (Punica §5.1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pcg.errors import BenchmarkError, OutOfMemoryError
+from pcg.runtime.engine.events import Event
+from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.sequence import Sequence as Served
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.migration import Migration, continued, free_pages, working_set
+from pcg.simulate.workloads.timed_request import TimedRequest
+from pcg.simulate.workloads.workload import Workload
+
+
+class Router(Protocol):
+    """Chooses an engine for a request."""
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        """Place of the engine that gets it; None to have it wait."""
+
+
+@dataclass
+class TakingTurns:
+    """One after the other."""
+
+    _next: int = 0
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        place = self._next % len(engines)
+        self._next += 1
+        return place
+
+
+class SeparateInstances:
+    """The first engines serve, one after the other; no request goes to the others, which train.
+
+    Args:
+        serving: engines that serve.
+    Raises:
+        BenchmarkError: none does.
+    """
+
+    def __init__(self, serving: int) -> None:
+        if serving < 1:
+            raise BenchmarkError(f"serving={serving}; use at least 1 engine")
+        self._serving = serving
+        self._turns = TakingTurns()
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        return self._turns.choose(engines[: self._serving], request)
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The one with the largest batch that has room; of equals the last.
+
+    Attributes:
+        most: requests of a batch.
+    """
+
+    most: int = 32
+
+    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+        fitting = [
+            (working_set(engine), place)
+            for place, engine in enumerate(engines)
+            if working_set(engine) < self.most and _has_room(engine, request)
+        ]
+        return max(fitting)[1] if fitting else None
+
+
+def _has_room(engine: SimulatedEngine, request: Request) -> bool:
+    """Whether there are pages for the prompt, and one for each request that is there."""
+    adapters, need = engine.scheduler.adapters, pages_for(request.length)
+    if not adapters.has(request.adapter):
+        need += adapters.pages_of(request.adapter)
+    return need <= free_pages(engine)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that no engine has, when it came, and whether tokens of it came already."""
+
+    came_s: float
+    request: Request
+    has_begun: bool = False
+
+
+@dataclass
+class Simulation:
+    """Engines that serve one workload.
+
+    Attributes:
+        engines: with their jobs.
+        router: chooses among them.
+        adapters: by name.
+        on_step: is told of an engine's place after each of its steps.
+        migration: of requests between engines; None for none.
+        on_move: is told of a request that leaves an engine, with its place.
+        resumed: (place, id) of requests that began at another engine; to the log of each engine
+            they are two, one that was cancelled and one that came.
+    """
+
+    engines: Sequence[SimulatedEngine]
+    router: Router
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    on_step: Callable[[int], None] = lambda place: None
+    migration: Migration | None = None
+    on_move: Callable[[int, Served], None] = lambda place, sequence: None
+    resumed: set[tuple[int, str]] = field(default_factory=set)
+
+    def run(self, workload: Workload, jobs_end_s: float = math.inf) -> tuple[Event, ...]:
+        """Serve a workload until nothing is left to do.
+
+        Args:
+            workload: what comes.
+            jobs_end_s: when jobs that are left are cancelled.
+        Returns:
+            The events of all engines in order of time; subjects have their engine's place in front.
+        Raises:
+            BenchmarkError: an adapter is not there, or a request fits no engine.
+        """
+        coming = deque(workload)
+        waiting: deque[_Waiting] = deque()
+        while True:
+            busy = [place for place, engine in enumerate(self.engines) if not engine.is_idle]
+            place = min(busy, key=lambda i: self.engines[i].clock.now_s(), default=None)
+            now = math.inf if place is None else self.engines[place].clock.now_s()
+            if coming and coming[0].time_s <= now:
+                one = coming.popleft()
+                waiting.append(_Waiting(one.time_s, self._request(one)))
+                self._route(waiting, one.time_s)
+            elif place is not None:
+                engine = self.engines[place]
+                if now >= jobs_end_s:
+                    for job in list(engine.jobs):
+                        engine.cancel_job(job.name)
+                if self.migration is not None:
+                    leaving = self.migration.consolidated(self.engines, place, now)
+                    self._move(place, leaving, waiting)
+                engine.step()
+                self.on_step(place)
+                if self.migration is not None:
+                    self._move(place, self.migration.preempted(engine), waiting)
+                self._route(waiting, engine.clock.now_s())
+            elif waiting:
+                raise BenchmarkError(f"{len(waiting)} requests fit no engine, not even an idle one")
+            else:
+                return self._events()
+
+    def _move(self, place: int, leaving: Sequence[Served], waiting: deque[_Waiting]) -> None:
+        """Take requests out of an engine: they came before any that waits."""
+        for sequence in reversed(leaving):
+            has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
+            self.on_move(place, sequence)
+            self.engines[place].cancel(sequence.id)
+            waiting.appendleft(_Waiting(sequence.submitted_s, continued(sequence), has_begun))
+        if leaving:
+            self._route(waiting, self.engines[place].clock.now_s())
+
+    def _route(self, waiting: deque[_Waiting], now_s: float) -> None:
+        while waiting:
+            one = waiting[0]
+            place = self.router.choose(self.engines, one.request)
+            if place is None:
+                return
+            waiting.popleft()
+            engine = self.engines[place]
+            if engine.is_idle:
+                engine.clock.wait_until(now_s)
+            try:
+                found = engine.submit(one.request, one.came_s)
+            except OutOfMemoryError:
+                continue  # the log says so
+            if one.has_begun:
+                self.resumed.add((place, found))
+
+    def _request(self, one: TimedRequest) -> Request:
+        adapter = None
+        if one.adapter is not None:
+            adapter = self.adapters.get(one.adapter)
+            if adapter is None:
+                raise BenchmarkError(f"adapter {one.adapter!r} of the workload is not there")
+        params = SamplingParams(max_new_tokens=one.output_tokens, ignore_eos=True)
+        return Request((1,) * one.prompt_tokens, params, adapter, one.tenant or "")
+
+    def _events(self) -> tuple[Event, ...]:
+        events = [
+            event._replace(subject=f"{place}: {event.subject}")
+            for place, engine in enumerate(self.engines)
+            for event in engine.log
+        ]
+        return tuple(sorted(events, key=lambda event: event.time_s))

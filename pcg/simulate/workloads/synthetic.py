@@ -1,0 +1,149 @@
+"""Synthetic workloads: arrivals, lengths and adapters put together.
+
+Times, prompts, outputs and adapters are drawn from generators of their own, so that one seed gives
+the same times whatever the lengths are, and the same requests whatever the adapters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import merge
+from itertools import islice, takewhile
+from random import Random
+
+from pcg.errors import BenchmarkError
+from pcg.simulate.workloads.arrivals import Arrivals, Gamma
+from pcg.simulate.workloads.checks import require_count, require_positive
+from pcg.simulate.workloads.lengths import Lengths
+from pcg.simulate.workloads.popularity import Popularity, PowerLaw
+from pcg.simulate.workloads.timed_request import TimedRequest
+from pcg.simulate.workloads.workload import Workload
+
+
+def synthetic(
+    arrivals: Arrivals,
+    prompts: Lengths,
+    outputs: Lengths,
+    *,
+    seed: int,
+    duration_s: float | None = None,
+    requests: int | None = None,
+) -> Workload:
+    """Requests of one arrival process, for the base model; `spread` gives them adapters.
+
+    Args:
+        duration_s: requests up to this time; or
+        requests: so many.
+    Raises:
+        BenchmarkError: neither or both of the two are given, or no request comes.
+    """
+    times = arrivals.times_s(Random(f"{seed} arrivals"))
+    if (duration_s is None) == (requests is None):
+        raise BenchmarkError(
+            f"duration_s={duration_s} and requests={requests}; give one of the two"
+        )
+    if duration_s is not None:
+        times = _until(times, duration_s)
+    if requests is not None:
+        require_count("requests", requests)
+        times = islice(times, requests)
+    return Workload(tuple(_requests(((time, None) for time in times), prompts, outputs, seed)))
+
+
+def s_lora(
+    popularity: PowerLaw,
+    rate_per_s: float,
+    cv: float,
+    prompts: Lengths,
+    outputs: Lengths,
+    *,
+    seed: int,
+    duration_s: float = 300.0,
+    adapters: Sequence[str] | None = None,
+) -> Workload:
+    """S-LoRA's synthetic traces: a Gamma process for each adapter, their rates a power law.
+
+    λ_i ∝ i^-α with Σ λ_i = rate. (The benchmark of S-LoRA's public code does otherwise: one Gamma
+    process for all requests, adapters drawn by `numpy.random.power`. This is the paper's text.)
+
+    Args:
+        rate_per_s: of all adapters, R.
+        cv: coefficient of variation of each adapter's intervals.
+        duration_s: five minutes in the paper.
+        adapters: names, the most popular first; None for `adapter-0`, `adapter-1` …
+    Raises:
+        BenchmarkError: a parameter is out of its range, names are too few, or no request comes.
+    Source: S-LoRA §7.2.
+    """
+    require_positive("rate_per_s", rate_per_s)
+    names = _names(popularity.adapters, adapters)
+    processes = (
+        _named(Gamma(rate_per_s * share, cv), name, Random(f"{seed} arrivals {index}"), duration_s)
+        for index, (name, share) in enumerate(zip(names, popularity.shares(1), strict=True))
+    )
+    return Workload(tuple(_requests(merge(*processes), prompts, outputs, seed)))
+
+
+def spread(
+    workload: Workload,
+    popularity: Popularity,
+    *,
+    seed: int,
+    adapters: Sequence[str] | None = None,
+) -> Workload:
+    """Give the requests of a workload adapters.
+
+    Args:
+        adapters: as in `s_lora`.
+    Raises:
+        BenchmarkError: there are too few names.
+    """
+    places = popularity.order(len(workload), Random(f"{seed} adapters"))
+    names = _names(max(places) + 1, adapters)
+    pairs = zip(workload, places, strict=True)
+    return Workload(tuple(replace(one, adapter=names[place]) for one, place in pairs))
+
+
+def of_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
+    """Give each adapter's requests a tenant, one after the other by the adapter's first request.
+
+    Requests for the base model are of the first tenant.
+
+    Raises:
+        BenchmarkError: there are no tenants.
+    """
+    if not tenants:
+        raise BenchmarkError("no tenants; give at least one name")
+    owners = {name: tenants[i % len(tenants)] for i, name in enumerate(workload.adapters)}
+    return Workload(
+        tuple(replace(one, tenant=owners.get(one.adapter or "", tenants[0])) for one in workload)
+    )
+
+
+def _named(
+    arrivals: Arrivals, adapter: str, random: Random, duration_s: float
+) -> Iterator[tuple[float, str]]:
+    return ((time, adapter) for time in _until(arrivals.times_s(random), duration_s))
+
+
+def _until(times: Iterator[float], duration_s: float) -> Iterator[float]:
+    require_positive("duration_s", duration_s)
+    return takewhile(lambda time: time < duration_s, times)
+
+
+def _requests(
+    arrivals: Iterator[tuple[float, str | None]], prompts: Lengths, outputs: Lengths, seed: int
+) -> Iterator[TimedRequest]:
+    prompt_random, output_random = Random(f"{seed} prompts"), Random(f"{seed} outputs")
+    for time, adapter in arrivals:
+        lengths = prompts.draw(prompt_random), outputs.draw(output_random)
+        yield TimedRequest(time, adapter, *lengths)
+
+
+def _names(many: int, adapters: Sequence[str] | None) -> Sequence[str]:
+    if adapters is None:
+        return [f"adapter-{index}" for index in range(many)]
+    if len(adapters) < many:
+        raise BenchmarkError(f"{many} adapters are asked for and {len(adapters)} named; name more")
+    return adapters[:many]

@@ -1,0 +1,328 @@
+"""Ragged attention against an explicit softmax in fp64, and its backward against autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.ir.types import TOKENS, tensor
+from pcg.kernels.torch.attention import attention, attention_backward
+from pcg.runtime.memory.kv_cache import KvCache, KvGradients
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.batch import Batch, Span, whole_sequences
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a model may ask of its attention; heads share KV heads in groups."""
+
+    kv_heads: int = 2
+    group: int = 2
+    size: int = 8
+    value_size: int = 8
+    window: int = 0
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def keywords(self) -> dict[str, object]:
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=torch.float64)
+        sinks = torch.linspace(-1, 2, self.heads, dtype=torch.float64)
+        return {
+            "scale": 0.4,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi": slopes if self.alibi else None,
+            "sinks": sinks if self.sinks else None,
+        }
+
+    def tensors(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        generator = seeded(seed)
+        shapes = (
+            (self.heads, self.size),
+            (self.kv_heads, self.size),
+            (self.kv_heads, self.value_size),
+        )
+        q, k, v = (
+            torch.randn(tokens, *shape, generator=generator, dtype=torch.float64)
+            for shape in shapes
+        )
+        return q, k, v
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """One whole sequence, token by token and head by head: out and log-sum-exp."""
+    scale, window = options["scale"], options["window"]
+    softcap, alibi, sinks = options["softcap"], options["alibi"], options["sinks"]
+    group = q.shape[1] // k.shape[1]
+    outs, sums = [], []
+    for position in range(q.shape[0]):
+        first = max(0, position + 1 - window) if window else 0
+        for head in range(q.shape[1]):
+            keys, values = (x[first : position + 1, head // group] for x in (k, v))
+            scores = scale * (keys @ q[position, head])
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi is not None:
+                distance = torch.arange(first - position, 1, dtype=scores.dtype)
+                scores = scores + alibi[head] * distance
+            everything = scores if sinks is None else torch.cat((scores, sinks[head : head + 1]))
+            outs.append(torch.softmax(everything, 0)[: len(scores)] @ values)
+            sums.append(torch.logsumexp(everything, 0))
+    shape = q.shape[:2]
+    return torch.stack(outs).view(*shape, -1), torch.stack(sums).view(shape)
+
+
+def reference_of_all(
+    lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
+    parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+    outs, sums = zip(*(reference(*part, **options) for part in parts), strict=True)
+    return torch.cat(outs), torch.cat(sums)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    size = draw(st.sampled_from([2, 4, 8]))
+    return Options(
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        size=size,
+        value_size=draw(st.sampled_from([size, size, 6])),
+        window=draw(st.sampled_from([0, 0, 1, 2, 3, 5])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+    )
+
+
+RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+UNIFORM = st.tuples(st.integers(1, 9), st.integers(1, 4)).map(lambda pair: [pair[0]] * pair[1])
+NAMED = {
+    "mha": Options(kv_heads=4, group=1),
+    "gqa": Options(),
+    "mqa": Options(kv_heads=1, group=4),
+    "window": Options(window=3),
+    "softcap": Options(softcap=2.0),
+    "alibi": Options(alibi=True),
+    "sinks": Options(sinks=True),
+    "alibi-window": Options(alibi=True, window=3),
+    "softcap-window": Options(softcap=2.0, window=4),
+    "everything": Options(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
+}
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def check_whole(chosen: Options, lengths: Sequence[int]) -> None:
+    """Forward and backward of whole sequences."""
+    q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
+    keywords = chosen.keywords()
+    batch = whole_sequences([[0] * length for length in lengths], CPU, keeps=True)
+    with torch.no_grad():
+        out, lse = attention(batch, q, k, v, **keywords)
+    expected, sums = reference_of_all(lengths, q, k, v, **keywords)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(lse, sums, rtol=1e-10, atol=1e-12)
+    dout = torch.randn(out.shape, generator=seeded(1), dtype=out.dtype)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        found = attention_backward(batch, dout, out, lse, q, k, v, **keywords)
+    for gradient, wanted in zip(found, gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("lengths", [(9, 2, 5, 1), (6, 6, 6)], ids=["ragged", "uniform"])
+def test_whole_sequences(name: str, lengths: Sequence[int]) -> None:
+    check_whole(NAMED[name], lengths)
+
+
+@given(options(), st.one_of(RAGGED, UNIFORM))
+def test_whole_sequences_of_any_options(chosen: Options, lengths: list[int]) -> None:
+    check_whole(chosen, lengths)
+
+
+def check_cached(
+    chosen: Options, chunks: Sequence[Sequence[int]], spare: Sequence[int], dtype: str = "f64"
+) -> None:
+    """Sequences come in chunks, each a span of one step; what they see is in the cache.
+
+    Args:
+        chosen: what attention does.
+        chunks: for each sequence the lengths of its chunks; step i takes everyone's i-th.
+        spare: pages that each sequence is expected to grow into; its pages lie apart where it
+            outgrows them.
+        dtype: of all tensors.
+    """
+    torch_dtype = {"f64": torch.float64, "f32": torch.float32}[dtype]
+    lengths = [sum(parts) for parts in chunks]
+    q, k, v = (x.to(torch_dtype) for x in chosen.tensors(sum(lengths)))
+    keywords = chosen.keywords()
+    expected, _ = reference_of_all(lengths, *(x.double() for x in (q, k, v)), **keywords)
+    types = (
+        tensor(dtype, TOKENS, chosen.kv_heads, chosen.size),
+        tensor(dtype, TOKENS, chosen.kv_heads, chosen.value_size),
+    )
+    cache = KvCache([types], 100, CPU)
+    tables = [cache.pool.open(f"sequence {i}", max(n, 0)) for i, n in enumerate(spare)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    done = [0] * len(lengths)
+    for step in range(max(map(len, chunks))):
+        spans, rows, total = [], [], 0
+        for i, parts in enumerate(chunks):
+            if step < len(parts):
+                table = tables[i]
+                cache.pool.extend(table, pages_for(done[i] + parts[step]) - len(table.pages))
+                spans.append(Span(total, parts[step], done[i], table))
+                rows += range(starts[i] + done[i], starts[i] + done[i] + parts[step])
+                total += parts[step]
+                done[i] += parts[step]
+        batch = Batch(torch.zeros(total, dtype=torch.long), spans, cache)
+        out, lse = attention(batch, q[rows], k[rows], v[rows], **keywords)
+        assert lse is None
+        tolerance = 1e-10 if dtype == "f64" else 1e-5
+        torch.testing.assert_close(out.double(), expected[rows], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_chunked_prefill_then_decode(name: str) -> None:
+    chunks = [[14, 3, 1, 1, 1], [20, 5, 1, 1], [7, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+    check_cached(NAMED[name], chunks, spare=(0, 3, 1, 0))
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("dtype", ["f64", "f32"])
+def test_decode_of_sequences_at_equal_distances(window: int, dtype: str) -> None:
+    """Equal expectations put sequences at equal distances in the cache: they decode in one call."""
+    chunks = [[prompt, *[1] * 6] for prompt in (15, 14, 16, 13, 12)]
+    check_cached(Options(window=window), chunks, [2] * 5, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_decode_of_pages_that_lie_apart(window: int) -> None:
+    chunks = [[prompt, *[1] * 20] for prompt in (15, 14, 16, 3, 12)]
+    check_cached(Options(window=window), chunks, [0, 0, 4, 4, 0])
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    count = draw(st.integers(1, 5))
+    parts = st.lists(st.sampled_from([1, 1, 1, 2, 4, 15, 18]), min_size=1, max_size=6)
+    chunks = [draw(parts) for _ in range(count)]
+    if draw(st.booleans()):
+        return chunks, [pages_for(max(map(sum, chunks)))] * count
+    return chunks, [draw(st.integers(0, 4)) for _ in chunks]
+
+
+@given(options(), arrivals())
+def test_any_chunks_of_any_options(
+    chosen: Options, arriving: tuple[list[list[int]], list[int]]
+) -> None:
+    check_cached(chosen, *arriving)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 5), st.booleans())
+def test_plain_decode(contexts: list[int], window: int, equal: bool) -> None:
+    """Each sequence has a prompt and decodes: the path of every serving step."""
+    spare = [2 if equal else n % 3 for n in contexts]
+    check_cached(Options(window=window), [[n, 1, 1] for n in contexts], spare)
+
+
+def check_windows(
+    chosen: Options, chunks: Sequence[Sequence[int]], spare: Sequence[int], ends: Sequence[int]
+) -> None:
+    """Sequences are trained on window by window: forward from the first, backward from the last.
+
+    Args:
+        chosen: what attention does.
+        chunks: lengths of the sequences' parts; windows end with some of them.
+        spare: pages that each sequence is expected to grow into.
+        ends: numbers of parts, of all sequences one behind the other, that end a window.
+    """
+    lengths = [sum(parts) for parts in chunks]
+    q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
+    keywords = chosen.keywords()
+    expected, sums = reference_of_all(lengths, q, k, v, **keywords)
+    dout = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=seeded(1), dtype=q.dtype)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    types = tuple(tensor("f64", TOKENS, *x.shape[1:]) for x in (k, v))
+    cache = KvCache([types], 100, CPU)
+    windows: list[list[Span]] = [[]]
+    number = done = 0
+    for i, parts in enumerate(chunks):
+        table = cache.pool.open(f"sequence {i}", spare[i])
+        origin = done
+        for part in parts:
+            start = sum(span.length for span in windows[-1])
+            if windows[-1] and windows[-1][-1].table is table:
+                before = windows[-1].pop()
+                start, part, done = before.start, part + before.length, done - before.length
+            cache.pool.extend(table, pages_for(done - origin + part) - len(table.pages))
+            windows[-1].append(Span(start, part, done - origin, table, origin=origin))
+            done += part
+            if number in ends:
+                windows.append([])
+            number += 1
+    batches = []
+    with torch.no_grad():
+        for spans in filter(None, windows):
+            rows = slice(spans[0].origin + spans[0].context, None)
+            rows = slice(rows.start, rows.start + sum(span.length for span in spans))
+            batch = Batch(torch.zeros(rows.stop - rows.start).long(), spans, cache, keeps=True)
+            out, lse = attention(batch, q[rows], k[rows], v[rows], **keywords)
+            assert lse is not None
+            torch.testing.assert_close(out, expected[rows], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(lse, sums[rows], rtol=1e-10, atol=1e-12)
+            batches.append((batch, rows, out, lse))
+        total = KvGradients(*batches[0][0].cached, done)
+        for batch, rows, out, lse in reversed(batches):
+            batch.gradients = total
+            own = attention_backward(
+                batch, dout[rows], out, lse, q[rows], k[rows], v[rows], **keywords
+            )
+            for found, wanted in zip(own, gradients, strict=True):
+                torch.testing.assert_close(found, wanted[rows], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_windows(name: str) -> None:
+    check_windows(NAMED[name], [[4, 17, 1], [1, 1], [30]], [0, 0, 3], [0, 1, 3])
+
+
+@given(options(), arrivals(), st.sets(st.integers(0, 30)))
+def test_any_windows_of_any_options(
+    chosen: Options, arriving: tuple[list[list[int]], list[int]], ends: set[int]
+) -> None:
+    check_windows(chosen, *arriving, sorted(ends))
+
+
+def test_bf16_rounds_once() -> None:
+    """The inside is fp32: the result is the exact one to a rounding of inputs' size."""
+    for name in ("gqa", "softcap", "sinks", "window"):
+        chosen = NAMED[name]
+        q, k, v = (x.bfloat16() for x in chosen.tensors(15))
+        batch = whole_sequences([[0] * 9, [0] * 6], CPU, keeps=True)
+        out, lse = attention(batch, q, k, v, **chosen.keywords())
+        exact, sums = reference_of_all(
+            (9, 6), *(x.double() for x in (q, k, v)), **chosen.keywords()
+        )
+        assert out.dtype == torch.bfloat16
+        assert lse is not None
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,234 @@
+"""Attention's machine code, cut as the launchers cut it: registers, shared memory, instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pcg.kernels.triton.attention.backward import key_blocks, query_blocks
+from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS
+from pcg.kernels.triton.attention.forward import Blocks, split_blocks, tile_blocks
+from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TILE_ROWS
+from tests.support.interpreter.gpu_code import Code, Kernel, compiled
+
+TEMPLATES = "pcg.kernels.triton"
+SHARED_KIB = {80: 101, 90: 130}
+"""Of a program at most: sm_80 has 163, sm_90 227."""
+STRIDES = dict.fromkeys(
+    (
+        *("q_token", "q_head", "key_page", "key_head", "key_token"),
+        *("value_page", "value_head", "value_token", "table_width"),
+    ),
+    "i32",
+) | {"scale": "fp32"}
+LISTS = {"parts": "*i32", "pages": "*i32"}
+
+
+def kernels(
+    architecture: int,
+    size: int,
+    value_size: int | None = None,
+    *,
+    group: int = 4,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi: bool = False,
+    sinks: bool = False,
+    paged: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Kernel]:
+    """Every kernel of a model: appending, decoding, its reduction, tiles, delta, dq, dk and dv."""
+    value_size = value_size or size
+    widths = {
+        "D": size,
+        "DV": value_size,
+        "BLOCK_D": 1 << (size - 1).bit_length(),
+        "BLOCK_DV": 1 << (value_size - 1).bit_length(),
+    }
+    heads = {"H": 8 * group, "G": group, **widths}
+    largest = max(widths["BLOCK_D"], widths["BLOCK_DV"])
+    element = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    options = {"COLUMNS": COLUMNS, "WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
+    options["PAGE"] = PAGE_TOKENS
+
+    def made(
+        module: str,
+        name: str,
+        elements: str,
+        floats: str,
+        others: dict[str, str],
+        constants: dict[str, object],
+        blocks: Blocks,
+        odd: Sequence[str] = (),
+    ) -> Kernel:
+        signature = dict.fromkeys(elements.split(), element)
+        signature |= dict.fromkeys(floats.split(), "*fp32") | others
+        constants = dict(constants)
+        for optional, there in (("alibi", alibi), ("sinks", sinks)):
+            if optional in floats.split() and not there:
+                del signature[optional]
+                constants[optional] = None
+        return Kernel(
+            f"{TEMPLATES}.{module}",
+            name,
+            signature,
+            constants,
+            odd,
+            blocks.warps,
+            blocks.stages,
+        )
+
+    def cut(rows: str, keys: str, blocks: Blocks) -> dict[str, int]:
+        return {rows: blocks.rows, keys: blocks.keys}
+
+    backward = {"dout_token": "i32", "dout_head": "i32", **STRIDES}
+    simple = Blocks(0, 0, 4, 3)
+    tiled, split = tile_blocks(largest, dtype, paged), split_blocks(largest, dtype, group)
+    queries = query_blocks(largest, dtype, paged, architecture)
+    keyed = key_blocks(largest, dtype, architecture)
+    found = [
+        made(
+            "paged_attention",
+            "attend_tiles",
+            "q keys values out",
+            "lse alibi sinks",
+            {**STRIDES, **LISTS, "tiles": "*i32"},
+            {**heads, **options, **cut("BLOCK_M", "BLOCK_N", tiled), "TILE": TILE_ROWS}
+            | {"SINKS": sinks, "LSE": True, "PAGED": paged},
+            tiled,
+        ),
+        made(
+            "paged_attention_backward",
+            "delta_rows",
+            "dout out",
+            "delta",
+            dict.fromkeys(("count", "dout_token", "dout_head", "out_token", "out_head"), "i32"),
+            {"H": heads["H"], "DV": value_size, "BLOCK_DV": widths["BLOCK_DV"], "BLOCK": 32},
+            simple,
+            ["count"],
+        ),
+        made(
+            "paged_attention_backward",
+            "query_gradients",
+            "q keys values dout dq",
+            "lse delta alibi",
+            {**backward, **LISTS, "tiles": "*i32"},
+            {**heads, **options, **cut("BLOCK_M", "BLOCK_N", queries), "TILE": TILE_ROWS}
+            | {"PAGED": paged},
+            queries,
+        ),
+        made(
+            "paged_attention_backward",
+            "key_gradients",
+            "q keys values dout dk dv",
+            "lse delta keys_sum values_sum alibi",
+            {**backward, **LISTS, "key_blocks": "*i32"},
+            {**heads, **options, **cut("BLOCK_M", "BLOCK_N", keyed), "TILE": KEY_BLOCK}
+            | {"PAGED": paged},
+            keyed,
+        ),
+    ]
+    if not paged:
+        return found
+    cache = {name: kind for name, kind in STRIDES.items() if name.startswith(("key_", "value_"))}
+    found += [
+        made(
+            "paged_attention",
+            "attend_splits",
+            "q keys values",
+            "totals highest sums alibi",
+            {**STRIDES, **LISTS, "splits": "*i32"},
+            {**heads, **options, **cut("BLOCK_H", "BLOCK_N", split), "SPLIT": SPLIT_KEYS},
+            split,
+        ),
+        made(
+            "paged_attention",
+            "reduce_splits",
+            "out",
+            "totals highest sums lse sinks",
+            {"parts": "*i32", "decodes": "*i32"},
+            {"H": heads["H"], "DV": value_size, "BLOCK_DV": widths["BLOCK_DV"], "BLOCK_S": 8}
+            | {"COLUMNS": COLUMNS, "WINDOW": window, "SINKS": sinks, "LSE": True}
+            | {"SPLIT": SPLIT_KEYS},
+            Blocks(0, 0, 2, 3),
+        ),
+        made(
+            "cache_rows",
+            "append_rows",
+            "k v keys values",
+            "",
+            {"slots": "*i64", **cache}
+            | dict.fromkeys(("tokens", "k_token", "k_head", "v_token", "v_head"), "i32"),
+            {**widths, "BLOCK_T": 16, "PAGE": PAGE_TOKENS},
+            simple,
+            ["tokens"],
+        ),
+    ]
+    return found
+
+
+def check_products(code: Code, size: int) -> None:
+    """Tensor cores in every product; Hopper's own where a program has rows enough."""
+    own = code.architecture >= 90 and not (code.kernel == "key_gradients" and size > 128)
+    assert code.count("HGMMA" if own else "HMMA"), f"{code.kernel}: no tensor cores"
+    assert not (own and code.count("HMMA")), f"{code.kernel}: products of both kinds"
+
+
+def check(found: Sequence[Code], size: int) -> None:
+    for code in found:
+        code.check_in_registers(255)
+        assert code.shared_bytes <= SHARED_KIB[code.architecture] * 1024, code.kernel
+        if code.kernel in ("attend_tiles", "query_gradients", "key_gradients"):
+            check_products(code, size)
+            assert code.count("LDGSTS", "128") >= 8, f"{code.kernel}: rows in small pieces"
+        elif code.kernel == "attend_splits":
+            assert code.count("HMMA")
+            assert code.count("LDGSTS", "128") >= 8
+        elif code.kernel == "append_rows":
+            assert code.count("LDG", "128") == code.count("STG", "128") > 0
+        else:
+            assert code.count("LDG", "128")
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_machine_code(architecture: int) -> None:
+    found = compiled(kernels(architecture, 128), [architecture])
+    check(found, 128)
+    by_name = {code.kernel: code for code in found}
+    assert len(by_name) == 7
+    # Of 227 KiB and 65,536 registers: four programs on a processor, as decoding wants.
+    decoding = by_name["attend_splits"]
+    assert decoding.shared_bytes <= 40 * 1024
+    assert decoding.registers <= (168 if architecture == 80 else 128)
+
+
+OPTIONS = {
+    "64": (64, {"group": 8}),
+    "256": (256, {"group": 1}),
+    "80": (80, {}),
+    "192-128": (192, {"value_size": 128, "group": 1}),
+    "group-48": (128, {"group": 48}),
+    "window-softcap-64": (64, {"window": 128, "softcap": 30.0}),
+    "window-softcap-128": (128, {"window": 4096, "softcap": 30.0}),
+    "window-softcap-256": (256, {"window": 4096, "softcap": 50.0}),
+    "alibi": (128, {"alibi": True, "group": 1}),
+    "sinks-window": (64, {"sinks": True, "window": 128}),
+    "unpaged": (128, {"paged": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_machine_code_of_options(name: str, architecture: int) -> None:
+    size, options = OPTIONS[name]
+    check(compiled(kernels(architecture, size, **options), [architecture]), size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_fp32_stays_in_registers(size: int) -> None:
+    for code in compiled(kernels(90, size, dtype=torch.float32), [90]):
+        code.check_in_registers(255)

@@ -1,0 +1,54 @@
+"""Products that several functions ask for: run as one where they are the same, and only there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import pcg
+from pcg.kernels.torch.products import linear_group, product
+from pcg.runtime.model.merged_execution import Asking, together
+from tests.support import oracle
+from tests.support.families import BY_NAME
+
+
+def laid_out(weight: Tensor, bias: Tensor) -> Tensor:
+    """A weight as serving has it, with its bias."""
+    whole = weight.detach()
+    whole.group_sizes = [len(weight)]  # type: ignore[attr-defined]
+    whole.group_bias = bias  # type: ignore[attr-defined]
+    return whole
+
+
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_a_bias_is_added_where_it_is_asked_for(is_laid_out: bool) -> None:
+    """Of one weight, in one round, as dropout asks for a product without the bias, too."""
+    weight, bias = torch.randn(3, 4), torch.randn(3)
+    held = laid_out(weight, bias) if is_laid_out else weight
+    inputs = torch.randn(2, 5, 4)
+    expected = [inputs[0] @ weight.t() + bias, inputs[1] @ weight.t()]
+    batch = SimpleNamespace(layer=0)
+
+    def ask(x: Tensor, biases: tuple[Tensor, ...]) -> Asking[Tensor]:
+        (y,) = yield from product(batch, "w", x, (held,), biases)
+        return y
+
+    found = together([ask(inputs[0], (bias,)), ask(inputs[1], ())])
+    alone = [linear_group(x, (held,), own)[0] for x, own in zip(inputs, ((bias,), ()), strict=True)]
+    for ours, ones, wanted in zip(found, alone, expected, strict=True):
+        torch.testing.assert_close(ours, wanted)
+        torch.testing.assert_close(ones, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_serving_leaves_the_weights_that_training_reads_as_they_are(dtype: torch.dtype) -> None:
+    """Those of fp64 are not packed, and so are in the same memory."""
+    executor = pcg.compile(oracle.random_model(BY_NAME["gpt2"].config(2), dtype), dtype=dtype)
+    executor.add_adapter("a", {"peft_type": "LORA", "r": 4})
+    weights = executor.training_runner("a").weights
+    for holder in (*weights.layers, weights.epilogue):
+        for tensor in vars(holder).values():
+            assert not hasattr(tensor, "group_bias")

@@ -1,0 +1,396 @@
+"""LoRA of many adapters in one launch, against float64 loops over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.errors import CodegenError
+from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
+from pcg.kernels.triton.adapters.segmented_lora import expand_add, shrink
+from pcg.kernels.triton.adapters.segmented_lora_backward import (
+    expand_backward,
+    segment_outer,
+    shrink_backward,
+)
+from pcg.kernels.triton.adapters.token_tiles import Room, TokenTiles, token_tiles
+from tests.support.interpreter import bf16
+from tests.support.interpreter.gpu_code import Kernel, compiled
+from tests.support.interpreter.sanitizer import sanitized
+from tests.support.segmented_batches import (
+    DTYPES,
+    ROUNDING,
+    Case,
+    cases,
+    check_close,
+    columns,
+    drawn,
+    matrix,
+    scales_of,
+    scattered,
+)
+
+bf16.install()
+
+SUMS = 1e-5
+"""Of fp32 sums of some hundred products."""
+
+WIDE = 2.0**-16
+"""Of products where a factor in fp32 keeps 16 bits."""
+
+dtypes = st.sampled_from(DTYPES)
+
+
+# ------------------------------------------------------------------------------------ references
+
+
+def reference_shrink(x: Tensor, a: RankRows, case: Case, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """s and the sum of magnitudes of what it adds up, [slices, tokens, most_rank]."""
+    s = torch.zeros(a.slices, x.shape[0], a.most_rank, dtype=torch.float64)
+    magnitude = s.clone()
+    for j in range(a.slices):
+        for token, slot in enumerate(case.slots):
+            if slot >= 0:
+                rows, own = matrix(a, j, slot), columns(x, a, j)[token]
+                s[j, token, : len(rows)] = scales[j, slot] * (rows @ own)
+                magnitude[j, token, : len(rows)] = scales[j, slot].abs() * (rows.abs() @ own.abs())
+    return s, magnitude
+
+
+def reference_expand(
+    y: Tensor, s: Tensor, b: RankRows, case: Case, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y and the sum of magnitudes; s by token."""
+    after, magnitude = y.double(), y.double().abs()
+    for j in range(b.slices):
+        own = slice(b.starts[j], b.starts[j] + b.sizes[j])
+        for token, slot in enumerate(case.slots):
+            if slot >= 0:
+                rows = matrix(b, j, slot)
+                of_token = scales[j, slot] * s[j, token, : len(rows)].double()
+                after[token, own] += of_token @ rows
+                magnitude[token, own] += of_token.abs() @ rows.abs()
+    return after, magnitude
+
+
+def by_token(s: Tensor, case: Case, tiles: TokenTiles) -> Tensor:
+    """s of shrink summed over parts, [slices, tokens, most_rank], 0 beyond what it defines."""
+    found = torch.zeros(s.shape[1], len(case.slots), s.shape[3])
+    for slot, first, count in tiles.tiles.tolist():
+        places = slice(first, first + count)
+        tokens = tiles.order[places].long()
+        for j in range(s.shape[1]):
+            defined = -(-case.ranks[j][slot] // 16) * 16
+            found[j, tokens, :defined] = s[:, j, places, :defined].sum(0)
+    return found
+
+
+# ----------------------------------------------------------------------------------------- tests
+
+
+@settings(max_examples=25)
+@given(cases(), dtypes, dtypes, st.sampled_from((8, 136, 264)), st.sampled_from((None, 1)))
+def test_shrink(
+    case: Case, x_dtype: torch.dtype, dtype: torch.dtype, in_: int, parts: int | None
+) -> None:
+    slices = len(case.ranks)
+    a = scattered(case.ranks, [0] * slices, [in_] * slices, case.most_rank, dtype, case.generator)
+    x, tiles, scales = drawn(case, x_dtype, in_), case.tiles, scales_of(case)
+    x[[token for token, slot in enumerate(case.slots) if slot < 0]] = torch.nan  # nobody's
+    with sanitized():
+        s = shrink(x, a, tiles, scales, parts)
+    rounded = x if dtype == torch.float32 else x.to(dtype)
+    expected, magnitude = reference_shrink(rounded, a, case, scales)
+    check_close(by_token(s, case, tiles), expected, magnitude, WIDE + SUMS)
+
+
+@settings(max_examples=25)
+@given(cases(), dtypes, dtypes, st.booleans())
+def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_place: bool) -> None:
+    b = scattered(case.ranks, case.starts, case.sizes, case.most_rank, dtype, case.generator)
+    y, tiles, scales = drawn(case, y_dtype, sum(case.sizes)), case.tiles, scales_of(case)
+    before = y.clone()
+    parts = torch.randn(2, len(case.ranks), tiles.room.places, case.most_rank)
+    for j, ranks in enumerate(case.ranks):
+        for slot, first, count in tiles.tiles.tolist():
+            parts[:, j, first : first + count, ranks[slot] :] = 0
+    with sanitized():
+        found = expand_add(y, parts, b, tiles, scales, in_place)
+    s = by_token(parts, case, tiles)
+    expected, magnitude = reference_expand(before, s, b, case, scales)
+    if not in_place:  # what nobody has is nobody's
+        assert torch.equal(y, before)
+        assert found.is_contiguous()  # and keeps nothing of what y is a part of
+        has = torch.zeros(y.shape, dtype=torch.bool)
+        for token, slot in enumerate(case.slots):
+            for j, ranks in enumerate(case.ranks):
+                own = slice(b.starts[j], b.starts[j] + b.sizes[j])
+                has[token, own] = slot >= 0 and ranks[slot] > 0
+        found = torch.where(has, found, before)
+    check_close(found, expected, magnitude, WIDE + SUMS + ROUNDING[y_dtype])
+    none = torch.tensor([slot < 0 for slot in case.slots], dtype=torch.bool)
+    assert torch.equal(found[none], before[none])
+
+
+@settings(max_examples=15)
+@given(cases(), dtypes, dtypes)
+def test_the_inputs_gradient_of_many_jobs(
+    case: Case, x_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    generator, ranks, slices = case.generator, case.ranks, len(case.ranks)
+    a = scattered(ranks, [0] * slices, [24] * slices, case.most_rank, dtype, generator)
+    b = scattered(ranks, case.starts, case.sizes, case.most_rank, dtype, generator)
+    dy, dx, scales = (
+        drawn(case, x_dtype, sum(case.sizes)),
+        drawn(case, x_dtype, 24),
+        scales_of(case),
+    )
+    before, tiles = dx.clone(), case.tiles
+    with sanitized():
+        ds = expand_backward(dy, b, tiles, scales)
+        shrink_backward(dx, ds, a, tiles)
+    rounded = dy if dtype == torch.float32 else dy.to(dtype)
+    expected, magnitude = reference_shrink(rounded, b, case, scales)
+    found = by_token(ds, case, tiles)
+    check_close(found, expected, magnitude, WIDE + SUMS)
+    expected, magnitude = reference_expand(before, found, a, case, torch.ones_like(scales))
+    check_close(dx, expected, magnitude, WIDE + SUMS + ROUNDING[x_dtype])
+
+
+@settings(max_examples=25)
+@given(cases(), dtypes, st.booleans(), st.booleans())
+def test_the_weights_gradient_of_many_jobs(
+    case: Case, dtype: torch.dtype, adds: bool, is_scaled: bool
+) -> None:
+    generator = case.generator
+    wide = torch.float32
+    rows = scattered(case.ranks, case.starts, case.sizes, case.most_rank, wide, generator)
+    x, tiles = drawn(case, dtype, sum(case.sizes)), case.tiles
+    s = torch.randn(2, len(case.ranks), tiles.room.places, case.most_rank, generator=generator)
+    scales = scales_of(case) if is_scaled else None
+    before = replace(rows, memory=rows.memory.clone())
+    with sanitized():
+        segment_outer(s, x, rows, tiles, scales, adds)
+    untouched = torch.ones_like(rows.memory, dtype=torch.bool)
+    for j, slot, first, count in (
+        (j, *segment) for j in range(rows.slices) for segment in tiles.segments.tolist()
+    ):
+        tokens = tiles.order[first : first + count].long()
+        own = s[:, j, first : first + count, : case.ranks[j][slot]].sum(0).double()
+        if scales is not None:
+            own = own * scales[j, slot]
+        expected, of_tokens = own.T @ columns(x, rows, j)[tokens], columns(x, rows, j)[tokens]
+        magnitude = own.abs().T @ of_tokens.abs()
+        if count and adds:
+            expected, magnitude = expected + matrix(before, j, slot), magnitude + 1
+        if count:
+            check_close(matrix(rows, j, slot), expected, magnitude, WIDE + SUMS)
+            for start in rows.rows[j, slot, : case.ranks[j][slot]].tolist():
+                untouched[start : start + rows.sizes[j]] = False
+    # Slots without tokens, and what lies between rows.
+    bits, bits_before = rows.memory.view(torch.int32), before.memory.view(torch.int32)
+    assert torch.equal(bits[untouched], bits_before[untouched])
+
+
+@pytest.mark.parametrize("runs", [(), ((3, -1),)])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_batch_without_adapters(runs: tuple[tuple[int, int], ...], is_padded: bool) -> None:
+    case = Case(runs, ((8, 64),), (24,), 16, is_padded, 0)
+    a = scattered(case.ranks, [0], [24], 64, torch.float32, case.generator)
+    x, tiles = drawn(case, torch.bfloat16, 24), case.tiles
+    y, memory = x.clone(), a.memory.clone()
+    with sanitized():
+        s = shrink(x, a, tiles)
+        expand_add(y, s, a, tiles)
+        segment_outer(s, x, a, tiles)
+    assert torch.equal(y, x)
+    assert torch.equal(a.memory.view(torch.int32), memory.view(torch.int32))
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 1.0, 2.0**20])
+def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float) -> None:
+    case = Case(((3, 0), (2, 1)), ((16, 5),), (24,), 16, False, 0)
+    b = scattered(case.ranks, [0], [24], 16, torch.float16, case.generator)
+    s = torch.randn(1, 1, 5, 16, generator=case.generator) * magnitude
+    s[..., 3:, 5:] = 0
+    # Each token's has a range of its own.
+    s *= torch.tensor([1.0, 2.0**-10, 0.0, 2.0**10, 1.0])[:, None]
+    found = expand_add(torch.zeros(5, 24), s, b, case.tiles)
+    expected, total = reference_expand(
+        torch.zeros(5, 24), s[0], b, case, torch.ones(1, 2, dtype=torch.float64)
+    )
+    check_close(found, expected, total, 2.0**-20)
+
+
+@settings(max_examples=5)
+@given(cases(1, 17), dtypes)
+def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, runs=((2, 0), (1, 1), (18, 2), *case.runs), block=16)
+    a = scattered(case.ranks, [0], [264], 32, dtype, case.generator)
+    b = scattered(case.ranks, [0], [72], 32, dtype, case.generator)
+    scales, x, y = scales_of(case), drawn(case, dtype, 264), drawn(case, dtype, 72)
+
+    def run(tokens: slice, tiles: TokenTiles) -> Tensor:
+        return expand_add(y[tokens].clone(), shrink(x[tokens], a, tiles), b, tiles, scales)
+
+    whole = run(slice(None), case.tiles)
+    for first, count, slot in ((0, 2, 0), (1, 1, 0), (2, 1, 1), (3, 18, 2), (20, 1, 2)):
+        tokens = slice(first, first + count)
+        alone = run(tokens, token_tiles([(0, count, slot)], 16))
+        assert torch.equal(alone, whole[tokens])
+
+
+# --------------------------------------------------------------------------------- tokens and rows
+
+
+def test_tokens_are_sorted_by_slot() -> None:
+    tiles = token_tiles([(0, 2, 1), (2, 3, -1), (5, 17, 0), (22, 1, 1), (23, 0, 2)], 16)
+    assert tiles.order.tolist() == [*range(5, 22), 0, 1, 22]
+    assert tiles.segments.tolist() == [[0, 0, 17], [1, 17, 3]]
+    assert tiles.tiles.tolist() == [[0, 0, 16], [0, 16, 1], [1, 17, 3]]
+    assert tiles.memory.dtype == torch.int32
+    nothing = token_tiles([(0, 4, -1)], 64)
+    assert not nothing.memory.numel()
+
+
+@given(cases(1))
+def test_a_room_takes_every_batch_of_as_many_tokens(case: Case) -> None:
+    tiles, needed = replace(case, is_padded=True).tiles, replace(case, is_padded=False).tiles
+    count = len(needed.tiles)
+    assert torch.equal(tiles.tiles[:count], needed.tiles)
+    assert not tiles.tiles[count:].any()
+    assert not tiles.segments[len(needed.segments) :].any()
+
+
+def test_what_kernels_cannot_take_is_refused() -> None:
+    with pytest.raises(CodegenError, match="begin before the span in front of them ends, at 4"):
+        token_tiles([(0, 4, 1), (3, 2, 0)], 16)
+    with pytest.raises(CodegenError, match="33 places of tokens with adapters, and room for 32"):
+        token_tiles([(0, 33, 1)], 16, Room.of(32, 2, 16))
+    with pytest.raises(CodegenError, match="a tile of 20 places"):
+        token_tiles([], 20)
+    rows, ranks = torch.zeros(1, 2, 16, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int32)
+    with pytest.raises(CodegenError, match="12 columns from 0 are no multiples of 8"):
+        rank_rows(torch.zeros(64), rows, ranks, [0], [12])
+    with pytest.raises(CodegenError, match=r"take ranks \(1, 2\) and 1 starts"):
+        rank_rows(torch.zeros(64), rows, ranks[:, :1], [0], [16])
+    a, tiles = rank_rows(torch.zeros(64), rows, ranks, [0], [16]), token_tiles([(0, 2, 0)], 16)
+    with pytest.raises(CodegenError, match=r"is no \[tokens, 16 columns or more"):
+        shrink(torch.zeros(2, 8), a, tiles)
+    with pytest.raises(CodegenError, match=r"x in torch\.float64"):
+        shrink(torch.zeros(2, 16).double(), a, tiles)
+    with pytest.raises(CodegenError, match="rows must be contiguous"):
+        shrink(torch.zeros(2, 20)[:, :16], a, tiles)
+    with pytest.raises(CodegenError, match="make it by shrink with the same tiles"):
+        expand_add(torch.zeros(2, 16), torch.zeros(1, 1, 3, 16), a, tiles)
+    with pytest.raises(CodegenError, match="most_rank is a multiple of 16"):
+        shrink(
+            torch.zeros(2, 16), rank_rows(torch.zeros(64), rows[..., :8], ranks, [0], [16]), tiles
+        )
+    of_16_bits = replace(a, memory=a.memory.bfloat16())
+    with pytest.raises(CodegenError, match=r"gradients in torch\.bfloat16"):
+        segment_outer(torch.zeros(1, 1, 2, 16), torch.zeros(2, 16), of_16_bits, tiles)
+
+
+# ----------------------------------------------------------------------------------- machine code
+
+_MODULE = "pcg.kernels.triton.adapters.segmented_lora"
+_TYPES = {
+    "stride": "i32",
+    "order": "*i32",
+    "rows": "*i64",
+    "ranks": "*i32",
+    "columns": "*i32",
+    "scales": "*fp32",
+    "s": "*fp32",
+    "slices": "i32",
+    "slots": "i32",
+    "places": "i32",
+    "most_rank": "i32",
+}
+_ODD = ("order", "segments", "tiles", "slices", "slots", "places")
+
+
+def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Kernel:
+    is_decode, is_wide = block == 16, dtype == "fp32"
+    is_large = is_wide and ranks > 16
+    types = {"x": f"*{x}", "tiles": "*i32", "memory": f"*{dtype}", "part_columns": "i32"}
+    block_k = (256 // (2 if is_wide else 1)) if is_decode else 64 // (2 if is_large else 1)
+    constants = {"HAS_SCALES": True, "BLOCK_M": block, "BLOCK_R": ranks, "BLOCK_K": block_k}
+    warps, stages = 8 if is_large else 4, 2 if is_decode else 3
+    return Kernel(_MODULE, "shrink_kernel", _TYPES | types, constants, _ODD, warps, stages)
+
+
+def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
+    is_decode, is_wide = block == 16, dtype == "fp32"
+    types = {"y": "*bf16", "z": "*bf16", "z_stride": "i32", "tiles": "*i32", "memory": f"*{dtype}"}
+    block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
+    constants = {
+        "HAS_SCALES": True, "SUMMED": summed, "PARTS": parts, "BLOCK_M": block, "BLOCK_N": block_n
+    }  # fmt: skip
+    warps, stages = 8 if is_wide and not is_decode else 4, 1 if is_decode else 2
+    return Kernel(_MODULE, "expand_kernel", _TYPES | types, constants, _ODD, warps, stages)
+
+
+def _outer(dtype: str) -> Kernel:
+    types = {"x": f"*{dtype}", "segments": "*i32", "memory": "*fp32"}
+    blocks = {"BLOCK_T": 32 if dtype == "fp32" else 64, "BLOCK_N": 64, "BLOCK_R": 16}
+    constants = {"HAS_SCALES": True, "ADDS": True, **blocks}
+    module = f"{_MODULE}_backward"
+    return Kernel(module, "outer_kernel", _TYPES | types, constants, _ODD, 4, 3)
+
+
+_KERNELS = {
+    "decode shrink": _shrink(16, 16),
+    "prefill shrink": _shrink(64, 64),
+    "decode expand": _expand(16, 16),
+    "prefill expand": _expand(64, 1),
+    "outer": _outer("bf16"),
+}
+
+_RARE_KERNELS = {
+    "prefill expand of parts": _expand(64, 8),
+    "prefill expand of parts and slices": _expand(64, 8, 3),
+    "fp16 outer": _outer("fp16"),
+    "fp16 expand": _expand(64, 1, 1, "fp16"),
+    "fp32 shrink": _shrink(64, 64, "fp32", "fp32"),
+    "fp32 shrink of bf16": _shrink(64, 64, "fp32"),
+    "fp32 decode shrink": _shrink(16, 16, "fp32", "fp32"),
+    "fp32 decode shrink of bf16": _shrink(16, 16, "fp32"),
+    "fp32 shrink of bf16, rank 16": _shrink(64, 16, "fp32"),
+    "fp32 expand": _expand(64, 1, 1, "fp32"),
+    "fp32 decode expand": _expand(16, 16, 1, "fp32"),
+    "fp32 outer": _outer("fp32"),
+}
+
+
+def check_code(kernels: Mapping[str, Kernel]) -> None:
+    """AssertionError: code that spills, loads too little at once, or takes no tensor cores."""
+    found = compiled(list(kernels.values()))
+    for name, ampere, hopper in zip(kernels, found[::2], found[1::2], strict=True):
+        if "fp32" not in name or "of bf16" in name:
+            assert ampere.count("HMMA"), name
+            # 16 ranks by 16 tokens are too few for a wgmma.
+            assert hopper.count("HMMA" if "decode shrink" in name else "HGMMA"), name
+        for code in (ampere, hopper):
+            code.check_in_registers(254 if "fp16" in name else 184)
+            assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has
+            # What is narrower: tables, and sums of fp32 that a thread has two of.
+            assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, name
+            assert not code.count("LDG", "U16"), name
+            assert not code.count("STG", "U16"), name
+
+
+def test_machine_code() -> None:
+    check_code(_KERNELS)
+
+
+@pytest.mark.slow
+def test_machine_code_of_rare_kernels() -> None:
+    check_code(_RARE_KERNELS)

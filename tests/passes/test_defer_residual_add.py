@@ -1,0 +1,86 @@
+"""Residual sums that the next layer makes: where they go, and that nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pcg import compiler
+from pcg.compiler import compile_program
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.verifier import verify
+from pcg.passes import pipeline
+from pcg.passes.fusion.defer_residual_add import hand_on
+from pcg.passes.fusion.fuse import fuse
+from pcg.passes.fusion.kernel_group import Group
+from pcg.passes.fusion.kernel_groups import schedule
+from tests.families.test_numbers import prompts
+from tests.support import oracle
+from tests.support.families import BY_NAME
+
+
+def model_of(name: str, **options: Any) -> ModelGraph:
+    return compile_program(BY_NAME[name].config(2), None, **options).serving.model
+
+
+def handed_on(model: ModelGraph) -> ModelGraph:
+    found = hand_on(model)
+    for graph in found.graphs:
+        verify(graph)
+    return found
+
+
+def kernels(model: ModelGraph) -> list[list[str]]:
+    """Operators of each kernel of the layer."""
+    (block,) = model.blocks
+    groups = [item for item in schedule(block) if isinstance(item, Group)]
+    return [[node.op for node in group.nodes] for group in groups]
+
+
+def test_the_sum_is_in_the_kernel_of_the_next_norm() -> None:
+    model = model_of("llama3")
+    found = handed_on(model)
+    assert kernels(model)[0] == ["rms_norm"]
+    assert kernels(found) == [["add", "rms_norm"], *kernels(model)[1:]]
+    (block,) = found.blocks
+    last = model.blocks[0].producers[model.blocks[0].outputs[0]]
+    assert block.outputs == last.inputs
+    assert [value.name for value in block.inputs] == ["residual", "branch", "cos", "sin"]
+    assert [node.op for node in found.epilogue.nodes] == ["add", "rms_norm", "linear"]
+    x, zeros, *shared = found.prologue.outputs
+    assert [x, *shared] == [*model.prologue.outputs]
+    assert found.prologue.producers[zeros].op == "sub"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gemma2", id="a norm makes a summand"),
+        pytest.param("granite", id="a factor makes a summand"),
+        pytest.param("gptj", id="a sum makes a summand"),
+        pytest.param("opt-post_norm", id="a norm comes last"),
+    ],
+)
+def test_what_a_kernel_makes_anyway_stays(name: str) -> None:
+    model = model_of(name)
+    assert hand_on(model) is model
+
+
+def test_parts_of_tokens_stay() -> None:
+    model = model_of("llama3", tp=2, sequence_parallel=True)
+    assert hand_on(model) is model
+    assert hand_on(model_of("llama3", tp=2)) != model
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "gpt_neox-serial", "mpt", "qwen2.5-windows"])
+def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = oracle.random_model(BY_NAME[name].config(2))
+    sequences = prompts((5, 1, 9))
+    expected = compiler.compile(base).logits(sequences)
+    monkeypatch.setattr(pipeline, "fuse", lambda model: handed_on(fuse(model)))
+    executor = compiler.compile(base)
+    assert len(executor.serving[0].model.blocks[0].outputs) == 2
+    for ours, theirs in zip(executor.logits(sequences), expected, strict=True):
+        assert torch.equal(ours, theirs)

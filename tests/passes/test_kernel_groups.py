@@ -1,0 +1,111 @@
+"""Groups of nodes: each node runs once, and what a kernel can run is together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pcg.compiler import compile_program
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.program.program import Program
+from pcg.passes.fusion.kernel_group import Group
+from pcg.passes.fusion.kernel_groups import schedule
+from tests.support.families import BY_NAME, FAMILIES
+
+
+def graphs(program: Program) -> Iterator[Graph]:
+    yield from program.serving.model.graphs
+    training = program.training
+    assert training is not None
+    for plan in training.plans:
+        yield plan.forward
+        if plan.backward is not None:
+            yield plan.backward
+    yield training.epilogue
+
+
+def operators(graph: Graph) -> list[str]:
+    """Of each kernel; of its parts behind one another."""
+    groups = [item for item in schedule(graph) if isinstance(item, Group)]
+    return [
+        " | ".join(" ".join(node.op for node in part.nodes) for part in group.parts or (group,))
+        for group in groups
+    ]
+
+
+USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
+EVERY = [
+    pytest.param(f.name, marks=[] if f.name in USUAL else [pytest.mark.slow]) for f in FAMILIES
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_node_runs_once_behind_what_it_reads(name: str) -> None:
+    program = compile_program(BY_NAME[name].config(2))
+    for graph in graphs(program):
+        there = {*(value.name for value in graph.inputs), *graph.parameters_by_name}
+        ran: list[Node] = []
+        for item in schedule(graph):
+            assert there.issuperset(item.inputs), (graph.name, item)
+            nodes = item.nodes if isinstance(item, Group) else (item,)
+            ran += nodes
+            made = item.outputs if isinstance(item, Group) else [v.name for v in item.outputs]
+            there.update(made)
+        assert sorted(node.name for node in ran) == sorted(node.name for node in graph.nodes)
+        assert there.issuperset(graph.outputs)
+
+
+def test_what_one_kernel_can_run_is_one() -> None:
+    program = compile_program(BY_NAME["llama3"].config(2))
+    prologue, block, epilogue = program.serving.model.graphs
+    assert operators(prologue) == ["cast mul concat"]
+    assert operators(block) == ["rms_norm", "rope | rope", "add rms_norm", "silu mul"]
+    assert operators(epilogue) == ["rms_norm"]
+    assert program.training is not None
+    backward = program.training.plans[1].backward
+    assert backward is not None
+    # What the plan makes again, silu · up, is made beside the gradients that read it.
+    first, *_ = operators(backward)
+    assert first == "silu mul add mul mul silu_backward"
+
+
+def test_norms_of_queries_and_keys_are_one_with_the_rotation() -> None:
+    program = compile_program(BY_NAME["qwen3"].config(2))
+    assert "rms_norm rope | rms_norm rope" in operators(program.serving.model.blocks[0])
+
+
+def test_attention_that_is_made_again_and_its_gradient_read_one_kernel() -> None:
+    program = compile_program(BY_NAME["llama3"].config(2), memory_budget=0.0)
+    assert program.training is not None
+    backward = program.training.plans[0].backward
+    assert backward is not None
+    assert {"attention", "attention_backward"} <= {node.op for node in backward.nodes}
+    assert operators(backward).count("rope | rope") == 1
+    assert operators(backward).count("rope_backward | rope_backward") == 1
+
+
+def test_a_path_through_another_node_keeps_groups_apart() -> None:
+    """silu(x) is read by a product and, with that, by a sum: one kernel cannot wait for it."""
+    program = compile_program(BY_NAME["gpt2"].config(2))
+    for graph in graphs(program):
+        for item in schedule(graph):
+            if isinstance(item, Group):
+                between = {node.name for node in graph.nodes if node.name not in item.made}
+                reached = set(item.outputs)
+                for node in graph.nodes:
+                    if node.name in between and reached.intersection(node.inputs):
+                        reached.update(value.name for value in node.outputs)
+                assert not (reached & between).intersection(item.inputs)
+
+
+def test_views_at_the_border_stay_outside() -> None:
+    program = compile_program(BY_NAME["llama3"].config(2))
+    for graph in graphs(program):
+        for item in schedule(graph):
+            if isinstance(item, Group):
+                for node in item.nodes:
+                    if operator(node.op).is_view:
+                        assert node.inputs[0] in item.made
+                        assert not item.leaves(node)

@@ -1,0 +1,356 @@
+"""Layers over ranks: their plans, and outputs and gradients equal to those of one rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import pcg
+import pcg.passes.pipeline as pipeline
+from pcg.compiler import compile_program
+from pcg.errors import CostModelError, ParallelError
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
+from pcg.ir.parser import parse_graph
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.verifier import verify
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, parted_attentions, read_tp_plan
+from pcg.parallel.costs.layer_costs import ByteCosts
+from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.planner import plan
+from pcg.parallel.ranks.group import ProcessRanks
+from pcg.passes.bypasses import Bypasses
+from pcg.passes.sharding.parallelize import Sharded, parallelize
+from pcg.passes.sharding.repeat_heads import repeat_heads
+from pcg.passes.sharding.split_fused_projections import split
+from pcg.source import resolve
+from tests.support.evaluate import random_values
+from tests.support.families import BY_NAME, FAMILIES
+from tests.support.sharded import LENGTHS, errors, layer_errors, run
+
+RANK = 4
+LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
+
+
+@cache
+def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
+    """A family's model of two layers with LoRA on every linear of them."""
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        sites = (site for site in base.linear_sites() if "{layer}" in site)
+        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
+
+    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
+    return pipeline.run_passes(state, last="attach")
+
+
+def sharded(name: str, degree: int) -> Sharded:
+    state = attached(name)
+    assert state.training_model is not None
+    assert state.base is not None
+    return parallelize(state.training_model, state.base, degree)
+
+
+def transitions(graph: Graph) -> Counter[str]:
+    found = Counter(node.op for node in graph.nodes)
+    kinds = ("combine", "partition", "place", "reduce", "take")
+    return Counter({op: found[op] for op in kinds if found[op]})
+
+
+def test_llamas_plan_is_megatrons() -> None:
+    base = attached("llama3").base
+    assert base is not None
+    layouts = base_plan(base.blocks[0], 2)
+    names = {name.removesuffix(".weight").rpartition(".")[2]: v for name, v in layouts.items()}
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMN)
+    assert names == columns | dict.fromkeys(("o_proj", "down_proj"), ROW)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma2", "olmo2", "cohere", "phi3"])
+def test_plans_are_those_of_transformers(name: str) -> None:
+    """Where transformers has a plan, by module, it parts the same products the same way."""
+    from transformers import AutoConfig
+
+    config = BY_NAME[name].config(2)
+    theirs = AutoConfig.for_model(**config).base_model_tp_plan
+    base = attached(name).base
+    assert base is not None
+    ours = base_plan(split(base.blocks[0]), 2)
+    styles = {COLUMN: "colwise", ROW: "rowwise"}
+    for module, style in theirs.items():
+        kind = module.removeprefix("layers.*.")
+        mine = {layout for n, layout in ours.items() if n.startswith(f"{kind}.weight")}
+        if mine and not style.startswith(("replicated", "sequence", "packed")):
+            assert {styles[layout] for layout in mine} == {style.partition("_")[0]}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "name", [family.name for family in FAMILIES if family.name not in ("mpt", "bloom")]
+)
+def test_a_base_layer_says_two_words_to_the_others(name: str, degree: int) -> None:
+    """One sum after attention and one after the MLP, or one after both, and no more."""
+    base = attached(name).base
+    assert base is not None
+    try:
+        found = parallelize(base, base, degree)
+    except ParallelError:
+        pytest.skip("the degree divides neither heads nor products")
+    for graph in found.local.graphs:
+        verify(graph)
+        assert parse_graph(str(graph)) == graph
+    if "norm" in name or name == "olmo2":
+        return  # a norm over all heads gathers them
+    for block in found.typed.blocks:
+        words = transitions(block)
+        assert words["reduce"] in (1, 2)
+        assert set(words) <= {"place", "reduce", "take"}
+    assert transitions(found.typed.prologue) == {"reduce": 1}
+    assert transitions(found.typed.epilogue) == {"combine": 1}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2", "falcon-40b", "gpt_bigcode"]
+)
+def test_outputs_and_gradients_are_those_of_one_rank(name: str, degree: int) -> None:
+    state = attached(name)
+    assert state.training_model is not None
+    found = sharded(name, degree)
+    pairs = zip(state.training_model.blocks, found.local.blocks, strict=True)
+    for whole, local in pairs:
+        worst = layer_errors(whole, local, degree)
+        assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(LAYOUTS, repeat=2)], ids=str)
+def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
+    state = attached("llama3")
+    assert state.base is not None
+    assert state.training_model is not None
+    base = state.base.blocks[0]
+    layouts = dict(base_plan(base, 2))
+    heads = parted_attentions(base, layouts)
+    block = repeat_heads(state.training_model.blocks[0], 2, heads)
+    for parameter in block.parameters:
+        if parameter.role == "adapter":
+            layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
+    found = plan(block, 2, ByteCosts(2), Fixed(layouts))
+    assert found.held.items() <= layouts.items()
+    assert max(errors(block, 2, found).values()) < 1e-5
+
+
+def test_a_fused_projection_is_split_by_its_rows() -> None:
+    base = attached("gpt2").base
+    assert base is not None
+    rows = [p.rows for p in split(base.blocks[0]).parameters if p.name.startswith("attn.c_attn.w")]
+    assert rows == [(0, 64), (64, 128), (128, 192)]
+
+
+PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "self_attn.o_proj": "rowwise",
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+    "mlp.down_proj": "rowwise",
+}
+
+
+def test_the_users_plan_is_taken(tmp_path: Path) -> None:
+    base = attached("llama2").base
+    assert base is not None
+    megatron = parallelize(base, base, 2).typed
+    assert parallelize(base, base, 2, tp_plan=PLAN).typed == megatron
+    without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(without_mlp))
+    given = read_tp_plan(path)
+    assert given == without_mlp
+    found = parallelize(base, base, 2, tp_plan=given)
+    # The MLP is whole on each rank: its sum is gone.
+    assert transitions(found.typed.blocks[0])["reduce"] == 1
+    for whole, local in zip(base.blocks, found.local.blocks, strict=True):
+        assert max(layer_errors(whole, local, 2).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"self_attn.q_proj": "sideways"}, "'sideways'; use one of colwise, rowwise, replicated"),
+        (
+            {"self_attn.qq_proj": "colwise"},
+            "qq_proj is no linear operator of block_0; it has",
+        ),
+        ({"self_attn.q_proj": ["colwise"]}, r"\['colwise'\]; use one of colwise, rowwise, repl"),
+        ({"self_attn.q_proj": None}, "q_proj is None; use one of colwise, rowwise, replicated"),
+        ({}, "an object with a style for each module path"),
+        ("nowhere.json", "tp_plan nowhere.json cannot be read as JSON"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(plan: Any, message: str) -> None:
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain(BY_NAME["llama3"].config(2), tp=2, tp_plan=plan)
+
+
+def test_a_degree_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    message = r"tp=3 does not divide num_attention_heads=32 of block_0; use one of 1, 2, 4, 8, 16"
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=3)
+    with pytest.raises(ParallelError, match="tp=0; use an int of at least 1"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=0)
+
+
+MLP = {**dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"), "mlp.down_proj": "rowwise"}
+
+
+def test_what_a_plan_leaves_whole_need_not_be_divided() -> None:
+    """An MLP alone over more ranks than there are heads."""
+    base = attached("llama3").base
+    assert base is not None
+    block = base.blocks[0]
+    (attention,) = (node for node in block.nodes if node.op == "attention")
+    heads = block.types[attention.inputs[0]].features[-2]
+    degree = 2 * heads
+    with pytest.raises(ParallelError, match=f"num_attention_heads={heads}"):
+        parallelize(base, base, degree)
+    found = parallelize(base, base, degree, tp_plan=MLP)
+    assert "repeat_interleave" not in {node.op for node in found.local.blocks[0].nodes}
+    assert max(layer_errors(block, found.local.blocks[0], degree).values()) < 1e-5
+
+
+def test_every_degree_that_fits_is_named() -> None:
+    fitting = sorted(2**i * j for i in range(12) for j in (1, 7))  # 14336 = 2^11 · 7
+    listed = ", ".join(map(str, fitting))
+    message = f"tp=3 does not divide the rows of .*=14336 of block_0; use one of {listed}$"
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=3, tp_plan=MLP)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"costs": "H100"}, {"tp_plan": MLP}, {"gradient_accumulation_steps": 4}],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_is_said_of_ranks_is_refused_for_one(given: dict[str, Any]) -> None:
+    config = BY_NAME["llama3"].config(2)
+    (name,) = given
+    message = f"{name}=.* has no effect with tp=1.*; give tp=2 or more .*, or leave {name} out"
+    for act in (pcg.explain, pcg.compile, compile_program):
+        with pytest.raises(ParallelError, match=message):
+            act(config, **given)
+
+
+@pytest.mark.parametrize("steps", [0, 2.0, True])
+def test_batches_of_an_optimizer_step_are_a_number(steps: object) -> None:
+    config = BY_NAME["llama3"].config(2)
+    with pytest.raises(ParallelError, match=f"gradient_accumulation_steps={steps}; use an int of"):
+        pcg.explain(config, tp=2, gradient_accumulation_steps=steps)  # type: ignore[arg-type]
+
+
+def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"self_attn.q_proj": ["colwise"]}')
+    message = r"tp_plan .*plan\.json: self_attn.q_proj is \['colwise'\]; use one of colwise, rowwi"
+    with pytest.raises(ParallelError, match=message):
+        read_tp_plan(path)
+
+
+def test_explain_of_ranks() -> None:
+    one, four = (pcg.explain("meta-llama/Llama-3.1-8B", tp=tp) for tp in (1, 4))
+    assert (four.tp, four.parameters) == (4, one.parameters)
+    # All that is whole on each rank is the norms.
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert 4 * (four.memory_bytes["weights"] - norms) == one.memory_bytes["weights"] - norms
+    assert 4 * four.memory_bytes["kv_cache"] == one.memory_bytes["kv_cache"]
+    # A beside a column-parallel product, and B beside a row-parallel one, are copies.
+    assert one.memory_bytes["adapters"] / 4 < four.memory_bytes["adapters"]
+    assert four.memory_bytes["adapters"] < one.memory_bytes["adapters"]
+    assert "4 ranks" in four.to_text()
+
+
+def test_partitioned_dims_are_counted_from_the_end() -> None:
+    assert str(partitioned(-2)) == "|-2"
+
+
+def test_64_ranks_by_shapes() -> None:
+    """Llama-3.1-70B's layer, on one rank of a group that is none."""
+    degree = 64
+    config = {**resolve("meta-llama/Llama-3.1-70B").config, "num_hidden_layers": 1}
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
+
+    state = pipeline.Compilation("70b", config, bypasses, "float32")
+    state = pipeline.run_passes(state, last="attach")
+    assert state.training_model is not None
+    assert state.base is not None
+    found = parallelize(state.training_model, state.base, degree)
+    for graph in found.local.graphs:
+        verify(graph)
+    for whole, local in zip(state.training_model.graphs, found.local.graphs, strict=True):
+        for parameter in whole.parameters:
+            pieces = [p for p in local.parameters if p.source == parameter.source]
+            assert pieces
+            for piece in pieces:
+                ranks = degree if piece.part.dim else 1
+                assert ranks * piece.type.size_bytes == parameter.type.size_bytes
+    (block,) = found.local.blocks
+    dist.init_process_group("fake", rank=5, world_size=degree, store=FakeStore())
+    try:
+        ranks = ProcessRanks(dist.group.WORLD, torch.device("cpu"))
+        outputs, gradients = run(block, random_values(block, sum(LENGTHS)), ranks)
+    finally:
+        dist.destroy_process_group()
+    assert outputs[0].shape == (sum(LENGTHS), 8192)
+    for parameter in block.parameters:
+        if parameter.role == "adapter":
+            assert gradients[parameter.name].shape == parameter.type.shape
+    hidden = outputs[0].nbytes
+    # Two all-reduces of the hidden states each way, for the base, and at most as for S-LoRA's more.
+    assert ranks.moved_bytes["all_reduce"] >= 4 * 2 * hidden * (degree - 1) // degree
+
+
+def test_the_report_of_ranks_has_every_site() -> None:
+    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, gpus=["A100-80"])
+    parallel = report.to_json()["parallel"]
+    assert parallel["costs"] == "A100-80"
+    assert {row["layout"] for row in parallel["base"]} == {"-", "|-2", "|-1"}
+    assert len(parallel["bypass"]) == 7
+    for site in parallel["bypass"]:
+        strategies = {row["strategy"]: row for row in site["candidates"]}
+        assert len(strategies) == 36
+        least = min(row["cost_us"] for row in site["candidates"])
+        assert strategies[site["chosen"]]["cost_us"] == least
+    (sent,) = parallel["communication"]
+    # An all-reduce of the hidden states after attention and after the MLP, each way.
+    for way in ("forward", "backward"):
+        of_base = sent[f"{way}_bytes"] - sent[f"bypass_{way}_bytes"]
+        assert of_base == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
+    messages = sent["forward_messages"] + sent["backward_messages"]
+    assert messages - sent["bypass_messages"] == 4
+    # The sites that share a message would send more by themselves.
+    assert sent["bypass_messages"] < len(parallel["bypass"])
+    page = report.to_html()
+    assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
+    text = report.to_text()
+    assert "row-parallel     o_proj, down_proj" in text
+    assert "down_proj        FlexLLM 1, Punica: partition A, replicate B" in text
+
+
+def test_a_device_without_costs_is_refused_by_name() -> None:
+    with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")
+
+
+def test_what_is_shared_is_not_counted_as_trained() -> None:
+    """Of VeRA a rank trains at most what one rank alone does, and at least its share."""
+    config = BY_NAME["llama3"].config(2)
+    one, two = (pcg.explain(config, "vera", tp=tp).memory_bytes["gradients"] for tp in (1, 2))
+    assert one / 2 <= two <= one

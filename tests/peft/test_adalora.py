@@ -1,0 +1,281 @@
+"""AdaLoRA against peft: the orthogonal loss, whole schedules, pruned files, resumed jobs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.utils import constants
+from safetensors.torch import load_file, save_file
+
+import pcg.compiler as compiler
+import pcg.explain.explain as explaining
+from pcg.errors import AdapterError, FinetuneError, UnsupportedError
+from pcg.peft.adalora import FAMILY_TARGETS
+from pcg.peft.adapters import Adapter, recipe_from
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.rank_allocator import RankAllocator
+from tests.families.test_numbers import TOLERANCE, prompts
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.peft_cases import CAUSAL, trained, wrap
+
+SCHEDULE = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 3, "deltaT": 2, "total_step": 12}
+FIELDS: dict[str, Any] = {**SCHEDULE, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
+DICT = {"peft_type": "ADALORA", **FIELDS}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 1,
+    "learning_rate": 0.02,
+    "schedule": "constant",
+    "eps": 1e-3,
+    "max_grad_norm": None,
+    "progress": False,
+}
+
+
+def pair(directory: Path, **fields: Any) -> tuple[Any, Any, Executor]:
+    """A base, peft's model with noise, and an executor with the same adapter `a`.
+
+    Without a task type, peft's model leaves the orthogonal loss out.
+    """
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    wrapped = wrap(base, peft.AdaLoraConfig(**{**FIELDS, **CAUSAL, **fields}))
+    oracle.save(wrapped, directory / "start")
+    return base, wrapped, compiler.compile(base, {"a": str(directory / "start")})
+
+
+def train_peft(wrapped: Any, sequences: list[list[int]], steps: int) -> list[float]:
+    """Steps as peft's documentation has them; the data's part of each loss."""
+    optimizer = torch.optim.AdamW(trained(wrapped).values(), lr=0.02, eps=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        ids = torch.tensor([sequences[step % len(sequences)]])
+        out = wrapped(ids, labels=ids)
+        out.loss.backward()
+        logits = out.logits.detach()[0, :-1]
+        losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])))
+        optimizer.step()
+        wrapped.base_model.update_and_allocate(step + 1)
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same(one: Adapter, other: Adapter) -> None:
+    """The same bits at the same modules."""
+    assert one.weights.keys() == other.weights.keys()
+    for path, weights in one.weights.items():
+        assert all(map(torch.equal, weights.tensors, other.weights[path].tensors)), path
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tinit": 0, "tfinal": 0, "deltaT": 1, "beta1": 0.6, "beta2": 0.3},
+        {"init_r": 3, "target_r": 1, "orth_reg_weight": 2.0, "tfinal": 1, "deltaT": 5},
+    ],
+    ids=["warm", "cold", "sparse"],
+)
+def test_a_whole_schedule_is_pefts(fields: dict[str, Any], tmp_path: Path) -> None:
+    base, wrapped, executor = pair(tmp_path, **fields)
+    sequences = prompts((9, 14, 6))
+    losses = train_peft(wrapped, sequences, 12)
+    data = [Example(s, s) for s in sequences]
+    result = executor.finetune(data, "a", max_steps=12, shuffle=False, **OPTIONS)
+    assert list(result.losses) == pytest.approx(losses, rel=1e-4)
+    oracle.save(wrapped, tmp_path / "theirs")
+    executor.save_adapter("a", tmp_path / "ours")
+    configs = [
+        json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("theirs", "ours")
+    ]
+    for config in configs:
+        config["target_modules"].sort()
+    assert configs[0] == configs[1]
+    kept = [sum(which) for which in configs[0]["rank_pattern"].values()]
+    assert sum(kept) == {**FIELDS, **fields}["target_r"] * len(kept)
+    assert len(set(kept)) > 1
+    theirs, ours = (
+        load_file(tmp_path / d / "adapter_model.safetensors") for d in ("theirs", "ours")
+    )
+    assert {k: t.shape for k, t in theirs.items()} == {k: t.shape for k, t in ours.items()}
+    for key, tensor in theirs.items():
+        assert (ours[key] - tensor).abs().max() < 1e-4 if tensor.numel() else True, key
+    (found,) = executor.logits(sequences[:1], "a")
+    for model in (wrapped, oracle.load_saved(base, tmp_path / "ours")):
+        assert oracle.relative_error(found, oracle.logits(model, sequences[0])) < 1e-4
+
+
+def test_the_orthogonal_loss_and_its_gradients_are_pefts(tmp_path: Path) -> None:
+    _, wrapped, executor = pair(tmp_path)
+    (sequence,) = prompts((11,))
+    ids = torch.tensor([sequence])
+    out = wrapped(ids, labels=ids)
+    out.loss.backward()
+    runner = executor.training_runner("a")
+    loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
+    allocator = RankAllocator.of(runner.adapter, runner.pieces, 12)
+    assert allocator is not None
+    assert loss + allocator.regularize() == pytest.approx(float(out.loss.detach()), rel=TOLERANCE)
+    theirs = trained(wrapped)
+    assert runner.parameters.keys() == theirs.keys()
+    for path, parameter in runner.parameters.items():
+        error = (parameter.grad - theirs[path].grad).norm() / theirs[path].grad.norm()
+        assert error < TOLERANCE, path
+
+
+@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", ""])
+def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) -> None:
+    """One module with no triplet left, or all with some, in a batch with LoRA and the base."""
+    base, wrapped, executor = pair(tmp_path)
+    names = [name for name, _ in wrapped.base_model.model.named_parameters() if "lora_E" in name]
+    pattern = {
+        name: [not (module and name.startswith(module)) and i != index % 4 for i in range(4)]
+        for index, name in enumerate(names)
+    }
+    wrapped.base_model.rankallocator.mask_using_rank_pattern(wrapped.base_model.model, pattern)
+    wrapped.peft_config["default"].rank_pattern = dict(pattern)
+    oracle.save(wrapped, tmp_path / "pruned")
+    pruned = oracle.load_saved(base, tmp_path / "pruned")
+    executor.add_adapter("pruned", tmp_path / "pruned")
+    lora = oracle.with_adapter(base, ["q_proj", "up_proj"], rank=3)
+    oracle.save(lora, tmp_path / "lora")
+    executor.add_adapter("lora", tmp_path / "lora")
+    models = {"pruned": pruned, None: base, "lora": lora, "a": None}
+    sequences = prompts((9, 4, 7, 5))
+    found = executor.logits(sequences, [*models])
+    for logits, sequence, model in zip(found, sequences, models.values(), strict=True):
+        if model is not None:
+            assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
+    (alone,) = compiler.compile(base, {"p": str(tmp_path / "pruned")}).logits(sequences[:1], "p")
+    assert oracle.relative_error(alone, oracle.logits(pruned, sequences[0])) < TOLERANCE
+    executor.save_adapter("pruned", tmp_path / "again")
+    first, second = (
+        load_file(tmp_path / d / "adapter_model.safetensors") for d in ("pruned", "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    again = oracle.load_saved(base, tmp_path / "again")
+    assert torch.equal(oracle.logits(again, sequences[0]), oracle.logits(pruned, sequences[0]))
+    with pytest.raises(FinetuneError, match="ranks are given already"):
+        executor.finetune([Example(s, s) for s in sequences], "pruned", **OPTIONS)
+
+
+@pytest.mark.parametrize("stop", [2, 5, 8, 10])
+def test_a_resumed_job_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
+    """Stopped while it warms up, between two allocations, and when ranks are given."""
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    data = [Example(s, s) for s in prompts((9, 12, 5))]
+    recipe = {**DICT, "init_lora_weights": False, "lora_dropout": 0.1}
+    whole = compiler.compile(base)
+    result = whole.finetune(data, "a", peft=recipe, max_steps=12, **OPTIONS)
+    for steps in (stop, 12):
+        parts = compiler.compile(base)
+        last = parts.finetune(
+            data, "a", peft=recipe, max_steps=steps, checkpoint_dir=tmp_path, **OPTIONS
+        )
+    assert last.resumed_from == stop
+    assert last.losses == result.losses
+    one, other = (executor.adapters["a"] for executor in (whole, parts))
+    assert one.recipe == other.recipe
+    assert one.recipe.kept is not None
+    assert_same(one, other)
+
+
+def test_a_schedule_without_steps_is_the_jobs(tmp_path: Path) -> None:
+    """Also of a job that is resumed, whose checkpoint names them."""
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    data = [Example(s, s) for s in prompts((9, 12))]
+    recipe = {name: value for name, value in DICT.items() if name != "total_step"}
+    named, open_ = compiler.compile(base), compiler.compile(base)
+    named.finetune(data, "a", peft=DICT, max_steps=12, **OPTIONS)
+    options = {**OPTIONS, "max_steps": 12, "checkpoint_dir": tmp_path, "save_every": 4}
+    open_.finetune(data, "a", peft=recipe, **options)
+    assert_same(named.adapters["a"], open_.adapters["a"])
+    assert open_.adapters["a"].recipe.steps == 12
+    again = compiler.compile(base)
+    assert again.finetune(data, "a", peft=recipe, **options).resumed_from == 12
+    assert_same(named.adapters["a"], again.adapters["a"])
+    with pytest.raises(FinetuneError, match=r"beta1=0\.85 and peft= 0\.5"):
+        compiler.compile(base).finetune(data, "a", peft={**recipe, "beta1": 0.5}, **options)
+
+
+def test_a_fresh_adapter_is_as_in_peft(tmp_path: Path) -> None:
+    base = oracle.random_model(BY_NAME["llama3"].config(2))
+    executor = compiler.compile(base)
+    for init in (True, False):
+        fields = {**DICT, "init_lora_weights": init, "init_r": 40}
+        adapter = executor.add_adapter(str(init), fields)
+        config = peft.AdaLoraConfig(**{**FIELDS, "init_lora_weights": init, "init_r": 40})
+        theirs = trained(peft.get_peft_model(copy.deepcopy(base), config))
+        for path, parameter in theirs.items():
+            ours = adapter.parameter(path).weight
+            assert ours.shape == parameter.shape
+            spread = float(parameter.detach().std())
+            assert float(ours.std()) == pytest.approx(
+                spread, rel=0.5 if ours.shape[1] == 1 else 0.1
+            )
+    unscheduled = {name: value for name, value in DICT.items() if name != "total_step"}
+    executor.add_adapter("b", unscheduled)
+    executor.save_adapter("b", tmp_path)
+    assert peft.AdaLoraConfig.from_pretrained(tmp_path).total_step == 6
+
+
+def test_defaults_of_families_are_pefts() -> None:
+    theirs = constants.TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING
+    assert all(theirs[family] == list(names) for family, names in FAMILY_TARGETS.items())
+
+
+def test_explain_counts_what_peft_trains() -> None:
+    config = BY_NAME["llama3"].config(2)
+    wrapped = peft.get_peft_model(oracle.random_model(config), peft.AdaLoraConfig(**FIELDS))
+    report = explaining.explain(config, DICT, batch=1, seq=16)
+    assert report.parameters["trainable"] == sum(p.numel() for p in trained(wrapped).values())
+    assert report.peft == "AdaLoRA r4 on q_proj, down_proj"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"init_r": 0}, AdapterError, "init_r=0"),
+        ({"deltaT": 0}, AdapterError, "deltaT=0"),
+        ({"total_step": 5}, AdapterError, "leave no step"),
+        ({"lora_alpha": 0}, AdapterError, "lora_alpha=0"),
+        ({"beta1": 1.0}, AdapterError, "beta1=1"),
+        ({"orth_reg_weight": -1.0}, AdapterError, "orth_reg_weight=-1"),
+        ({"init_lora_weights": "gaussian"}, AdapterError, "init_lora_weights='gaussian'"),
+        ({"rank_pattern": {"q_proj.lora_E": [True]}}, AdapterError, "rank_pattern has 1 of"),
+        ({"rank_pattern": {"q_proj": [True] * 4}}, AdapterError, "rank_pattern has 4 of"),
+        ({"use_dora": True}, UnsupportedError, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
+    ],
+)
+def test_fields_refused_by_name(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        recipe_from({**DICT, **fields})
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    _, _, executor = pair(tmp_path)
+    file = tmp_path / "start" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.endswith("lora_E"))
+    damages = {
+        "the partner of another": {k: v for k, v in tensors.items() if k != key},
+        r"lora_E \[3, 1\], and its .* rank 4": {**tensors, key: tensors[key][:3].clone()},
+        r"has lora_E \[4\]; expected": {**tensors, key: tensors[key][:, 0].clone()},
+    }
+    for message, damaged in damages.items():
+        save_file(damaged, file)
+        with pytest.raises(AdapterError, match=message):
+            executor.add_adapter("damaged", tmp_path / "start")
+    data = [Example(s, s) for s in prompts((9,))]
+    with pytest.raises(FinetuneError, match="target_r=9 is above init_r=4"):
+        executor.finetune(data, "b", peft={**DICT, "target_r": 9}, **OPTIONS)

@@ -1,0 +1,78 @@
+"""Every method under memory budgets: the same gradients to the bit, and the bytes predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+import pcg.explain.explain as explaining
+from pcg.peft.config_reader import recipe_from
+from pcg.peft.registry import SHORTHANDS
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.data import Example
+from tests.families.test_numbers import prompts
+from tests.ir.test_saved_memory import BATCH, SEQ, measured
+from tests.support import oracle
+from tests.support.families import BY_NAME
+
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+METHODS: dict[str, Any] = {
+    **{name: name for name in SHORTHANDS},
+    "lora with dropout": {**LORA, "lora_dropout": 0.3},
+    "dora with dropout": {**LORA, "use_dora": True, "lora_dropout": 0.3},
+    "lora with lora_bias": {**LORA, "lora_bias": True},
+    "lora with bias": {**LORA, "bias": "all"},
+}
+FAMILIES = ("llama-biases", "opt", "gpt2")
+CASES = [
+    pytest.param(family, method, marks=[] if family == FAMILIES[0] else [pytest.mark.slow])
+    for family in FAMILIES
+    for method in METHODS
+    if not (family == "opt" and method == "bitfit")  # OPT's own test has it, post-norm
+]
+
+
+def noisy(executor: Executor) -> None:
+    """Give every trained tensor numbers that matter."""
+    generator = torch.Generator().manual_seed(3)
+    for tensor in executor.training_runner("a").parameters.values():
+        tensor.data.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def gradients(executor: Executor) -> dict[str, torch.Tensor]:
+    runner = executor.training_runner("a")
+    sequences = prompts((21, 9))
+    runner.forward_backward([Example(s, s) for s in sequences], 28, 5)
+    found = {name: parameter.grad for name, parameter in runner.parameters.items()}
+    assert all(gradient is not None and gradient.any() for gradient in found.values())
+    return found
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_gradients_are_the_same_at_every_budget(family: str, method: str) -> None:
+    base = oracle.random_model(BY_NAME[family].config(3))
+    expected: dict[str, torch.Tensor] = {}
+    for budget in (1.0, 0.2):
+        executor = compiler.compile(base, {"a": METHODS[method]}, memory_budget=budget)
+        noisy(executor)
+        found = gradients(executor)
+        expected = expected or found
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("budget", [0.3])
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_what_is_kept_is_predicted(family: str, method: str, budget: float) -> None:
+    config = BY_NAME[family].config(3)
+    recipe = recipe_from(METHODS[method])
+    seq = SEQ + recipe.prompt_tokens  # which go through the layers, too
+    options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": seq}
+    base = oracle.random_model(config, torch.bfloat16)
+    executor = compiler.compile(base, {"a": METHODS[method]}, **options)
+    report = explaining.explain(config, METHODS[method], dtype="bfloat16", **options)
+    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+    assert stage.bytes == measured(executor)

@@ -1,0 +1,129 @@
+"""Every PEFT method against peft: logits and tokens of mixed batches, gradients, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pcg.compiler as compiler
+from pcg.peft.adapters import read_adapter
+from pcg.peft.registry import RECIPES, recipe_fields, recipe_of_fields
+from pcg.peft.untargeted import VirtualTokensRecipe
+from pcg.runtime.training.data import Example
+from tests.families.test_numbers import LENGTHS, TOLERANCE, prompts
+from tests.support import oracle
+from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_models
+
+EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
+    return {family: make_models(family, tmp_path_factory.mktemp("saved")) for family in CONFIGS}
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (11,) * 5, (1,) * 5], ids=["ragged", "equal", "one"])
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("with_base", [True, False])
+def test_logits_of_all_methods_in_one_batch(
+    models: dict[str, Models], family: str, lengths: tuple[int, ...], with_base: bool
+) -> None:
+    case = models[family]
+    names: list[str | None] = [*case.wrapped, *reversed(case.wrapped)]
+    names += [None, *case.wrapped] if with_base else []
+    sizes = [lengths[i % len(lengths)] for i in range(len(names))]
+    sequences = prompts(sizes)
+    found = case.executor.logits(sequences, names)
+    for logits, sequence, name in zip(found, sequences, names, strict=True):
+        expected = oracle.logits(case.model(name), sequence)
+        assert oracle.relative_error(logits, expected) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_of_all_methods_in_one_batch(models: dict[str, Models], family: str) -> None:
+    case = models[family]
+    names = [*case.wrapped, None, *case.wrapped]
+    sequences = prompts([4 + 3 * (i % 4) for i in range(len(names))])
+    done = case.executor.generate(sequences, names, max_new_tokens=10, ignore_eos=True)
+    for completion, sequence, name in zip(done, sequences, names, strict=True):
+        assert list(completion.token_ids) == oracle.greedy(case.model(name), sequence, 10), name
+
+
+@pytest.mark.parametrize(("family", "name"), EACH)
+def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
+    case = models[family]
+    executor = compiler.compile(case.base, {name: str(case.saved / name)})
+    sequences = prompts((9, 4))
+    for logits, sequence in zip(executor.logits(sequences, name), sequences, strict=True):
+        expected = oracle.logits(case.model(name), sequence)
+        assert oracle.relative_error(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "name"), EACH)
+def test_gradients_of_every_parameter(models: dict[str, Models], family: str, name: str) -> None:
+    case = models[family]
+    check_gradients(case.executor, name, case.wrapped[name], (12, 7, 3))
+
+
+@pytest.mark.parametrize(("family", "name"), EACH)
+def test_peft_reads_what_we_save(
+    models: dict[str, Models], family: str, name: str, tmp_path: Path
+) -> None:
+    case = models[family]
+    case.executor.save_adapter(name, tmp_path / "ours")
+    theirs, ours = case.saved / name, tmp_path / "ours"
+    expected, found = (load_file(d / "adapter_model.safetensors") for d in (theirs, ours))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    configs = [json.loads((d / "adapter_config.json").read_text()) for d in (theirs, ours)]
+    for config in configs:  # peft writes a set, in any order
+        for field in ("target_modules", "feedforward_modules"):
+            if isinstance(config.get(field), list):
+                config[field].sort()
+    assert configs[0] == configs[1]
+    (sequence,) = prompts((9,))
+    both = [oracle.logits(oracle.load_saved(case.base, d), sequence) for d in (theirs, ours)]
+    assert torch.equal(*both)
+    again = read_adapter(ours, name)
+    assert again.recipe == case.executor.adapters[name].recipe
+
+
+@pytest.mark.parametrize(("family", "name"), EACH)
+def test_a_new_adapter_changes_nothing_and_learns(
+    models: dict[str, Models], family: str, name: str, tmp_path: Path
+) -> None:
+    case = models[family]
+    executor = compiler.compile(case.base)
+    config = CONFIGS[family][name]
+    executor.add_adapter("new", config)
+    (sequence,) = prompts((9,))
+    fresh = executor.logits([sequence], "new")[0]
+    if not executor.adapters["new"].prompt_tokens:  # random virtual tokens change something
+        base = oracle.logits(case.base, sequence)
+        assert oracle.relative_error(fresh, base) < TOLERANCE
+    executor.save_adapter("new", tmp_path / "new")
+    reread = oracle.load_saved(case.base, tmp_path / "new")
+    assert oracle.relative_error(oracle.logits(reread, sequence), fresh) < TOLERANCE
+    data = [Example(sequence, sequence)]
+    result = executor.finetune(data, "new", max_steps=4, learning_rate=0.02, progress=False)
+    assert result.losses[-1] < result.losses[0]
+    executor.save_adapter("new", tmp_path / "tuned")
+    tuned = oracle.load_saved(case.base, tmp_path / "tuned")
+    found = executor.logits([sequence], "new")[0]
+    assert oracle.relative_error(found, oracle.logits(tuned, sequence)) < TOLERANCE
+
+
+@pytest.mark.parametrize("peft_type", RECIPES)
+def test_recipes_survive_a_manifest(peft_type: str) -> None:
+    prompt = {"tokens": 3} if issubclass(RECIPES[peft_type], VirtualTokensRecipe) else {}
+    recipe = RECIPES[peft_type](target_modules=("a", "b"), **prompt)
+    fields: dict[str, Any] = json.loads(json.dumps(recipe_fields(recipe)))
+    assert recipe_of_fields(fields) == recipe
+    assert dataclasses.asdict(recipe_of_fields(fields)) == dataclasses.asdict(recipe)

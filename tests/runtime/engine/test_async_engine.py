@@ -1,0 +1,352 @@
+"""The engine on a thread: everyone who waits hears of the end, whatever it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pcg.errors import (
+    AdapterError,
+    EngineError,
+    FinetuneError,
+    GenerationError,
+    OutOfMemoryError,
+    PcgError,
+)
+from pcg.peft.adapters import Adapter
+from pcg.runtime.engine.async_engine import Front
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.request import Chunk, Completion
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.stream import Stream
+from pcg.runtime.executor import Executor, ServingProgram
+from tests.families.test_numbers import prompts
+from tests.runtime.engine.test_engine import (
+    DATA,
+    LENGTHS,
+    LORA,
+    NEW,
+    OPTIONS,
+    expected,
+    make_engine,
+    make_executor,
+    requests,
+)
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
+LONG_JOB: dict[str, Any] = {**OPTIONS, "max_steps": 50}
+
+
+@contextmanager
+def started(executor: Executor, pages: int = 64, limits: Limits | None = None) -> Iterator[Front]:
+    with make_engine(executor, pages, limits).start() as front:
+        yield front
+    assert not front._thread.is_alive()
+    front.engine.check_integrity()
+    assert not front.engine.scheduler.running
+
+
+def submitted(front: Front) -> list[Stream]:
+    """The requests of `test_engine.requests`, by the name of the adapter."""
+    return [
+        front.submit(prompt, ("a", None)[i % 2], **GREEDY)
+        for i, prompt in enumerate(prompts(LENGTHS))
+    ]
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def slow_down(engine: ProgramEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 0.1 s at least, so that LONG and LONG_JOB last 5 s and more."""
+    step = engine.step
+
+    def slow_step() -> list[Chunk]:
+        time.sleep(0.1)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+
+
+def test_threads_read_streams() -> None:
+    executor = make_executor()
+    with started(executor) as front:
+        streams = submitted(front)
+        tokens = [[chunk.token_id for chunk in stream] for stream in streams]
+        done = [stream.wait() for stream in streams]
+    assert tokens == expected(requests(executor, LENGTHS))
+    assert [list(completion.token_ids) for completion in done] == tokens
+
+
+def test_coroutines_read_streams_beside_a_job() -> None:
+    """Several readers of one loop, in any order, and a job that ends with the adapter as alone."""
+    executor, alone = make_executor(), make_executor()
+    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
+
+    async def read(stream: Stream) -> list[int | None]:
+        tokens = [chunk.token_id async for chunk in stream]
+        assert [chunk async for chunk in stream] == []
+        return tokens
+
+    async def main() -> list[list[int | None]]:
+        async with make_engine(executor, 64, Limits(tokens=20)).start() as front:
+            job = front.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+            streams = submitted(front)
+            found = await asyncio.gather(*map(read, streams))
+            await asyncio.gather(*(stream.completion() for stream in streams))
+            assert (await job.result()).steps == 3
+            assert job.state is JobState.SUCCEEDED
+            completion = await front.submit([1, 2], "trained", **GREEDY).completion()
+            assert completion.adapter == "trained"
+        return found
+
+    assert asyncio.run(main()) == expected(requests(executor, LENGTHS))
+    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64)
+    slow_down(engine, monkeypatch)
+    with engine.start() as front:
+        stream = front.submit([1, 2, 3], **LONG)
+        first = next(stream)
+        stream.cancel()
+        rest = list(stream)
+        assert first.completion is None
+        assert rest[-1].completion is not None
+        assert rest[-1].completion.finish_reason == "cancelled"
+        stream.cancel()
+        late = front.submit([1, 2, 3], timeout_s=1e-6, **LONG)
+        assert late.wait(60).finish_reason == "timed_out"
+    engine.check_integrity()
+
+
+def test_a_reader_that_stops_waiting_ends_nothing() -> None:
+    async def main(front: Front) -> Completion:
+        stream = front.submit([1, 2, 3], **LONG)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.completion(), 1e-3)
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        return await stream.completion()
+
+    with started(make_executor()) as front:
+        assert len(asyncio.run(main(front)).token_ids) == 100
+
+
+def test_what_is_refused() -> None:
+    executor = make_executor()
+    with started(executor, pages=4) as front:
+        with pytest.raises(AdapterError, match="there is no adapter 'b'; there are: a"):
+            front.submit([1], "b")
+        with pytest.raises(GenerationError, match="came without a tokenizer"):
+            front.submit("text")
+        big = front.submit(range(1, 101), max_new_tokens=4)
+        with pytest.raises(OutOfMemoryError, match="needs 7 pages, and the engine has 4"):
+            next(big)
+        with pytest.raises(OutOfMemoryError, match="needs 7 pages"):
+            asyncio.run(big.completion())
+        with pytest.raises(GenerationError, match="prompt 1 has no tokens"):
+            front.submit([]).wait(60)
+        with pytest.raises(FinetuneError, match="came without a tokenizer"):
+            front.finetune([{"text": "a"}], "b").wait(60)
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+
+
+def test_jobs_pause_resume_and_are_cancelled() -> None:
+    with started(make_executor(), limits=Limits(tokens=8)) as front:
+        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+        job.pause()
+        until(lambda: job.state is JobState.PAUSED)
+        with pytest.raises(TimeoutError):
+            job.wait(0.05)
+        job.resume()
+        assert job.wait(60).steps == 3
+        job.pause()
+        job.cancel()
+        other = front.finetune(DATA, "two", peft=LORA, **OPTIONS)
+        other.cancel()
+        with pytest.raises(FinetuneError, match="job 'two' was cancelled"):
+            asyncio.run(other.result())
+        assert job.state is JobState.SUCCEEDED
+
+
+class SlowData:
+    """Examples that are there when somebody lets them; says who reads them."""
+
+    def __init__(self) -> None:
+        self.go, self.readers = threading.Event(), list[str]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.readers.append(threading.current_thread().name)
+        assert self.go.wait(60)
+        yield from DATA
+
+
+def test_a_job_is_made_ready_beside_the_steps() -> None:
+    executor, slow = make_executor(), SlowData()
+    with started(executor) as front:
+        job = front.finetune(slow, "one", peft=LORA, **OPTIONS)
+        until(lambda: bool(slow.readers))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        with pytest.raises(PcgError, match="there is a job 'one' already"):
+            front.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
+        job.pause()
+        assert job.state is JobState.QUEUED
+        slow.go.set()
+        until(lambda: job.state is JobState.PAUSED)
+        job.resume()
+        assert job.wait(60).steps == 3
+        again = front.finetune(DATA, "one", **OPTIONS)
+        again.cancel()
+        with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
+            again.wait(60)
+    assert slow.readers == ["pcg jobs_0"]
+
+
+def test_adapters_are_added_beside_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read, and what serves them compiled, while steps go on; requests may name them then."""
+    executor, other = make_executor(), make_executor()
+    recipes = {"again": LORA, "ia3": {"peft_type": "IA3", "target_modules": ["k_proj"],
+               "feedforward_modules": []}}  # fmt: skip
+    for name, recipe in recipes.items():
+        for tensor in other.add_adapter(name, recipe, seed=3).tensors:
+            tensor.copy_(0.1 + 0.3 * torch.randn(tensor.shape))
+        other.refresh_adapter(name)
+        other.save_adapter(name, tmp_path / name)
+    go, threads = threading.Event(), list[str]()
+    program_for = executor.program_for
+
+    def slow(adapter: Adapter) -> ServingProgram:
+        threads.append(threading.current_thread().name)
+        assert go.wait(60)
+        return program_for(adapter)
+
+    monkeypatch.setattr(executor, "program_for", slow)
+    with started(executor) as front:
+        asked = [front.add_adapter(name, tmp_path / name) for name in recipes]
+        until(lambda: bool(threads))
+        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        go.set()
+        for one, name in zip(asked, recipes, strict=True):
+            assert one.result(60).name == name
+            found = front.submit([1, 2, 3], name, **GREEDY).wait(60)
+            expected = other.generate([[1, 2, 3]], name, **GREEDY)[0]
+            assert found.token_ids == expected.token_ids
+        with pytest.raises(AdapterError, match="there is an adapter 'ia3' already"):
+            front.add_adapter("ia3", tmp_path / "ia3").result(60)
+        with pytest.raises(AdapterError, match="is not there; give the directory of a saved"):
+            front.add_adapter("b", tmp_path / "none").result(60)
+    assert threads == ["pcg jobs_0"] * 2
+    with pytest.raises(EngineError, match="the engine was closed"):
+        front.add_adapter("b", LORA)
+
+
+def test_close_cancels_a_job_that_is_made_ready() -> None:
+    slow = SlowData()
+    front = make_engine(make_executor(), 64).start()
+    job, next_one = (front.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two"))
+    until(lambda: bool(slow.readers))
+    front.close()
+    for left in (job, next_one):
+        with pytest.raises(FinetuneError, match=f"job '{left.name}' was cancelled"):
+            left.wait(0)
+    slow.go.set()
+
+
+def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64)
+    steps = 0
+    step = engine.step
+
+    def counted() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    monkeypatch.setattr(engine, "step", counted)
+    with engine.start() as front:
+        front.submit([1, 2], max_new_tokens=3, ignore_eos=True).wait(60)
+        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+        job.pause()
+        until(lambda: job.state is JobState.PAUSED)
+        before = steps
+        time.sleep(0.3)
+        assert steps - before <= 1
+
+
+def test_close_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64)
+    slow_down(engine, monkeypatch)
+    front = engine.start()
+    job = front.finetune(DATA, "one", peft=LORA, **LONG_JOB)
+    until(lambda: job.state is JobState.RUNNING)
+    stream = front.submit([1, 2, 3], **LONG)
+    next(stream)
+    front.close()
+    front.close()
+    assert stream.wait(0).finish_reason == "cancelled"
+    with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
+        job.wait(0)
+    assert not front._thread.is_alive()
+    kinds = [event.kind for event in front.engine.log]
+    assert kinds.count(Kind.CANCELLED) == 2
+    stream.cancel()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        front.submit([1])
+    with pytest.raises(EngineError, match="the engine was closed"):
+        front.call(lambda: 1).result()
+
+
+def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_executor(), 64, Limits(tokens=8))
+    go = threading.Event()
+
+    def broken(*_: object) -> list[int]:
+        go.wait(60)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.device, "start", broken)
+
+    async def main(front: Front) -> list[Any]:
+        streams = [front.submit([1, 2, 3], **LONG) for _ in range(3)]
+        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+        waiting = asyncio.gather(
+            anext(streams[0]),
+            *(stream.completion() for stream in streams),
+            job.result(),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(0.05)
+        asked = front.call(lambda: 1)
+        go.set()
+        return [*await waiting, asked.exception(60) or "done"]
+
+    with engine.start() as front:
+        *found, _ = asyncio.run(main(front))
+        assert len(found) == 5
+        for error in found:
+            assert isinstance(error, EngineError)
+            assert "ended by RuntimeError: the device is gone" in str(error)
+        with pytest.raises(EngineError, match="the device is gone"):
+            front.submit([1])

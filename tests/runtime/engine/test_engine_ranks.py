@@ -1,0 +1,141 @@
+"""Engines over ranks serve and train what an engine on one rank does, and decide alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from pcg.errors import UnsupportedError
+from pcg.kernels.torch import ops as torch_ops
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.executor import Executor
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
+from tests.support.ranked import (
+    EXAMPLES,
+    JOB,
+    SEQUENCES,
+    USED,
+    make_executor,
+    make_program,
+    recipes,
+)
+from tests.support.threads import ThreadRanks, run_ranks
+
+bf16.install()
+CACHE_BYTES = 2**20
+PROMISES = Limits(tokens=24, ttft_slo_s=30.0, tpot_slo_s=10.0)
+FREE = Limits(tokens=24)
+BUSY = 6
+"""Steps that requests are kept coming for."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine made of requests and a job, and what happened on the way."""
+
+    tokens: dict[int, tuple[int, ...]]
+    trained: tuple[Tensor, ...]
+    events: tuple[tuple[float, Kind, str], ...]
+
+
+def serve(executor: Executor, name: str, limits: Limits, **changes: Any) -> Served:
+    """Requests of mixed adapters beside a job that makes another."""
+    engine = executor.engine(limits, kv_cache_bytes=CACHE_BYTES)
+    assert executor.ranks.size == 1 or engine.device.graphs is None  # collectives are in none
+    recipe = recipes(BY_NAME[name])["b"]
+    job = engine.finetune(EXAMPLES, "new", peft=recipe, publish_every=1, **{**JOB, **changes})
+    tokens: dict[int, tuple[int, ...]] = {}
+    steps = 0
+    while steps < BUSY or not engine.is_idle:
+        if steps < BUSY:
+            place = steps % len(SEQUENCES)
+            options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+            engine.submit(executor.request(SEQUENCES[place], USED[place], **options))
+        for chunk in engine.step():
+            if chunk.completion is not None:
+                tokens[chunk.index] = tuple(chunk.completion.token_ids)
+        engine.check_integrity()
+        steps += 1
+        assert steps < 1000
+    assert job.state is JobState.SUCCEEDED
+    events = tuple((event.time_s, event.kind, event.subject) for event in engine.log)
+    return Served(tokens, executor.adapters["new"].tensors, events)
+
+
+@cache
+def on_one(name: str, **changes: Any) -> Served:
+    return serve(make_executor(make_program(name, 1), name), name, FREE, **changes)
+
+
+@pytest.mark.parametrize("limits", [FREE, PROMISES], ids=["free", "promises"])
+@pytest.mark.parametrize(("name", "degree"), [("llama3", 2), ("gpt2", 2)])
+def test_an_engine_over_ranks(name: str, degree: int, limits: Limits) -> None:
+    """Tokens and the adapter are those of one rank; times and all that is decided are one."""
+    program = make_program(name, degree)
+    found = run_ranks(
+        degree, lambda ranks: serve(make_executor(program, name, ranks), name, limits)
+    )
+    expected = on_one(name)
+    for served in found:
+        assert served.tokens == expected.tokens
+        assert len(served.tokens) == BUSY
+        for ours, theirs in zip(served.trained, expected.trained, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        assert served.events == found[0].events
+    kinds = [kind for _, kind, _ in found[0].events]
+    assert kinds.count(Kind.PUBLISHED) == kinds.count(Kind.STEPPED) + 1
+    assert kinds.index(Kind.STARTED) < kinds.index(Kind.TOKEN)
+
+
+def test_programs_for_triton_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by kernels, whose rows are those of each rank's pieces in pages of the cache."""
+    job: dict[str, Any] = {"epochs": 1, "eval_data": None}
+    expected = on_one("llama3", **job)
+    program = make_program("llama3", 2, backend="triton")
+    for function in ("_add_joined", "outer"):
+        monkeypatch.delattr(torch_ops, function)
+    run = lambda ranks: serve(make_executor(program, "llama3", ranks), "llama3", FREE, **job)  # noqa: E731
+    found = run_ranks(2, run)
+    for served in found:
+        assert served.tokens == expected.tokens
+        for ours, theirs in zip(served.trained, expected.trained, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        assert served.events == found[0].events
+
+
+def test_an_error_of_one_rank_is_the_error() -> None:
+    """Nothing that is done about it waits for the others."""
+    program = make_program("llama3", 2)
+
+    def fail(ranks: ThreadRanks) -> None:
+        executor = make_executor(program, "llama3", ranks)
+        engine = executor.engine(kv_cache_bytes=CACHE_BYTES)
+        engine.submit(executor.request(SEQUENCES[0], None, max_new_tokens=4))
+        engine.step()
+        if ranks.rank == 1:
+            engine.device.start = broken  # type: ignore[method-assign]
+        engine.step()
+
+    def broken(*_: object) -> list[int]:
+        raise MemoryError("no memory on this rank")
+
+    with pytest.raises(MemoryError, match="no memory on this rank"):
+        run_ranks(2, fail)
+
+
+def test_threads_do_not_ask_ranks() -> None:
+    program = make_program("llama3", 2)
+
+    def ask(ranks: ThreadRanks) -> None:
+        executor = make_executor(program, "llama3", ranks)
+        with pytest.raises(UnsupportedError, match=r"runs over 2 ranks, .* call submit, finetune"):
+            executor.engine(kv_cache_bytes=CACHE_BYTES).start()
+
+    run_ranks(2, ask)

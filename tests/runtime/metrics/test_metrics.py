@@ -1,0 +1,327 @@
+"""Metrics against logs counted by hand, and what must hold of any log."""
+
+import json
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pcg.errors import BenchmarkError
+from pcg.runtime.engine.events import Event, EventLog, Kind
+from pcg.runtime.metrics.distribution import Distribution, cumulative, percentile
+from pcg.runtime.metrics.metrics import Fairness, serving_report
+from pcg.runtime.metrics.timelines import Outcome, Slo, timelines
+
+
+def event(time_s: float, kind: str, subject: str, **details: object) -> Event:
+    return Event(time_s, Kind(kind), subject, details)
+
+
+def submitted(time_s: float, request: str, prompt: int = 10, **details: object) -> Event:
+    return event(time_s, "submitted", request, prompt_tokens=prompt, max_new_tokens=9, **details)
+
+
+def token(time_s: float, request: str, count: int = 1, **details: object) -> Event:
+    return event(time_s, "token", request, count=count, **details)
+
+
+def by_hand() -> EventLog:
+    """Five requests of two tenants and a job, from 100 s to 110 s."""
+    log = EventLog()
+    for one in (
+        submitted(100.0, "a", 10, adapter="x", tenant="t", ttft_slo_s=2.0, tpot_slo_s=1.0),
+        submitted(100.5, "b", 20, adapter=None, tenant="u"),
+        event(100.5, "queued", "job"),
+        event(101.0, "admitted", "a"),
+        token(101.0, "a", cached_tokens=0),
+        event(101.5, "admitted", "b"),
+        event(102.0, "started", "job"),
+        token(102.0, "a"),
+        token(102.5, "b", cached_tokens=16),
+        event(103.0, "stepped", "job", tokens=64, step=1, loss=2.0),
+        event(103.0, "preempted", "b"),
+        token(103.5, "a", count=2),
+        event(103.5, "finished", "a", reason="length"),
+        event(104.0, "admitted", "b"),
+        submitted(104.0, "c", 5, tenant="u"),
+        event(104.0, "refused", "c", reason="5 tokens are more than 4"),
+        submitted(104.0, "d", 7, tenant="u"),
+        token(105.5, "b"),
+        event(105.5, "finished", "b", reason="stop"),
+        event(106.0, "stepped", "job", tokens=36, step=2, loss=1.5),
+        event(107.0, "cancelled", "d"),
+        submitted(107.0, "e", 8, tenant="t"),
+        event(108.0, "paged_in", "x"),
+        event(110.0, "timed_out", "e"),
+        event(110.0, "cancelled", "job"),
+    ):
+        log.add(one)
+    return log
+
+
+def test_by_hand() -> None:
+    report = serving_report(by_hand(), Slo(ttft_s=1.5, tpot_s=3.0))
+    a, b, c, d, e = report.requests
+    assert (a.ttft_s, a.tpot_s, a.itls_s, a.queueing_s, a.e2el_s) == (
+        1.0,
+        pytest.approx(2.5 / 3),  # four tokens, two of them at once
+        (1.0, 1.5),
+        1.0,
+        3.5,
+    )
+    assert (b.ttft_s, b.tpot_s, b.queueing_s, b.e2el_s, b.preemptions) == (2.0, 3.0, 1.0, 5.0, 1)
+    assert (a.adapter, b.adapter, a.tenant) == ("x", None, "t")
+    assert [one.outcome for one in report.requests] == [
+        "finished",
+        "finished",
+        "refused",
+        "cancelled",
+        "timed_out",
+    ]
+    assert (a.slo, b.slo) == (Slo(2.0, 1.0), Slo(1.5, 3.0))
+    assert (a.attains, b.attains_ttft, b.attains_tpot, b.attains) == (True, False, True, False)
+    assert not any(one.attains for one in (c, d, e))
+
+    assert [one.cached_tokens for one in report.requests] == [0, 16, None, None, None]
+    assert report.cached_tokens == 16
+    assert report.prefix_cache_hit_rate == 16 / 30
+
+    assert report.duration_s == 10.0
+    assert report.request_throughput == 0.2
+    assert report.output_throughput == 0.6
+    assert report.total_token_throughput == 3.6
+    assert report.finetuning_throughput == 10.0
+    assert (report.finetuning_tokens, report.finetuning_steps) == ({"job": 100}, 2)
+    assert report.request_goodput == 0.1
+    # Of a, b, c and e; d was cancelled.
+    assert report.slo_attainment == 1 / 4
+    assert report.ttft_attainment == 1 / 4
+    assert report.tpot_attainment == 2 / 4
+    # a: 1 − (1/2)²; b is late, c and e have no token.
+    assert report.user_satisfaction == pytest.approx(0.75 / 4)
+    assert report.fairness is not None
+    assert report.fairness.service == {"t": 14, "u": 22}
+    assert report.fairness.max_min_ratio == pytest.approx(22 / 14)
+    assert report.fairness.jain_index == pytest.approx(36**2 / (2 * (14**2 + 22**2)))
+    assert report.ttft == Distribution(2, 1.5, 0.5, 1.5, pytest.approx(1.9), pytest.approx(1.99))
+    assert report.itl is not None
+    assert (report.itl.count, report.itl.mean_s) == (3, pytest.approx((1.0 + 1.5 + 3.0) / 3))
+    assert report.e2el is not None
+    assert report.e2el.median_s == 4.25
+
+
+def test_json_has_vllm_s_names() -> None:
+    found = serving_report(by_hand(), Slo(ttft_s=1.5, tpot_s=3.0)).to_json()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["duration"] == 10.0
+    assert found["completed"] == 2
+    assert (found["refused"], found["cancelled"], found["timed_out"]) == (1, 1, 1)
+    assert (found["failed"], found["unfinished"], found["submitted"]) == (0, 0, 5)
+    assert (found["preempted"], found["preemptions"]) == (1, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 6)
+    assert found["mean_ttft_ms"] == 1500.0
+    assert found["std_ttft_ms"] == 500.0
+    assert found["p99_ttft_ms"] == pytest.approx(1990.0)
+    assert found["median_tpot_ms"] == pytest.approx((2500 / 3 + 3000) / 2)
+    assert found["finetuning_tokens"] == {"job": 100}
+    assert found["tenant_tokens"] == {"t": 14, "u": 22}
+
+
+def test_a_span_leaves_the_rest_out() -> None:
+    report = serving_report(by_hand(), start_s=102.0, end_s=107.0)
+    assert [one.request for one in report.requests] == ["c", "d", "e"]
+    assert report.duration_s == 5.0
+    assert report.output_tokens == 5  # a at 102.0 and 103.5, b at 102.5 and 105.5
+    assert report.finetuning_throughput == 20.0
+    assert report.ttft is None
+    assert report.fairness is not None
+    assert report.fairness.service == {"t": 3, "u": 22}
+
+
+def test_without_slos_there_is_nothing_to_attain() -> None:
+    log = [submitted(0.0, "a"), token(1.0, "a"), event(1.0, "finished", "a")]
+    report = serving_report(log)
+    assert report.slo_attainment is report.ttft_attainment is report.tpot_attainment is None
+    assert report.request_goodput is report.user_satisfaction is None
+    assert report.to_json()["slo_attainment"] is None
+    assert report.to_json()["mean_tpot_ms"] is None  # one token has no time after it
+    # One token attains any TPOT, as in vLLM.
+    assert serving_report(log, Slo(tpot_s=0.001)).slo_attainment == 1.0
+    assert serving_report(log, Slo(ttft_s=1.0)).request_goodput == 1.0
+    assert serving_report(log, Slo(ttft_s=0.999)).request_goodput == 0.0
+    assert serving_report(log, Slo(ttft_s=1.0)).user_satisfaction == 0.0  # S-LoRA's is below
+
+
+def test_finetuning_alone() -> None:
+    log = [event(0.0, "started", "j"), event(4.0, "stepped", "j", tokens=10, step=1, loss=1.0)]
+    report = serving_report(log)
+    assert report.finetuning_throughput == 2.5
+    assert report.fairness is None
+    assert report.to_json()["jain_index"] is None
+
+
+def test_jobs_that_fail_are_no_requests() -> None:
+    log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", reason="loss is nan")]
+    assert timelines(log, Slo()) == ()
+
+
+def test_fairness() -> None:
+    assert Fairness({"a": 5, "b": 5}).jain_index == 1.0
+    assert Fairness({"a": 5, "b": 0}).jain_index == 0.5
+    assert Fairness({"a": 5, "b": 0}).max_min_ratio is None
+    assert Fairness({"a": 0}).max_min_ratio == Fairness({"a": 0}).jain_index == 1.0
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ([], "without events"),
+        ([submitted(1.0, "a")], r"from 1\.0 s to 1\.0 s has no length; the log has 1 events"),
+        (
+            [token(0.0, "a"), token(1.0, "a")],
+            r"'a' is token at 0\.0 s, and the log does not have it submitted; keep all events",
+        ),
+        ([event(0.0, "failed", "a"), token(1.0, "a")], "'a' is failed"),
+        ([submitted(0.0, "a"), submitted(1.0, "a")], "'a' was submitted twice"),
+        (
+            [submitted(0.0, "a"), event(1.0, "finished", "a"), token(2.0, "a")],
+            r"'a' is token at 2\.0 s, and finished since 1\.0 s",
+        ),
+        (
+            [event(0.0, "submitted", "a", tenant="t"), token(1.0, "a")],
+            r"submitted of 'a' at 0\.0 s has prompt_tokens=None; it has tenant, and needs",
+        ),
+        ([submitted(0.0, "a"), event(1.0, "token", "a")], "has count=None; it has no details"),
+        ([submitted(0.0, "a"), token(1.0, "a", count=0)], "count=0"),
+        ([submitted(0.0, "a", ttft_slo_s="2"), token(1.0, "a")], "ttft_slo_s='2'"),
+        ([event(0.0, "started", "j"), event(1.0, "stepped", "j")], "stepped of 'j' .* tokens=None"),
+    ],
+)
+def test_damaged_logs(log: list[Event], message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        serving_report(log)
+
+
+# ------------------------------------------------------------------------------- properties
+
+SECONDS = st.floats(0.0, 50.0)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[Event]:
+    """A log of requests that end in every way, and of steps of a job, in order of time."""
+    events: list[Event] = [event(0.0, "started", "job")]
+    for index in range(draw(st.integers(0, 12))):
+        name, time = f"r{index}", draw(SECONDS)
+        tenant = draw(st.sampled_from([None, "t", "u"]))
+        slos = {"ttft_slo_s": draw(SECONDS)} if draw(st.booleans()) else {}
+        events.append(submitted(time, name, draw(st.integers(1, 100)), tenant=tenant, **slos))
+        if draw(st.booleans()):
+            time += draw(SECONDS)
+            events.append(event(time, "admitted", name))
+            for gap in draw(st.lists(SECONDS, max_size=8)):
+                time += gap
+                events.append(token(time, name, draw(st.integers(1, 3))))
+        end = draw(st.sampled_from([None, "finished", "cancelled", "timed_out", "failed"]))
+        if end is not None:
+            events.append(event(time + draw(SECONDS), end, name))
+    steps = draw(st.lists(st.tuples(SECONDS, st.integers(1, 1000)), max_size=5))
+    events += [event(time, "stepped", "job", tokens=many, step=1, loss=1.0) for time, many in steps]
+    # Sorting is stable: what happens to a request at one time stays in its order.
+    events = sorted(events, key=lambda one: one.time_s)
+    return [*events, event(events[-1].time_s + 1.0, "completed", "job")]
+
+
+SLOS = st.builds(Slo, st.none() | SECONDS, st.none() | SECONDS)
+
+
+@given(log=logs(), slo=SLOS)
+def test_what_holds_of_any_log(log: list[Event], slo: Slo) -> None:
+    report = serving_report(log, slo)
+    assert sum(report.count(one) for one in Outcome) == len(report.requests)
+    for share in (report.slo_attainment, report.user_satisfaction):
+        assert share is None or 0.0 <= share <= 1.0
+    if report.slo_attainment is not None and report.request_goodput is not None:
+        assert report.request_goodput <= report.request_throughput
+    assert report.output_throughput <= report.total_token_throughput
+    for one in report.latencies.values():
+        if one is not None:
+            assert 0.0 <= one.median_s <= one.p90_s <= one.p99_s
+            assert one.std_s >= 0.0
+    if report.fairness is not None:
+        many = len(report.fairness.service)
+        assert 1 / many - 1e-9 <= report.fairness.jain_index <= 1 + 1e-9
+        ratio = report.fairness.max_min_ratio
+        assert ratio is None or ratio >= 1.0
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+@given(log=logs(), slo=SLOS)
+def test_laxer_slos_are_attained_more_often(log: list[Event], slo: Slo) -> None:
+    lax = Slo(*(None if one is None else 2 * one for one in (slo.ttft_s, slo.tpot_s)))
+    strict, looser = serving_report(log, slo), serving_report(log, lax)
+    assert (strict.request_goodput or 0.0) <= (looser.request_goodput or 0.0)
+    if strict.slo_attainment is not None:
+        assert looser.slo_attainment is not None
+        assert strict.slo_attainment <= looser.slo_attainment
+
+
+@given(log=logs(), start=SECONDS)
+def test_spans_part_tokens_and_requests(log: list[Event], start: float) -> None:
+    """Two spans that touch hold what the whole holds, where nothing lies on the border."""
+    whole = serving_report(log)
+    times = [one.time_s for one in log]
+    border = min(max(start, 0.25), whole.end_s - 0.25)
+    assume(all(abs(border - time) > 1e-6 for time in times))
+    parts = [serving_report(log, end_s=border), serving_report(log, start_s=border)]
+    assert sum(one.output_tokens for one in parts) == whole.output_tokens
+    assert sum(len(one.requests) for one in parts) == len(whole.requests)
+    assert sum(one.finetuning_steps for one in parts) == whole.finetuning_steps
+
+
+@given(log=logs(), slo=SLOS, shift=st.floats(0.0, 1e4))
+def test_the_clock_s_zero_does_not_matter(log: list[Event], slo: Slo, shift: float) -> None:
+    later = [Event(one.time_s + shift, one.kind, one.subject, one.details) for one in log]
+    first, second = serving_report(log), serving_report(later)
+    assert second.duration_s == pytest.approx(first.duration_s)
+    assert second.output_tokens == first.output_tokens
+    for one, other in zip(first.latencies.values(), second.latencies.values(), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert other.p99_s == pytest.approx(one.p99_s, abs=1e-6)
+
+
+@given(samples=st.lists(st.floats(0.0, 1e6), min_size=1, max_size=50), share=st.floats(0.0, 1.0))
+def test_percentiles_are_numpy_s(samples: list[float], share: float) -> None:
+    ordered = sorted(samples)
+    expected = float(np.percentile(ordered, share * 100))
+    assert percentile(ordered, share) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+    found = Distribution.of(samples)
+    assert found is not None
+    assert found.mean_s == pytest.approx(float(np.mean(samples)), rel=1e-9)
+    assert found.std_s == pytest.approx(float(np.std(samples)), rel=1e-6, abs=1e-6)
+    assert ordered[0] <= found.median_s <= found.p90_s <= found.p99_s <= ordered[-1]
+
+
+@given(samples=st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60), points=st.integers(2, 40))
+def test_cumulative_rises_from_the_least_to_the_most(samples: list[float], points: int) -> None:
+    ordered = sorted(samples)
+    found = cumulative(ordered, points)
+    assert found[0] == (ordered[0], 0.0)
+    assert found[-1] == (ordered[-1], 1.0)
+    assert len(found) <= points
+    assert rises(one for one, _ in found)
+    assert rises(share for _, share in found)
+
+
+def rises(numbers: Iterable[float]) -> bool:
+    return all(before <= after for before, after in pairwise(numbers))
+
+
+def test_no_samples() -> None:
+    assert Distribution.of(()) is None
+    assert math.isclose(percentile([3.0], 0.7), 3.0)

@@ -1,0 +1,468 @@
+"""Checkpoints of finetuning: a resumed run ends with the same bits, whatever ended it before.
+
+Long because every way a checkpoint can be cut short or damaged is a test of its own.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import pcg.compiler
+from pcg.errors import FinetuneError, FinetuneInterrupted
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.result import FinetuneResult, StepRecord
+from pcg.runtime.training.training_pass import TrainingPass, Window
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def examples(count: int, seed: int = 0) -> list[Example]:
+    torch.manual_seed(seed)
+    sequences = [torch.randint(2, 99, (4 + i % 7,)).tolist() for i in range(count)]
+    return [Example(ids, ids) for ids in sequences]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Executor:
+    return pcg.compiler.compile(make_model(), None)
+
+
+@pytest.fixture
+def executor(shared: Executor) -> Iterator[Executor]:
+    """Without adapters, before and after."""
+    yield shared
+    for name in shared.adapters:
+        shared.remove_adapter(name)
+
+
+OPTIONS: dict[str, Any] = {
+    "peft": LORA, "epochs": 3, "batch_size": 2, "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
+    "eval_data": examples(3, seed=1), "eval_every": 2, "patience": 5, "save_every": 3,
+}  # fmt: skip
+DATA = examples(10)  # five batches, three steps an epoch
+STEPS = 9
+
+Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float], ...]]
+
+
+def job(
+    executor: Executor,
+    directory: Path | None,
+    on_step: Callable[[StepRecord], None] | None = None,
+    data: list[Example] = DATA,
+    **options: Any,
+) -> FinetuneResult:
+    options = {**OPTIONS, **options}
+    if directory is None:
+        options["save_every"] = None
+    return executor.finetune(data, "a", checkpoint_dir=directory, on_step=on_step, **options)
+
+
+def bits(executor: Executor, result: FinetuneResult) -> Bits:
+    found = {k: v.clone() for k, v in executor.training_runner("a").parameters.items()}
+    return found, result.losses, result.eval_losses
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Executor) -> Bits:
+    """What the job ends with when nothing stops it."""
+    result = job(shared, None)
+    assert result.steps == STEPS
+    assert result.restored
+    found = bits(shared, result)
+    shared.remove_adapter("a")
+    return found
+
+
+def assert_same(one: Bits, other: Bits) -> None:
+    assert one[1:] == other[1:]
+    assert one[0].keys() == other[0].keys()
+    assert all(torch.equal(one[0][key], other[0][key]) for key in one[0])
+
+
+def stop_at(step: int, error: type[BaseException]) -> Callable[[StepRecord], None]:
+    def stop(record: StepRecord) -> None:
+        if record.step == step:
+            raise error(f"at {step}")
+
+    return stop
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+# ------------------------------------------------------------------------------- resuming exactly
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_interrupted_at_any_step(
+    executor: Executor, whole: Bits, tmp_path: Path, step: int
+) -> None:
+    with pytest.raises(FinetuneInterrupted, match="run the same call again to go on from") as error:
+        job(executor, tmp_path, stop_at(step, KeyboardInterrupt))
+    assert error.value.step == step
+    assert error.value.checkpoint == tmp_path / f"step-{step:08d}"
+    executor.remove_adapter("a")
+    result = job(executor, tmp_path)
+    assert (result.resumed_from, result.steps) == (step, STEPS)
+    assert_same(bits(executor, result), whole)
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_failed_at_any_step(executor: Executor, whole: Bits, tmp_path: Path, step: int) -> None:
+    """As a crash: nothing is saved then, and the checkpoint of each third step counts."""
+    with pytest.raises(ZeroDivisionError):
+        job(executor, tmp_path, stop_at(step, ZeroDivisionError))
+    result = job(executor, tmp_path)
+    assert result.resumed_from == (step // 3 * 3 or None)
+    if step == 2:
+        return  # went on from the adapter as it was, with nothing to resume from
+    assert_same(bits(executor, result), whole)
+
+
+def test_interrupted_again_and_again(executor: Executor, whole: Bits, tmp_path: Path) -> None:
+    for step in range(1, STEPS):
+        with pytest.raises(FinetuneInterrupted):
+            job(executor, tmp_path, stop_at(step, KeyboardInterrupt))
+    assert_same(bits(executor, job(executor, tmp_path)), whole)
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "evaluation"])
+def test_interrupted_within_a_step(
+    executor: Executor, whole: Bits, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between two parts of a step abandons it; within an evaluation, that is made up for."""
+    real, calls = TrainingPass.end, []
+
+    def interrupted(self: TrainingPass, window: Window) -> None:
+        if self.trains == (where == "forward"):
+            calls.append(where)
+            if len(calls) == 4:
+                signal.raise_signal(signal.SIGINT)
+        real(self, window)
+
+    monkeypatch.setattr(TrainingPass, "end", interrupted)
+    with pytest.raises(FinetuneInterrupted) as error:
+        job(executor, tmp_path)
+    assert error.value.step == (1 if where == "forward" else 4)
+    assert all(tensor.grad is None for tensor in executor.adapters["a"].tensors)
+    result = job(executor, tmp_path)
+    assert_same(bits(executor, result), whole)
+
+
+def test_killed(executor: Executor, whole: Bits, tmp_path: Path) -> None:
+    """kill -9 between two steps, in another process."""
+    script = f"""
+import os, signal, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {os.getcwd()!r}]
+import test_checkpoints as t
+executor = t.pcg.compiler.compile(t.make_model(), None)
+def kill(record):
+    if record.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+t.job(executor, t.Path({str(tmp_path)!r}), kill)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    (tmp_path / ".saving-0123").mkdir()  # as one that is killed while it saves leaves
+    result = job(executor, tmp_path)
+    assert result.resumed_from == 3
+    assert_same(bits(executor, result), whole)
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_job_that_is_done_is_not_done_again(
+    executor: Executor, whole: Bits, tmp_path: Path
+) -> None:
+    result = job(executor, tmp_path)
+    assert result.checkpoint == tmp_path / "step-00000009"
+    executor.remove_adapter("a")
+    before = snapshot(tmp_path)
+    again = job(executor, tmp_path, stop_at(1, ZeroDivisionError))
+    assert again.resumed_from == STEPS
+    assert again.checkpoint == result.checkpoint
+    assert_same(bits(executor, again), whole)
+    assert snapshot(tmp_path) == before
+
+
+def test_stopped_early_stays_stopped(executor: Executor, tmp_path: Path) -> None:
+    options = {"patience": 1, "learning_rate": 0.3, "eval_every": 1, "epochs": 9}
+    first = job(executor, tmp_path, **options)
+    assert first.stopped == "early"
+    second = job(executor, tmp_path, **options)
+    assert second.steps == first.steps
+    assert_same(bits(executor, second), bits(executor, first))
+
+
+def test_more_steps_of_a_constant_rate(executor: Executor, tmp_path: Path) -> None:
+    options = {"epochs": None, "schedule": "constant_with_warmup"}
+    job(executor, tmp_path / "one", max_steps=4, **options)
+    longer = job(executor, tmp_path / "one", max_steps=7, **options)
+    executor.remove_adapter("a")
+    straight = job(executor, tmp_path / "two", max_steps=7, **options)
+    assert longer.resumed_from == 4
+    assert longer.losses == straight.losses
+    with pytest.raises(FinetuneError, match="beyond the 5 steps"):
+        job(executor, tmp_path / "one", max_steps=5, **options)
+
+
+def test_without_a_recipe_the_checkpoint_has_it(
+    executor: Executor, whole: Bits, tmp_path: Path
+) -> None:
+    with pytest.raises(FinetuneInterrupted):
+        job(executor, tmp_path, stop_at(4, KeyboardInterrupt))
+    executor.remove_adapter("a")
+    result = job(executor, tmp_path, peft=None, resume=True)
+    assert_same(bits(executor, result), whole)
+
+
+# ------------------------------------------------------------------------------- what is on disk
+
+
+def test_files(executor: Executor, tmp_path: Path) -> None:
+    """Two checkpoints are kept, no file is a pickle, and peft reads the adapter."""
+    import peft  # not for the process that is killed
+
+    result = job(executor, tmp_path)
+    assert (tmp_path / "latest").read_text() == "step-00000009\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest", "step-00000006", "step-00000009",
+    ]  # fmt: skip
+    files = sorted(p for p in snapshot(tmp_path) if p.startswith("step-00000009"))
+    assert [file.split("/", 1)[1] for file in files] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "best/adapter_config.json",
+        "best/adapter_model.safetensors",
+        "optimizer.safetensors",
+        "trainer_state.json",
+    ]
+    state = json.loads((tmp_path / "step-00000009" / "trainer_state.json").read_text())["state"]
+    assert tuple(state["losses"]) == result.losses
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(make_model(), tmp_path / "step-00000009" / "best")
+    ids = [5, 6, 7, 8]
+    with torch.no_grad():
+        logits = theirs.eval()(torch.tensor([ids])).logits[0]
+    assert torch.allclose(executor.logits(ids, "a"), logits, atol=1e-5)
+
+
+def test_each_epoch_without_save_every(executor: Executor, tmp_path: Path) -> None:
+    saved = []
+
+    def look(record: StepRecord) -> None:
+        saved.append(sorted(path.name for path in tmp_path.glob("step-*")))
+
+    job(executor, tmp_path, look, save_every=None, keep_last=1)
+    assert saved[1:4] == [[], ["step-00000003"], ["step-00000003"]]
+    assert saved[-1] == ["step-00000009"]
+
+
+def test_starting_anew(executor: Executor, whole: Bits, tmp_path: Path) -> None:
+    """The old checkpoints go when the first new one is there, not before."""
+    job(executor, tmp_path, max_steps=6, epochs=None)
+    executor.remove_adapter("a")
+    seen = []
+
+    def look(record: StepRecord) -> None:
+        seen.append(sorted(path.name for path in tmp_path.glob("step-*")))
+
+    result = job(executor, tmp_path, look, resume=False)
+    assert result.resumed_from is None
+    assert seen[1:3] == [["step-00000003", "step-00000006"], ["step-00000003.1"]]
+    assert_same(bits(executor, result), whole)
+    assert job(executor, tmp_path).resumed_from == STEPS
+
+
+def test_disk_full(executor: Executor, whole: Bits, tmp_path: Path) -> None:
+    """The checkpoint before stays, and the run goes on from it when there is room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before: dict[str, bytes] = {}
+
+    def fill(record: StepRecord) -> None:
+        if record.step == 4:
+            before.update(snapshot(tmp_path))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+
+    try:
+        with pytest.raises(
+            FinetuneError,
+            match=r"step 6 cannot be saved in .*File too.*step-00000003 is still good",
+        ):
+            job(executor, tmp_path, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert snapshot(tmp_path) == before
+    assert not list(tmp_path.glob(".saving-*"))
+    result = job(executor, tmp_path)
+    assert result.resumed_from == 3
+    assert_same(bits(executor, result), whole)
+
+
+@pytest.mark.parametrize("broken", ["replace", "rename"])
+def test_a_rename_that_fails(
+    executor: Executor, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(executor, tmp_path, max_steps=4, epochs=None, schedule="constant", warmup_steps=None)
+    before = (tmp_path / "latest").read_text()
+    real = getattr(Path, broken)
+
+    def failing(self: Path, target: Path) -> Path:
+        if Path(target).parent == tmp_path and Path(target).name != self.name:
+            raise OSError(28, "No space left on device")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, broken, failing)
+    with pytest.raises(FinetuneError, match="No space left on device; step-00000004 is still good"):
+        job(executor, tmp_path, max_steps=6, epochs=None, schedule="constant", warmup_steps=None)
+    assert (tmp_path / "latest").read_text() == before
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def stopped(executor: Executor, tmp_path: Path) -> Path:
+    """A job that was interrupted after four steps; its adapter is gone."""
+    with pytest.raises(FinetuneInterrupted):
+        job(executor, tmp_path, stop_at(4, KeyboardInterrupt))
+    executor.remove_adapter("a")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 2e-2}, "learning_rate was 0.01, is 0.02"),
+        ({"seed": 1, "weight_decay": 0.0}, "weight_decay was 0.1, is 0.0; seed was 0, is 1"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps was 2, is 1"),
+        ({"epochs": 4}, "total_steps was 9, is 12"),
+        ({"patience": None, "restore_best": True}, "patience was 5, is None"),
+        ({"data": examples(10, seed=2)}, r"data \(checksum\) was \d+, is \d+"),
+        ({"data": DATA[:9]}, "total_steps|examples was 10, is 9"),
+        ({"eval_data": examples(3, seed=2)}, r"eval_data \(checksum\) was"),
+        ({"peft": {**LORA, "r": 5}}, "the checkpoint has rank 4 with scale 2 at .*rank 5"),
+        ({"peft": {**LORA, "bias": "all"}}, 'the checkpoint has bias="none" and peft= "all"'),
+    ],
+)
+def test_another_job(
+    executor: Executor, stopped: Path, options: dict[str, Any], message: str
+) -> None:
+    before = snapshot(stopped)
+    with pytest.raises(FinetuneError, match=message):
+        job(executor, stopped, **options)
+    assert not executor.adapters
+    assert snapshot(stopped) == before
+
+
+def test_what_changes_no_weight_may_change(executor: Executor, whole: Bits, stopped: Path) -> None:
+    moved = stopped.parent / "moved"
+    shutil.copytree(stopped, moved)
+    result = job(
+        executor, moved, save_every=1, keep_last=5, progress=False, log_every=1, resume=True
+    )
+    assert result.resumed_from == 4
+    assert_same(bits(executor, result), whole)
+
+
+def test_another_adapter_of_that_name(executor: Executor, stopped: Path) -> None:
+    mine = executor.add_adapter("a", {**LORA, "r": 2})
+    with pytest.raises(FinetuneError, match=r"rank 4 .* and this run rank 2"):
+        job(executor, stopped, peft=None)
+    assert executor.adapters["a"] is mine
+
+
+def test_another_base(stopped: Path) -> None:
+    model = make_model()
+    model.lm_head.weight.data[0] += 1
+    other = pcg.compiler.compile(model, None)
+    with pytest.raises(FinetuneError, match=r"base_weights \(checksum\) was"):
+        job(other, stopped)
+
+
+def test_nothing_to_resume(executor: Executor, tmp_path: Path) -> None:
+    with pytest.raises(FinetuneError, match="resume=True, but there is no checkpoint"):
+        job(executor, tmp_path / "none", resume=True)
+    assert not (tmp_path / "none").exists()
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif how == "gone":
+        path.unlink()
+    else:
+        path.write_text(how)
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "message"),
+    [
+        ("trainer_state.json", "cut", "trainer_state.json is damaged"),
+        ("trainer_state.json", "gone", "is damaged.*trainer_state.json"),
+        ("trainer_state.json", '{"format": 99}', "is of format 99, this pcg reads 1"),
+        ("optimizer.safetensors", "cut", "optimizer.safetensors is truncated"),
+        ("optimizer.safetensors", "gone", "optimizer.safetensors cannot be read"),
+        ("adapter_model.safetensors", "cut", "is damaged: .*adapter_model.safetensors"),
+        ("best/adapter_config.json", "gone", "is damaged: .*best"),
+        ("../latest", "step-00000007", "'step-00000007', which is not there; there are: step-0"),
+        ("../latest", "../elsewhere", "'../elsewhere', which is not there"),
+    ],
+)
+def test_damaged(executor: Executor, stopped: Path, file: str, how: str, message: str) -> None:
+    """The file is named, and nothing is changed; the checkpoint before is one word away."""
+    damage(stopped / "step-00000004" / file, how)
+    with pytest.raises(FinetuneError, match=message):
+        job(executor, stopped)
+    assert not executor.adapters
+    (stopped / "latest").write_text("step-00000003")
+    assert job(executor, stopped).resumed_from == 3
+
+
+def test_optimizer_of_another_adapter(executor: Executor, stopped: Path) -> None:
+    """Found after the adapter was read: the one that was there before is put back."""
+    mine = executor.add_adapter("a", LORA)
+    good = stopped / "step-00000004" / "optimizer.safetensors"
+    state = load_file(good)
+    save_file({key.replace("q_proj", "k_proj"): value for key, value in state.items()}, good)
+    with pytest.raises(FinetuneError, match=r"no step for .*q_proj"):
+        job(executor, stopped)
+    assert executor.adapters["a"] is not mine
+    for kept, tensor in zip(mine.tensors, executor.adapters["a"].tensors, strict=True):
+        assert torch.equal(kept, tensor)
+
+
+def test_another_dropout_in_a_checkpoint(executor: Executor, stopped: Path) -> None:
+    config = stopped / "step-00000004" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.1'))
+    with pytest.raises(FinetuneError, match=r"checkpoint has dropout 0.1 and peft= 0"):
+        job(executor, stopped)
+    assert not executor.adapters

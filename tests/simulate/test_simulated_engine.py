@@ -1,0 +1,222 @@
+"""The simulated engine: its clock sums costs, copies run beside steps, jobs go back in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pcg.errors import BenchmarkError, GenerationError
+from pcg.parallel.costs.step_costs import StepShape
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.latency import Latencies, Latency, Load
+from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.units import Backward
+from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.simulate.device import SimulatedAdapter
+from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulation import Fullest, Simulation, TakingTurns
+from pcg.simulate.workloads.timed_request import TimedRequest
+from pcg.simulate.workloads.workload import Workload
+from tests.support.linear_costs import LinearCosts
+
+COSTS = LinearCosts()
+
+
+def make_engine(pages: int = 64, **options: object) -> SimulatedEngine:
+    return SimulatedEngine(COSTS, pages, 1000, **options)  # type: ignore[arg-type]
+
+
+def ask(prompt: int, new: int, adapter: SimulatedAdapter | None = None) -> Request:
+    return Request((1,) * prompt, SamplingParams(max_new_tokens=new), adapter)
+
+
+def forward_s(tokens: int, keys: int) -> float:
+    return COSTS.step_seconds(StepShape(tokens, keys))
+
+
+def test_the_clock_is_the_sum_of_what_ran() -> None:
+    engine = make_engine()
+    engine.submit(ask(10, 3))
+    while not engine.is_idle:
+        engine.step()
+    assert engine.clock.now_s() == pytest.approx(
+        forward_s(10, 55) + forward_s(1, 11) + forward_s(1, 12)
+    )
+    assert engine.device.busy_s == pytest.approx(engine.clock.now_s())
+    times = [event.time_s for event in engine.log.of("request 0") if event.kind is Kind.TOKEN]
+    assert times[0] == pytest.approx(forward_s(10, 55))
+
+
+def test_a_step_waits_for_its_adapter_and_not_for_another() -> None:
+    """Two adapters of 0.5 s each: copied one after the other, the second while the first runs."""
+    first, second = (SimulatedAdapter(name, 500_000) for name in "ab")
+    engine = make_engine(2000, limits=Limits(running=1))
+    engine.submit(ask(10, 60, first))
+    engine.submit(ask(10, 1, second))
+    engine.step()
+    assert engine.clock.now_s() == pytest.approx(0.5 + forward_s(10, 55))
+    while not engine.is_idle:
+        engine.step()
+    # By then 59 steps of 10 ms ran, and the copy was prefetched.
+    assert engine.device.waited_s == pytest.approx(0.5)
+    late = make_engine(2000, limits=Limits(running=1, prefetched=0))
+    late.submit(ask(10, 60, first))
+    late.submit(ask(10, 1, second))
+    while not late.is_idle:
+        late.step()
+    assert late.device.waited_s == pytest.approx(1.0)
+
+
+def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
+    engine = make_engine(limits=Limits(tokens=8))
+    engine.submit(ask(1, 40))
+    ran: list[tuple[int, int]] = []
+    back = engine.device.back
+
+    def listen(units: Sequence[Backward]) -> None:
+        (unit,) = units
+        ran.append((unit.layer, unit.load.tokens))
+        back(units)
+
+    engine.device.back = listen  # type: ignore[method-assign]
+    job = engine.finetune("tuned", [(12, 5), (3,)])
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    # 7 tokens fit beside the one that decodes; 8 where prompts are over.
+    assert sum(tokens for layer, tokens in ran if layer == 0) == 20
+    first = [tokens for layer, tokens in ran if layer == 1][:3]
+    assert first == [3, 7, 7]
+    assert ran[:3] == [(1, 3), (1, 7), (1, 7)]
+    assert ran[3:6] == [(0, 3), (0, 7), (0, 7)]
+    assert job.result == 2
+    steps = [event for event in engine.log.of("tuned") if event.kind is Kind.STEPPED]
+    assert [event.details["tokens"] for event in steps] == [17, 3]
+
+
+def test_jobs_go_back_together_and_those_behind_catch_up() -> None:
+    """The layer furthest from the first runs; all that are there, as one."""
+    engine = make_engine(limits=Limits(tokens=8))
+    ran: list[tuple[int, list[int]]] = []
+    back = engine.device.back
+
+    def listen(units: Sequence[Backward]) -> None:
+        assert len({unit.layer for unit in units}) == 1
+        ran.append((units[0].layer, sorted(unit.load.tokens for unit in units)))
+        back(units)
+
+    engine.device.back = listen  # type: ignore[method-assign]
+    jobs = [engine.finetune(name, [(tokens,)]) for name, tokens in (("a", 3), ("b", 4))]
+    engine.step()
+    late = engine.finetune("c", [(8,), (5,)])
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    assert [job.result for job in (*jobs, late)] == [1, 1, 2]
+    assert ran == [(1, [3, 4]), (1, [8]), (0, [3, 4, 8]), (1, [5]), (0, [5])]
+
+
+def test_a_preempted_request_is_admitted_again_in_the_log() -> None:
+    engine = make_engine(5)
+    for _ in range(2):
+        engine.submit(ask(20, 30))
+    while not engine.is_idle:
+        engine.step()
+    kinds = [event.kind for event in engine.log.of("request 1") if event.kind is not Kind.TOKEN]
+    assert kinds[:4] == [Kind.SUBMITTED, Kind.ADMITTED, Kind.PREEMPTED, Kind.ADMITTED]
+
+
+def test_promises_are_kept_beside_finetuning() -> None:
+    """The engine begins with latencies that are four times too short, and corrects them."""
+    latencies = Latencies(Latency(0.0025, 2.5e-5, 2.5e-9), Latency(0.0025, 2.5e-5, 2.5e-9))
+    limits = Limits(ttft_slo_s=5.0, tpot_slo_s=0.05)
+    engine = make_engine(4096, limits=limits, latencies=latencies)
+    engine.finetune("tuned", [(700,)] * 1000)
+    workload = Workload(tuple(TimedRequest(i * 0.4, None, 50, 40) for i in range(200)))
+    events = Simulation([engine], TakingTurns()).run(workload, 80.0)
+    report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=80.0)
+    assert report.slo_attainment is not None
+    assert report.slo_attainment > 0.97
+    # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.25 s.
+    assert report.finetuning_throughput > 1200
+
+
+class _UnsteadyCosts(LinearCosts):
+    """Steps take up to three tenths less or more than on average."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=16)
+        self.__dict__["drawn"] = random.Random(0)
+
+    def step_seconds(self, shape: StepShape) -> float:
+        factor: float = self.__dict__["drawn"].uniform(0.7, 1.3)
+        return factor * super().step_seconds(shape)
+
+
+def test_promises_are_kept_where_steps_are_unsteady() -> None:
+    """Requests leave at any step, and a last one that is late can be made up for no more."""
+    latencies = Latencies(Latency(0.01, 1e-4, 1e-8), Latency(0.01, 1e-4, 1e-8))
+    limits = Limits(ttft_slo_s=5.0, tpot_slo_s=0.05)
+    engine = SimulatedEngine(_UnsteadyCosts(), 4096, 1000, limits=limits, latencies=latencies)
+    engine.finetune("tuned", [(700,)] * 1000)
+    workload = Workload(tuple(TimedRequest(i * 0.4, None, 50, 10) for i in range(200)))
+    events = Simulation([engine], TakingTurns()).run(workload, 80.0)
+    report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=76.0)
+    assert report.slo_attainment is not None
+    assert report.slo_attainment >= 0.99
+    assert report.finetuning_throughput > 1800
+
+
+def test_latencies_stay_sound_where_loads_are_alike() -> None:
+    """Three loads again and again, of which one is always faster than the line says."""
+    latency = Latency(0.01, 1e-4, 1e-8)
+    loads = [Load(1744, 12_766_952), Load(2421, 12_681_198), Load(4027, 8_110_378)]
+    for i in range(30_000):
+        load = loads[i % 3]
+        took = 0.005 + 0.8e-4 * load.tokens + 2e-8 * load.keys
+        latency.observe(load, took * (0.1 if i % 97 == 0 else 1.0))
+    for load in loads:
+        took = 0.005 + 0.8e-4 * load.tokens + 2e-8 * load.keys
+        assert latency.seconds(load) == pytest.approx(took, rel=0.2)
+    # And what was never seen is not taken for impossible.
+    assert latency.tokens_within(0.2, 0, Load()) > 500
+
+
+def test_requests_that_cannot_run_are_refused() -> None:
+    engine = make_engine(most_positions=32)
+    with pytest.raises(GenerationError, match="prompt 0 has 32 tokens"):
+        engine.submit(ask(32, 1))
+
+
+def test_a_cluster_fills_one_engine_before_the_next() -> None:
+    engines = [make_engine() for _ in range(3)]
+    workload = Workload(tuple(TimedRequest(0.0, None, 10, 20) for _ in range(7)))
+    Simulation(engines, Fullest(3)).run(workload)
+    served = [sum(e.kind is Kind.FINISHED for e in engine.log) for engine in engines]
+    # The last is the fullest of equals; the seventh waits for the first that ends, of any.
+    assert sum(served) == 7
+    assert served[2] == 3
+    assert min(served) == 1
+    alone = [make_engine() for _ in range(3)]
+    events = Simulation(alone, TakingTurns()).run(workload)
+    assert [sum(e.kind is Kind.FINISHED for e in x.log) for x in alone] == [3, 2, 2]
+    assert sum(event.kind is Kind.FINISHED for event in events) == 7
+
+
+def test_requests_that_come_during_a_step_have_their_own_time() -> None:
+    engine = make_engine()
+    workload = Workload((TimedRequest(0.0, None, 300, 2), TimedRequest(0.01, None, 10, 1)))
+    events = Simulation([engine], TakingTurns()).run(workload)
+    submitted = [event.time_s for event in events if event.kind is Kind.SUBMITTED]
+    assert submitted == [0.0, 0.01]
+
+
+def test_an_adapter_that_is_not_there() -> None:
+    workload = Workload((TimedRequest(0.0, "x", 10, 1),))
+    with pytest.raises(BenchmarkError, match="adapter 'x' of the workload is not there"):
+        Simulation([make_engine()], TakingTurns()).run(workload)

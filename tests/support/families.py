@@ -1,0 +1,196 @@
+"""Small random configurations of every family, and of the variants that change its graph.
+
+A configuration has fp32 weights and any number of layers; its positions outlast every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcg.peft.lora import FAMILY_TARGETS
+
+VOCABULARY = 128
+WINDOW = 5
+"""Sliding windows are shorter than the test sequences."""
+
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    **_TOKENS,
+}
+_GPT = {"n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64, **_TOKENS}
+
+
+def _of(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**base, **changes}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture with one choice of its options.
+
+    Attributes:
+        name: of the test case; the family, and the variant behind a dash.
+        model_type: of config.json.
+        fields: of config.json, but for the layers.
+        usual: modules that LoRA usually goes to; what peft takes by default, where it knows.
+        layers_field: name of the number of layers.
+        per_layer: fields that hold one entry a layer, made from the number of layers.
+        excluded: linear modules that an adapter on all-linear leaves out.
+        extra: a variant whose numbers are checked with 2 layers in the slow run only.
+    """
+
+    name: str
+    model_type: str
+    fields: Mapping[str, Any]
+    usual: tuple[str, ...] = ()
+    layers_field: str = "num_hidden_layers"
+    per_layer: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    extra: bool = False
+
+    def config(self, layers: int, **changes: Any) -> dict[str, Any]:
+        """Its config.json."""
+        made = {name: make(layers) for name, make in self.per_layer.items()}
+        return {
+            "model_type": self.model_type,
+            **self.fields,
+            self.layers_field: layers,
+            **made,
+            **changes,
+        }
+
+    @property
+    def usual_targets(self) -> tuple[str, ...]:
+        return self.usual or FAMILY_TARGETS[self.model_type]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _alternate(*kinds: str) -> Callable[[int], list[str]]:
+    return lambda layers: [kinds[i % len(kinds)] for i in range(layers)]
+
+
+def _full_then_sliding(layers: int) -> list[str]:
+    return ["full_attention"] + ["sliding_attention"] * (layers - 1)
+
+
+_SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_MIXED = {"layer_types": _alternate("sliding_attention", "full_attention")}
+_QV = ("q_proj", "v_proj")
+_OPT = {
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 64,
+    **_TOKENS,
+}
+_NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
+_FALCON = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY, **_TOKENS}
+_MPT = {"d_model": 96, "n_heads": 6, "vocab_size": VOCABULARY, "max_seq_len": 64, **_TOKENS}
+_BLOOM = {"hidden_size": 96, "n_head": 6, "vocab_size": VOCABULARY, **_TOKENS}
+_GEMMA = _of(_LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=WINDOW)
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama2", "llama", _of(_LLAMA, num_key_value_heads=4)),
+    Family("llama3", "llama", _of(_LLAMA, rope_theta=500000.0)),
+    Family("llama3.1", "llama", _of(_LLAMA, rope_scaling=_SCALED_ROPE)),
+    Family("llama3.2", "llama", _of(_LLAMA, rope_scaling=_SCALED_ROPE, tie_word_embeddings=True)),
+    Family("llama-biases", "llama", _of(_LLAMA, attention_bias=True, mlp_bias=True), extra=True),
+    Family("mistral", "mistral", _of(_LLAMA, sliding_window=None), extra=True),
+    Family("mistral-window", "mistral", _of(_LLAMA, sliding_window=WINDOW)),
+    Family("qwen2", "qwen2", _LLAMA),
+    Family(
+        "qwen2.5-windows",
+        "qwen2",
+        _of(_LLAMA, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    ),
+    Family(
+        "qwen2.5-layer_types",
+        "qwen2",
+        _of(_LLAMA, use_sliding_window=True, sliding_window=WINDOW),
+        per_layer=_MIXED,
+        extra=True,
+    ),
+    Family("qwen3", "qwen3", _of(_LLAMA, head_dim=24)),
+    Family("opt", "opt", _OPT),
+    Family("opt-post_norm", "opt", _of(_OPT, do_layer_norm_before=False)),
+    Family(
+        "opt-projected",
+        "opt",
+        _of(_OPT, word_embed_proj_dim=32),
+        excluded=("project_in", "project_out"),
+        extra=True,
+    ),
+    Family("gpt2", "gpt2", _GPT, layers_field="n_layer"),
+    Family(
+        "gpt2-scaled_by_layer",
+        "gpt2",
+        _of(_GPT, scale_attn_by_inverse_layer_idx=True),
+        layers_field="n_layer",
+    ),
+    Family("gptj", "gptj", _of(_GPT, rotary_dim=8), layers_field="n_layer"),
+    Family("gpt_neox", "gpt_neox", _of(_NEOX, rotary_pct=0.25)),
+    Family("gpt_neox-serial", "gpt_neox", _of(_NEOX, use_parallel_residual=False), extra=True),
+    Family("gpt_bigcode", "gpt_bigcode", _GPT, layers_field="n_layer"),
+    Family("gpt_bigcode-mha", "gpt_bigcode", _of(_GPT, multi_query=False), layers_field="n_layer"),
+    Family("starcoder2", "starcoder2", _of(_LLAMA, sliding_window=WINDOW), _QV),
+    Family(
+        "granite",
+        "granite",
+        _of(
+            _LLAMA,
+            attention_multiplier=0.3,
+            embedding_multiplier=1.5,
+            residual_multiplier=0.7,
+            logits_scaling=2.0,
+        ),
+        _QV,
+    ),
+    Family("phi3", "phi3", _LLAMA, ("qkv_proj", "gate_up_proj")),
+    Family("phi3-partial", "phi3", _of(_LLAMA, partial_rotary_factor=0.5), ("o_proj",), extra=True),
+    Family("phi", "phi", _of(_LLAMA, num_key_value_heads=4), extra=True),
+    Family("gemma2", "gemma2", _GEMMA),
+    Family("gemma3", "gemma3_text", _GEMMA, per_layer={"layer_types": _full_then_sliding}),
+    Family("falcon-7b", "falcon", _FALCON),
+    Family("falcon-40b", "falcon", _of(_FALCON, num_kv_heads=2, new_decoder_architecture=True)),
+    Family("falcon-alibi", "falcon", _of(_FALCON, alibi=True)),
+    Family("falcon-mha", "falcon", _of(_FALCON, multi_query=False, bias=True), extra=True),
+    Family(
+        "falcon-serial", "falcon", _of(_FALCON, parallel_attn=False, multi_query=False), extra=True
+    ),
+    Family("mpt", "mpt", _MPT, layers_field="n_layers"),
+    Family("bloom", "bloom", _BLOOM, layers_field="n_layer"),
+    Family(
+        "bloom-post_residual",
+        "bloom",
+        _of(_BLOOM, apply_residual_connection_post_layernorm=True),
+        layers_field="n_layer",
+        extra=True,
+    ),
+    Family("cohere", "cohere", _of(_LLAMA, logit_scale=0.5), _QV),
+    Family("cohere-qk_norm", "cohere", _of(_LLAMA, use_qk_norm=True), _QV),
+    Family("olmo2", "olmo2", _LLAMA, _QV),
+    Family("stablelm", "stablelm", _LLAMA),
+    Family("stablelm-parallel", "stablelm", _of(_LLAMA, use_parallel_residual=True), extra=True),
+    Family("stablelm-qk_norm", "stablelm", _of(_LLAMA, qk_layernorm=True, use_qkv_bias=True)),
+)
+
+BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}

@@ -1,0 +1,181 @@
+"""A GPU that is not there: tensors on "cuda" that the CPU computes, and what a device would refuse.
+
+Within `stand_in()` torch says that there is a GPU. A tensor on it is a wrapper of one on the CPU;
+operators run on what is wrapped, and Triton's kernels in the interpreter (`device_tensors.py`).
+What would go wrong on a device, and not on the CPU, is an error:
+
+- an operator or a kernel that is given tensors of both, or pointers into the host's memory;
+- to wait for the device where `torch.cuda.set_sync_debug_mode("error")` or a capture forbids it;
+- to write pinned memory that the device has not read yet, or to have it write to the host's with
+  nobody waiting;
+- two streams that touch the same bytes, one of them to write, with nothing to order them, or
+  memory that one of them frees while the other may still use it (`streams.py`).
+
+`torch.cuda.graph` records what runs as a `Tape` does. Autograd does not run backward here, as its
+engine looks for a real device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+from tests.support.interpreter.device_tensors import DeviceMode, DeviceTensor, launch
+from tests.support.interpreter.streams import ORDER, Event, Stream, join
+from tests.support.interpreter.tape import Tape
+
+_Grid = interpreter.GridExecutor
+
+
+class Graph:
+    """As `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.notes: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for again in self.notes:
+            again()
+
+
+@contextmanager
+def _captured(
+    graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any
+) -> Iterator[None]:
+    """As `torch.cuda.graph`."""
+    ORDER.synchronize()
+    with _on_stream(stream or Stream()):
+        ORDER.capturing = ORDER.current
+        try:
+            with Tape.noting() as graph.notes:
+                yield
+        finally:
+            join(ORDER.host, ORDER.capturing.clock)  # what is captured does not run
+            ORDER.capturing = None
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    """As `torch.cuda.stream`, on whatever thread."""
+    before = ORDER.current
+    ORDER.current = stream or before
+    try:
+        with _on_thread():
+            yield
+    finally:
+        ORDER.current = before
+
+
+@contextmanager
+def _on_thread() -> Iterator[None]:
+    """Have this thread's factories make tensors of the device's."""
+    lifts = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with DeviceMode():
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts)
+
+
+class _Generator(torch.Generator):
+    """As `torch.Generator`; of the CPU, wherever it says."""
+
+    def __new__(cls, device: object = "cpu") -> Any:
+        return super().__new__(cls, "cpu")
+
+
+_BYTES = 2**34
+_PROPERTIES = SimpleNamespace(
+    name="stand-in", total_memory=_BYTES, multi_processor_count=4, major=9, minor=0, uuid="0"
+)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    ORDER.may_wait = mode not in (2, "error")
+
+
+_TORCH_CUDA: dict[str, Any] = {
+    "_lazy_init": lambda: None,
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "set_device": lambda device: None,
+    "get_device_name": lambda device=None: _PROPERTIES.name,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "synchronize": ORDER.synchronize,
+    "set_sync_debug_mode": _set_sync_debug_mode,
+    "current_stream": lambda device=None: ORDER.current,
+    "stream": _on_stream,
+    "Stream": Stream,
+    "Event": Event,
+    "CUDAGraph": Graph,
+    "graph": _captured,
+    "graph_pool_handle": lambda: (0, 0),
+}
+
+
+@functools.cache
+def _let_torch_know_cuda() -> None:
+    """Set a guard that does nothing for tensors on "cuda".
+
+    Torch has one, and takes it only in place of one that knows of no device; builds for CPUs have
+    none. So they are given that first: an object whose every function gives 0.
+    """
+    torch._C._ensureCUDADeviceGuardSet()
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    if guards[1] is None:
+        nothing = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
+        functions = (ctypes.c_void_p * 64)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * 64)
+        guard = ctypes.c_void_p(ctypes.addressof(functions))
+        guards[1] = ctypes.addressof(guard)
+        torch._C._ensureCUDADeviceGuardSet()
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Have a GPU, whose kernels the interpreter runs.
+
+    Raises:
+        DeviceError: something that a device would refuse, or get wrong.
+    """
+    run = _Grid.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, DeviceTensor) for x in tree_leaves((args, kwargs))):
+            return launch(run, self, args, kwargs)
+        return run(self, *args, **kwargs)
+
+    with patch.object(_Grid, "__call__", launched), tensors_on_cuda():
+        yield
+        ORDER.synchronize()
+
+
+@contextmanager
+def tensors_on_cuda() -> Iterator[None]:
+    """Have a GPU that runs torch's operators."""
+    _let_torch_know_cuda()
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    # A module's parameters become tensors of another class.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with ExitStack() as stack:
+            for name, new in _TORCH_CUDA.items():
+                stack.enter_context(patch.object(torch.cuda, name, new))
+            stack.enter_context(patch.object(torch, "Generator", _Generator))
+            stack.enter_context(_on_thread())
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        _set_sync_debug_mode("default")

@@ -1,0 +1,111 @@
+"""What a started rank does: `python -m torch.distributed.run … rank_process.py OUTPUT`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from pcg.errors import FinetuneInterrupted
+from pcg.parallel.ranks.group import join
+from pcg.runtime.training.result import StepRecord
+
+DEGREE = 2
+
+
+def job(output: str, sequence_parallel: bool) -> None:
+    """The job of `ranked.py`, what the rank exchanged on the way, and a Ctrl-C on rank 1 alone."""
+    from tests.support.ranked import EXAMPLES, JOB, make_executor, make_program, rank_memory, work
+
+    name = "qwen2"
+    program = make_program(name, DEGREE, sequence_parallel=sequence_parallel)
+    executor = make_executor(program, name)
+    sent = dict(executor.ranks.moved_bytes)
+    executor.logits([3] * 8)
+    now = executor.ranks.moved_bytes
+    of_logits = {kind: now[kind] - sent[kind] for kind in now}
+    memory = rank_memory(executor, "a")
+    outcome = work(executor)
+    executor.save_adapter("b", Path(output) / "adapter")
+    options = dict(JOB, checkpoint_dir=Path(output) / "checkpoints", eval_data=None)
+
+    def interrupt(record: StepRecord) -> None:
+        if executor.ranks.rank == 1 and record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped_at = 0
+    try:
+        executor.finetune(EXAMPLES, "a", on_step=interrupt, **options)
+    except FinetuneInterrupted as error:
+        stopped_at = error.step
+    resumed = executor.finetune(EXAMPLES, "a", resume=True, **options)
+    path = Path(output) / f"rank-{executor.ranks.rank}.pt"
+    torch.save(
+        (outcome, of_logits, memory, (stopped_at, resumed.resumed_from, resumed.steps)), path
+    )
+
+
+def lose_one() -> None:
+    """Rank 1 is killed while the others wait for it."""
+    ranks = join(DEGREE, torch.device("cpu"))
+    ranks.all_reduce(torch.ones(1))
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.all_reduce(torch.ones(1))
+
+
+def lose_one_meanwhile() -> None:
+    """Rank 1 is killed while a collective that the others have begun goes on."""
+    ranks = join(DEGREE, torch.device("cpu"))
+    first, second = (
+        ranks.begin("all_reduce", torch.ones(1)),
+        ranks.begin("all_gather", torch.ones(2)),
+    )
+    assert (float(first()), torch.stack(second()).tolist()) == (DEGREE, [[1.0, 1.0]] * DEGREE)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.begin("all_reduce", torch.ones(1))()
+
+
+def predict_peaks() -> None:
+    """What collectives hold while they go on is in the peak of a step."""
+    from tests.ir.test_saved_memory import peak_error
+    from tests.support.families import BY_NAME
+
+    for budget, sequence_parallel in ((1.0, False), (0.0, True)):
+        options = {"tp": DEGREE, "sequence_parallel": sequence_parallel}
+        error = peak_error(BY_NAME["llama3"], "float32", budget, **options)
+        assert abs(error) < 0.03, error
+
+
+def fail_on_one() -> None:
+    """Rank 1 ends with an error of its own."""
+    from pcg.errors import WeightsError
+
+    ranks = join(DEGREE, torch.device("cpu"))
+    if ranks.rank == 1:
+        raise WeightsError("model.safetensors cannot be read here")
+    ranks.all_reduce(torch.ones(1))
+
+
+def differ() -> None:
+    """Each rank compiles for a device of its own."""
+    from tests.support.ranked import make_executor, make_program
+
+    costs = ("H100", "A10G")[int(os.environ["RANK"])]
+    make_executor(make_program("llama3", DEGREE, costs=costs), "llama3")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "job":
+        job(sys.argv[2], sys.argv[3:] == ["sequence-parallel"])
+    elif sys.argv[1] in ("lose_one", "lose_one_meanwhile"):
+        globals()[sys.argv[1]]()
+    else:
+        from pcg.parallel.ranks.launch import launch
+        from tests.support import rank_process
+
+        launch(DEGREE, getattr(rank_process, sys.argv[2]), {})

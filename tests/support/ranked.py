@@ -1,0 +1,239 @@
+"""One job at any degree: what it gives on a rank, to be compared with what it gives on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pcg.compiler as compiler
+import pcg.explain.explain as explaining
+from pcg.ir.program.program import Program
+from pcg.parallel.ranks.group import Ranks
+from pcg.peft.adalora import AdaLoraRecipe
+from pcg.peft.adapters import Adapter
+from pcg.peft.lora import LoraRecipe
+from pcg.peft.registry import recipe_of_fields
+from pcg.runtime.executor import Executor
+from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.training.data import Example
+from pcg.runtime.training.optimizer import make_optimizer
+from pcg.runtime.training.optimizer_table import Optimizer
+from tests.families.test_numbers import prompts
+from tests.ir.test_saved_memory import BATCH, SEQ, measured
+from tests.support import oracle
+from tests.support.families import BY_NAME, Family
+from tests.support.threads import run_ranks
+
+LAYERS = 2
+SEQUENCES = prompts((13, 7, 9, 5))
+EXAMPLES = [Example(ids, ids) for ids in SEQUENCES]
+USED = ("a", None, "b", "a")
+JOB: Mapping[str, Any] = {
+    # eps above the gradients' rounding errors, which AdamW's first steps else are made of.
+    "epochs": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+    "max_grad_norm": 0.1, "eps": 1e-4, "eval_data": EXAMPLES[:1], "progress": False,
+}  # fmt: skip
+
+
+def recipes(family: Family) -> dict[str, Any]:
+    """`a` on every linear module, `b` of a rank that no degree divides on the usual ones."""
+    excluded = tuple(family.excluded) or None
+    return {
+        "a": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", exclude_modules=excluded),
+        "b": LoraRecipe(rank=3, alpha=6, target_modules=family.usual_targets),
+    }
+
+
+def make_program(name: str, degree: int, **options: Any) -> Program:
+    family = BY_NAME[name]
+    options = {"dtype": "float32", "peft": recipes(family), "batch": 2, "seq": 16, **options}
+    config = oracle.random_model(family.config(LAYERS)).config.to_dict()
+    return compiler.compile_program(config, tp=degree, **options)
+
+
+def make_executor(program: Program, name: str, ranks: Ranks | None = None) -> Executor:
+    """An executor of random weights, whose adapters do something."""
+    state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
+    weights = StateDictCheckpoint(state, program.base_prefix)
+    peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
+    executor = compiler.make_executor(program, weights, peft, None, "cpu", ranks)
+    for adapter in executor.adapters.values():
+        fill(adapter.tensors)
+        executor.refresh_adapter(adapter.name)
+    return executor
+
+
+def fill(tensors: Iterable[Tensor]) -> None:
+    """Random numbers, the same each time."""
+    generator = torch.Generator().manual_seed(7)
+    for tensor in tensors:
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the job gives."""
+
+    logits: list[Tensor]
+    tokens: list[tuple[int, ...]]
+    sampled: list[tuple[int, ...]]
+    loss: float
+    gradients: dict[str, Tensor]
+    losses: tuple[float, ...]
+    eval_losses: tuple[tuple[int, float], ...]
+    trained: tuple[Tensor, ...]
+    served: Tensor
+
+
+def work(executor: Executor) -> Outcome:
+    """Generate for mixed adapters, take one's gradients, finetune another, and serve that."""
+    logits = executor.logits(SEQUENCES, USED)
+    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    tokens = executor.generate(SEQUENCES, USED, **options)
+    sampled = executor.generate(SEQUENCES, USED, temperature=1.0, seed=3, **options)
+    runner = executor.training_runner("a")
+    targets = sum(len(ids) - 1 for ids in SEQUENCES)
+    loss = sum(runner.forward_backward([example], targets) for example in EXAMPLES)
+    runner.sum_gradients()
+    gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
+    found = {n: g.clone() for n, g in runner.pieces.joined(gradients).items()}
+    result = executor.finetune(EXAMPLES, "b", **JOB)
+    return Outcome(
+        logits,
+        [c.token_ids for c in tokens],
+        [c.token_ids for c in sampled],
+        loss,
+        found,
+        result.losses,
+        result.eval_losses,
+        executor.adapters["b"].tensors,
+        executor.logits(SEQUENCES[0], "b"),
+    )
+
+
+def worst_error(found: Outcome, expected: Outcome) -> float:
+    """The largest relative error of all numbers; infinite where tokens differ."""
+    if (found.tokens, found.sampled) != (expected.tokens, expected.sampled):
+        return float("inf")
+    assert found.gradients.keys() == expected.gradients.keys()
+    pairs = [
+        *zip(found.logits, expected.logits, strict=True),
+        *((found.gradients[name], expected.gradients[name]) for name in found.gradients),
+        *zip(found.trained, expected.trained, strict=True),
+        (found.served, expected.served),
+        *(
+            (torch.tensor(a), torch.tensor(b))
+            for a, b in (
+                (found.losses, expected.losses),
+                ([found.loss], [expected.loss]),
+                ([x for _, x in found.eval_losses], [x for _, x in expected.eval_losses]),
+            )
+        ),
+    ]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def check_same(found: Adapter, expected: Adapter) -> None:
+    """The same weights at the same modules; files have them in any order."""
+    assert found.weights.keys() == expected.weights.keys()
+    for path, weights in expected.weights.items():
+        for a, b in zip(found.weights[path].tensors, weights.tensors, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
+    """Bytes that a rank holds, by kind, as measured."""
+    constants = sum(tensor.nbytes for tensor in executor.program.constants.values())
+    parameters = executor.training_runner(adapter).parameters
+    trained = parameters.values()
+    for tensor in trained:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer = make_optimizer(parameters, Optimizer.default(), 1e-3)
+    optimizer.step()
+    return {
+        "weights": executor.weights_bytes - constants,
+        "adapters": sum(tensor.nbytes for tensor in trained),
+        "optimizer": sum(kept.nbytes for of in optimizer.state.values() for kept in of.values()),
+        "activations": measured(executor),
+    }
+
+
+def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
+    """The same of each rank, as `explain` says."""
+    recipe = recipes(BY_NAME[name])[adapter]
+    options: dict[str, Any] = {"tp": program.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    options["sequence_parallel"] = program.sequence_parallel
+    report = explaining.explain(program.config, recipe, **options)
+    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+    return {
+        "weights": report.memory_bytes["weights"],
+        "adapters": report.memory_bytes["adapters"],
+        "optimizer": report.memory_bytes["optimizer"],
+        "activations": stage.bytes,
+    }
+
+
+@cache
+def on_one(name: str) -> Outcome:
+    """The job's outcome on one rank."""
+    return work(make_executor(make_program(name, 1), name))
+
+
+def check_job(name: str, degree: int, **options: Any) -> None:
+    """The job gives on each rank what it gives on one."""
+    program = make_program(name, degree, **options)
+    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
+    for outcome in found:
+        assert worst_error(outcome, on_one(name)) < 1e-5
+
+
+def check_memory(name: str, degree: int, **options: Any) -> None:
+    """Each rank holds the bytes that are predicted."""
+    program = make_program(name, degree, **options)
+    found = run_ranks(degree, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    assert found == [predicted_memory(program, name, "a")] * degree
+
+
+METHODS: Mapping[str, Any] = {
+    "adalora": AdaLoraRecipe(rank=4, target_rank=2, target_modules="all-linear"),
+    "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
+    "bitfit": "bitfit",
+    "dora": "dora",
+    "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "houlsby": "houlsby",
+    "ia3": "ia3",
+    "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "parallel": "parallel",
+    "pfeiffer": "pfeiffer",
+    "prefix": "prefix",
+    "prompt": "prompt",
+    "vera": "vera",
+}
+
+
+def method_work(executor: Executor, recipe: Any) -> list[Tensor]:
+    executor.add_adapter("m", recipe, seed=3)
+    # Around what they start as: scales are near one.
+    noise = torch.Generator().manual_seed(1)
+    for tensor in executor.adapters["m"].tensors:
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=noise))
+    executor.refresh_adapter("m")
+    logits = executor.logits(SEQUENCES, ["m", None, "m", "m"])
+    result = executor.finetune(EXAMPLES, "m", **JOB)
+    return [*logits, torch.tensor(result.losses), *executor.adapters["m"].tensors]
+
+
+def check_method(name: str, method: str, degree: int = 2, **options: Any) -> None:
+    """An adapter of a method serves and trains on ranks as on one."""
+    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
+    program = make_program(name, degree, peft=None, **options)
+    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
+    for found in run_ranks(degree, run):
+        for a, b in zip(found, one, strict=True):
+            assert a.shape == b.shape  # AdaLoRA may leave no triplet
+            assert (a - b).norm() <= 1e-5 * b.norm()
