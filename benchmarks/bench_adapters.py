@@ -14,8 +14,8 @@ over these rounds:
 
 Then an engine's thread decodes one request all the time, and four adapters are added and asked
 for, the first of them at sites that the program is compiled anew for: from each end of a step to
-the next, with none added, with `Front.add_adapter` (beside), and with `add_adapter` on the engine's
-own thread (within).
+the next, with none added, with `AsyncEngine.add_adapter` (beside), and with `add_adapter` on the
+engine's own thread (within).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import differentiate
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import join as join_messages
+from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.localize import localize
 from pcg.passes.sharding.overlap import overlap
 from pcg.passes.sharding.parallelize import search_layer
@@ -152,7 +152,7 @@ def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks, overlaps: bool)
     copies = [
         outputs[p.name] for p in graph.parameters if p.name in outputs and p.part == REPLICATED
     ]
-    graphs = [join_messages(graph), join_messages(found.backward)]
+    graphs = [coalesce_collectives(graph), coalesce_collectives(found.backward)]
     if overlaps:
         graphs = [overlap(one) for one in graphs]
     forward, backward = (compiled(one, overlaps) for one in graphs)

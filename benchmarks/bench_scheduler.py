@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import pcg
 from pcg.parallel.costs.step_costs import Piece, StepShape
 from pcg.parallel.ranks.group import ALONE
-from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.engine import Engine
@@ -52,11 +52,11 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sequence import Sequence as Running
-from pcg.runtime.engine.step_runner import ProgramDevice
+from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import Asking
+from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.machine import SimulatedProgram, simulated_program
 
@@ -64,7 +64,7 @@ ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
 PAGES_OF_REQUEST = 16
 RUNNING = (64, 256, 1024, 4096)
-Make: TypeAlias = Callable[[int], tuple[Device, PagePool, AdapterPages]]
+Make: TypeAlias = Callable[[int], tuple[Device, PagePool, AdapterCache]]
 MODEL, DEVICE, RANK = "meta-llama/Llama-3.1-8B", "A100-80", 16
 
 
@@ -110,7 +110,7 @@ class StubProgram:
     drawing = None
     decoding = None
 
-    def asking_hidden(self, batch: Batch, adapters: Any) -> Asking[list[torch.Tensor]]:
+    def asking_hidden(self, batch: Batch, adapters: Any) -> ProductRequest[list[torch.Tensor]]:
         batch.decode_groups(0)
         return [batch.input_ids]
         yield
@@ -122,18 +122,18 @@ class StubProgram:
         return torch.zeros(len(ids if rows is None else rows), 2)
 
 
-def adapter_pages(pool: PagePool) -> AdapterPages:
+def adapter_pages(pool: PagePool) -> AdapterCache:
     """Of adapters that say how many pages they take."""
-    return AdapterPages(pool, lambda adapter: adapter.size_bytes)
+    return AdapterCache(pool, lambda adapter: adapter.size_bytes)
 
 
-def engine_alone(pages: int) -> tuple[Device, PagePool, AdapterPages]:
+def engine_alone(pages: int) -> tuple[Device, PagePool, AdapterCache]:
     """A device that does nothing, and so many pages."""
     pool = PagePool(pages)
     return StubDevice(), pool, adapter_pages(pool)
 
 
-def with_batches(pages: int) -> tuple[Device, PagePool, AdapterPages]:
+def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
     """A device whose program is a stub, and the pool of its cache of so many pages."""
     config = LlamaConfig(
         hidden_size=4,
@@ -148,9 +148,7 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterPages]:
     cache = KvCache(kv_types(runner.model), pages, executor.device)
     program: Any = StubProgram()
     adapters = adapter_pages(cache.pool)
-    device = ProgramDevice(
-        program, stacks, cache, adapters, None, frozenset(), None, executor.device
-    )
+    device = StepRunner(program, stacks, cache, adapters, None, frozenset(), None, executor.device)
     return device, cache.pool, adapters
 
 

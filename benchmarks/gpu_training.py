@@ -73,7 +73,7 @@ def _backward(
 
     from pcg.kernels.torch import ops as torch_ops
     from pcg.kernels.triton import ops as triton_ops
-    from pcg.runtime.model.merged_execution import together
+    from pcg.runtime.model.merged_execution import run_merged
 
     sites = [_Site(bench, count, in_, out) for count in counts]
     weight = 0.02 * torch.randn(out, in_, device=bench.device, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def _backward(
             triton_ops.lora_linear_backward(batch, "w", one.dz, weight, one.a, one.b, one.s)
             for one in sites
         ]
-        made = zip(together(asked), sites, strict=True)
+        made = zip(run_merged(asked), sites, strict=True)
         return [(db, dx, triton_ops.outer(ds, one.x)) for (ds, db, dx), one in made]
 
     def theirs() -> list[tuple[Any, ...]]:

@@ -28,7 +28,7 @@ from pcg.explain.step_memory import (
     carried_bytes,
     step_memory,
 )
-from pcg.ir.analysis.saved_memory import KeptMemory, kept_memory, window_memory
+from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph
@@ -45,7 +45,7 @@ def account(what: Account, asked: Asked) -> Report:
     use, at = what.use, asked.at
     stages: list[Stage] = []
     notes: list[str] = []
-    kept: KeptMemory | None = None
+    kept: SavedMemory | None = None
     activations = sympy.Integer(0)
     virtual = max((recipe.prompt_tokens for recipe in asked.recipes.values()), default=0)
     if virtual:
@@ -78,7 +78,7 @@ def account(what: Account, asked: Asked) -> Report:
             checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
         notes += _eager_notes(what.unraised, eager, asked.recipes.values())
     if what.training is not None and what.plan is not None:
-        kept = kept_memory(what.training, what.plan)
+        kept = saved_memory(what.training, what.plan)
         activations = kept.total
         plain = _uncompressed_plan(what, asked)
         stages += _own_stages(what, asked, kept, plain)
@@ -127,15 +127,15 @@ def _uncompressed_plan(what: Account, asked: Asked) -> MemoryPlan | None:
 
 
 def _own_stages(
-    what: Account, asked: Asked, kept: KeptMemory, plain: MemoryPlan | None
+    what: Account, asked: Asked, kept: SavedMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
     """What pcg keeps: pruned alone, made again where cheap, compressed too, and by windows."""
     assert what.training is not None
     assert what.plan is not None
-    pruned = kept_memory(what.training, keep_all(what.training, what.kinds))
+    pruned = saved_memory(what.training, keep_all(what.training, what.kinds))
     yield _stage("pruned", pruned.total, pruned.layers, asked.at)
     if plain is not None:
-        remade = kept_memory(what.training, plain)
+        remade = saved_memory(what.training, plain)
         ratio = plain.recompute_flops_ratio
         yield _stage("rematerialized", remade.total, remade.layers, asked.at, ratio)
     ratio = what.plan.recompute_flops_ratio
@@ -214,7 +214,7 @@ def _graph(what: Account) -> tuple[GraphNode, ...]:
 
 
 def _tensors(
-    what: Account, kept: KeptMemory, at: Mapping[sympy.Symbol, int]
+    what: Account, kept: SavedMemory, at: Mapping[sympy.Symbol, int]
 ) -> tuple[SavedTensor, ...]:
     """What becomes of every tensor of the layers, and what is kept outside them."""
     assert what.plan is not None

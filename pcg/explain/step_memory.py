@@ -18,7 +18,7 @@ import sympy
 from pcg.explain.adapter_use import AdapterUse
 from pcg.explain.report import KINDS, Moment
 from pcg.explain.timeline import MomentSizes, timeline
-from pcg.ir.analysis.saved_memory import KeptMemory, kept_memory, transient
+from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, transient
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.graph import Graph
@@ -114,7 +114,7 @@ def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
     """The kinds of memory and their total; activations are pcg's, or none where it cannot train."""
     kept = None
     if what.training is not None and what.plan is not None:
-        kept = kept_memory(what.training, what.plan)
+        kept = saved_memory(what.training, what.plan)
     activations = kept.total if kept is not None else sympy.Integer(0)
     formulas, _ = step_memory(what, asked, kept, activations)
     return {kind: bytes_at(formula, asked.at) for kind, formula in formulas.items()}
@@ -124,7 +124,7 @@ def step_formulas(what: Account, asked: Asked) -> dict[str, sympy.Expr]:
     """The formula of each kind of memory and of their total, as pcg trains with a plan."""
     assert what.training is not None
     assert what.plan is not None
-    kept = kept_memory(what.training, what.plan)
+    kept = saved_memory(what.training, what.plan)
     formulas, _ = step_memory(what, asked, kept, kept.total)
     return formulas
 
@@ -133,7 +133,7 @@ def fullest_moment(what: Account, asked: Asked) -> str:
     """The moment of the step that the workspace is of, as pcg trains with a plan."""
     assert what.training is not None
     assert what.plan is not None
-    kept = kept_memory(what.training, what.plan)
+    kept = saved_memory(what.training, what.plan)
     _, moments = step_memory(what, asked, kept, kept.total)
     return max(moments, key=lambda moment: moment.kept_bytes + moment.workspace_bytes).label
 
@@ -152,7 +152,7 @@ def held_so(what: Account) -> Hashable:
 
 
 def step_memory(
-    what: Account, asked: Asked, kept: KeptMemory | None, activations: sympy.Expr
+    what: Account, asked: Asked, kept: SavedMemory | None, activations: sympy.Expr
 ) -> tuple[dict[str, sympy.Expr], list[Moment]]:
     """The formula of each kind of memory and of their total, and the moments of the step."""
     moments: list[Moment] = []
@@ -224,7 +224,7 @@ def _kv_cache(model: ModelGraph) -> int:
     return sum(of_block[index] for index in model.layers)
 
 
-def _moments(what: Account, asked: Asked, kept: KeptMemory) -> list[MomentSizes]:
+def _moments(what: Account, asked: Asked, kept: SavedMemory) -> list[MomentSizes]:
     assert what.training is not None
     assert what.plan is not None
     assert what.epilogue is not None

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import sympy
 
-from pcg.ir.analysis.saved_memory import KeptMemory, training_transients
+from pcg.ir.analysis.saved_memory import SavedMemory, training_transients
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
@@ -41,7 +41,7 @@ class MomentSizes:
 def timeline(
     model: ModelGraph,
     plan: MemoryPlan,
-    kept: KeptMemory,
+    kept: SavedMemory,
     loss_workspace: sympy.Expr,
     batch: int,
     seq: int,

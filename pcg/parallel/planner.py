@@ -62,7 +62,7 @@ from pcg.parallel.parallel_plan import (
     kept,
     transitions,
 )
-from pcg.parallel.saved_for_backward import kept_reads
+from pcg.parallel.saved_for_backward import saved_reads
 
 Versions = tuple[tuple[str, frozenset[Layout]], ...]
 """The layouts of the values that are still read, by name in order."""
@@ -151,7 +151,7 @@ class Planner:
         return other
 
     def _reads_kept(self) -> frozenset[tuple[str, int]]:
-        return kept_reads(self.graph, self.active) if self._token_nodes else frozenset()
+        return saved_reads(self.graph, self.active) if self._token_nodes else frozenset()
 
     def plan(self, fixed: Fixed) -> Plan:
         """The cheapest plan that keeps to what is given, where each message is by itself."""

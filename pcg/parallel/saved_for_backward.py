@@ -15,7 +15,7 @@ from pcg.ir.operators import operator
 from pcg.parallel.costs.layer_costs import backward_of
 
 
-def kept_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
+def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
     """Inputs of nodes, by the node's name and their place, that backward has to have.
 
     Args:

@@ -33,14 +33,14 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.fold import fold
-from pcg.passes.fusion.defer_residual_add import hand_on
+from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse, fuse_linears
 from pcg.passes.fusion.fuse_gradients import fuse_gradients
 from pcg.passes.fusion.fuse_loss import fuse_loss
 from pcg.passes.memory.plan import Frontiers, MemoryPlan, frontiers
 from pcg.passes.prune import prune
-from pcg.passes.raise_operators import raise_model
-from pcg.passes.sharding.coalesce_collectives import join
+from pcg.passes.raise_operators import raise_operators
+from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.overlap import overlap
 from pcg.passes.sharding.parallelize import Sharded, parallelize
 from pcg.passes.training_graphs import LayerKind, layer_kinds, train_epilogue, train_prologue
@@ -155,7 +155,7 @@ def _fold(state: Compilation) -> Compilation:
 
 
 def _raise(state: Compilation) -> Compilation:
-    return dataclasses.replace(state, base=raise_model(made(state.base)))
+    return dataclasses.replace(state, base=raise_operators(made(state.base)))
 
 
 def _attach(state: Compilation) -> Compilation:
@@ -229,11 +229,11 @@ def _rematerialize(state: Compilation) -> Compilation:
 
 
 def _fuse(state: Compilation) -> Compilation:
-    model = fuse(made(state.serving_model)).map(join)
+    model = fuse(made(state.serving_model)).map(coalesce_collectives)
     model = dataclasses.replace(model, prologue=overlap(model.prologue))
     epilogue = state.training_epilogue
     if state.backend == "triton":
-        model = hand_on(model)
+        model = defer_residual_add(model)
         if epilogue is not None:
             whole, loss, trained = epilogue
             epilogue = fuse_loss(whole), fuse_loss(loss), trained

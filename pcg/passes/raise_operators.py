@@ -27,7 +27,7 @@ from pcg.passes.naming import readable_names
 from pcg.passes.rewrite import NewName, Rewriter, rewrite
 
 
-def raise_model(model: ModelGraph) -> ModelGraph:
+def raise_operators(model: ModelGraph) -> ModelGraph:
     """The same model in fewer, larger operators, with readable names."""
     prologue = raise_graph(model.prologue)
     shared = dict(zip(model.prologue.outputs, prologue.outputs, strict=True))

@@ -14,7 +14,7 @@ from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, differentiate, gradient_name
 from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import join
+from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.overlap import overlap
 
 
@@ -78,8 +78,8 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     forward = forward.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
     return TrainingGraph(
         kind.block,
-        overlap(join(forward.without_dead_code()), {*made, *kind.shared}),
-        overlap(join(backward), kind.shared),
+        overlap(coalesce_collectives(forward.without_dead_code()), {*made, *kind.shared}),
+        overlap(coalesce_collectives(backward), kind.shared),
         (*inputs, *made),
         kind.gradients.trained,
     )

@@ -30,8 +30,8 @@ from pcg.peft.adapters import (
     write_adapter,
 )
 from pcg.peft.registry import is_shorthand
-from pcg.runtime.adapters.padded_tables import AdapterStacks
-from pcg.runtime.adapters.ragged_tables import AdapterRows
+from pcg.runtime.adapters.padded_tables import PaddedTables
+from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.engine.program_engine import ProgramEngine
 from pcg.runtime.engine.request import Chunk, Completion, Request
@@ -92,8 +92,8 @@ class Executor:
         stacks = self._stacks_of(serving.model)
         return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
 
-    def _stacks_of(self, model: ModelGraph) -> AdapterStacks:
-        made = AdapterRows if self.program.backend == "triton" else AdapterStacks
+    def _stacks_of(self, model: ModelGraph) -> PaddedTables:
+        made = RaggedTables if self.program.backend == "triton" else PaddedTables
         return made(model, self._served, self.device, self.ranks)
 
     def _use(self, program: ServingProgram) -> None:
@@ -249,7 +249,7 @@ class Executor:
         self._engines.add(engine)
 
     @property
-    def serving(self) -> tuple[ModelRunner, AdapterStacks]:
+    def serving(self) -> tuple[ModelRunner, PaddedTables]:
         """The program that serves, and what makes adapters ready for it."""
         return self._runner, self._stacks
 

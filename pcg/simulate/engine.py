@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import StepCosts
-from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog, Kind
@@ -58,7 +58,7 @@ class SimulatedEngine(Engine):
                 as the requests of workloads have lengths and no tokens.
         """
         pool, clock = PagePool(pages), SimulatedClock()
-        adapters = AdapterPages(pool, lambda adapter: -(-adapter.size_bytes // page_bytes))
+        adapters = AdapterCache(pool, lambda adapter: -(-adapter.size_bytes // page_bytes))
         prefixes = Prefixes(pool) if prefix_caching else None
         limits = Limits() if limits is None else limits
         scheduler = Scheduler(pool, adapters, limits, policy, prefixes)

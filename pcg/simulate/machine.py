@@ -8,7 +8,7 @@ from typing import Any
 
 from pcg.errors import CostModelError, OutOfMemoryError
 from pcg.explain.step_memory import bytes_at
-from pcg.ir.analysis.saved_memory import kept_memory
+from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.operators.model import CONTEXT
@@ -157,7 +157,7 @@ def simulated_program(
     training: dict[str, Any] = {}
     if finetuning_tokens:
         plan, trained_model = made(state.plan), made(state.training_model)
-        kept = kept_memory(trained_model, plan)
+        kept = saved_memory(trained_model, plan)
         kept_bytes = bytes_at(kept.total, {SEQUENCES: budget.batch, CONTEXT: budget.seq})
         training = {
             "backward": [plan.plans[index].backward for index in plan.layers],

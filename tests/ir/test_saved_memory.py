@@ -11,7 +11,7 @@ import pcg.compiler as compiler
 import pcg.explain.explain as explaining
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.merged_execution import alone
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
@@ -32,7 +32,7 @@ def measured(executor: Executor) -> int:
     window = whole.begin(whole.tokens)
     with torch.no_grad():
         for layer in range(len(runner.training.layers)):
-            alone(whole.asking_layer(layer, window))
+            run_single(whole.asking_layer(layer, window))
     tensors = [x for saved in window.kept for x in saved if x is not None]
     weights = executor.base_weights
     resident = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pcg
 from pcg.kernels.torch.products import linear_group, product
-from pcg.runtime.model.merged_execution import Asking, together
+from pcg.runtime.model.merged_execution import ProductRequest, run_merged
 from tests.support import oracle
 from tests.support.families import BY_NAME
 
@@ -32,11 +32,11 @@ def test_a_bias_is_added_where_it_is_asked_for(is_laid_out: bool) -> None:
     expected = [inputs[0] @ weight.t() + bias, inputs[1] @ weight.t()]
     batch = SimpleNamespace(layer=0)
 
-    def ask(x: Tensor, biases: tuple[Tensor, ...]) -> Asking[Tensor]:
+    def ask(x: Tensor, biases: tuple[Tensor, ...]) -> ProductRequest[Tensor]:
         (y,) = yield from product(batch, "w", x, (held,), biases)
         return y
 
-    found = together([ask(inputs[0], (bias,)), ask(inputs[1], ())])
+    found = run_merged([ask(inputs[0], (bias,)), ask(inputs[1], ())])
     alone = [linear_group(x, (held,), own)[0] for x, own in zip(inputs, ((bias,), ()), strict=True)]
     for ours, ones, wanted in zip(found, alone, expected, strict=True):
         torch.testing.assert_close(ours, wanted)

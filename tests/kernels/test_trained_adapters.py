@@ -16,7 +16,7 @@ from torch import Tensor
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton.adapters import trained_adapters, trained_rows
 from pcg.peft.module_weights import AdapterWeight
-from pcg.runtime.model.merged_execution import together
+from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.segmented_batches import DTYPES, ROUNDING
@@ -125,7 +125,7 @@ def test_gradients_of_several_jobs_are_each_ones_own(
     if has_another:
         asking.insert(1, trained_adapters.product_backward(batch, "up", other, weight))
     with outer_launches() as (launches, _), sanitized():
-        results = together(asking)
+        results = run_merged(asking)
     assert len(launches) == 1
     if has_another:
         close(results.pop(1), other.double() @ weight.double(), ROUNDING[dtype] + PRODUCT)
@@ -151,7 +151,7 @@ def test_outer_products_of_several_jobs(
         if not are_small:
             patch.setattr(trained_rows, "_MOST_JOINED", 0)
         with sanitized():
-            results = together(asking)
+            results = run_merged(asking)
     assert len(launches) == (1 if are_small else len(jobs))
     for job, found in zip(jobs, results, strict=True):
         close(found, reference("outer", (job.s, job.x)), PRODUCT)
@@ -189,7 +189,7 @@ def test_bottlenecks_of_several_jobs_are_each_ones_own(
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch_ops, "activate")  # it is the kernels that are tested
         with sanitized():
-            results = together(asking)
+            results = run_merged(asking)
     for job, bias, found in zip(jobs, biases, results, strict=True):
         expected = of_bottleneck(job, bias, function)
         for one, other in zip(found[:2], expected[:2], strict=True):
@@ -217,13 +217,13 @@ def test_what_kernels_do_not_take_is_left_to_pytorch(
     weight = torch.randn(out, 20, dtype=dtype)
     batch: Any = SimpleNamespace(layer=0)
     asking = trained_adapters.lora_linear_backward(batch, "w", job.dz, weight, job.a, job.b, job.s)
-    ((ds, db, dx),) = together([asking])
+    ((ds, db, dx),) = run_merged([asking])
     expected = reference("expand_backward", (job.dz, job.b))
     close(ds, expected, 2e-6)
     close(db, reference("scaled_outer", (job.dz, job.s, job.b)), 2e-6)
     close(dx, job.dz.double() @ weight.double() + expected @ job.a.weight.double(), 2e-6)
     bias = AdapterWeight(torch.randn(rank, dtype=dtype), 0.5)
     asking = trained_adapters.bottleneck_backward(batch, "w", job.dz, job.b, job.s, bias, "gelu")
-    (found,) = together([asking])
+    (found,) = run_merged([asking])
     for one, wanted in zip(found, of_bottleneck(job, bias, "gelu"), strict=True):
         close(one, wanted, 2e-6)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton.adapters import trained_rows, trained_vectors
 from pcg.peft.module_weights import AdapterWeight
-from pcg.runtime.model.merged_execution import together
+from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.segmented_batches import DTYPES
@@ -69,7 +69,7 @@ def test_of_one_and_of_several_jobs(
         if not are_small:
             patch.setattr(trained_rows, "_MOST_JOINED", 0)
         with sanitized():
-            results = together(asking)
+            results = run_merged(asking)
     assert len(launches) == (1 if are_small else len(counts))
     for found, truth, magnitude in zip(results, expected, magnitudes, strict=True):
         assert found.shape == truth.shape
@@ -80,7 +80,7 @@ def test_vectors_of_other_bases_are_not_joined() -> None:
     batch: Any = SimpleNamespace(layer=0)
     dz, y, bases = torch.ones(3, 8), torch.ones(3, 8), torch.tensor([[2.0], [3.0]]).expand(2, 8)
     asking = [trained_vectors.asked_inner(batch, "dv", dz, y, base.contiguous()) for base in bases]
-    first, second = together(asking)
+    first, second = run_merged(asking)
     assert first.tolist() == [-3.0] * 8
     assert second.tolist() == [-6.0] * 8
 
@@ -93,6 +93,6 @@ def test_what_the_kernels_do_not_read() -> None:
         trained_vectors.asked_inner(batch, "dv", dz, 2 * dz),
         trained_vectors.asked_sum_tokens(batch, "db", dz),
     ]
-    first, second = together(asking)
+    first, second = run_merged(asking)
     assert first.tolist() == [6.0] * 5
     assert second.tolist() == [3.0] * 5

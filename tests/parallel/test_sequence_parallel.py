@@ -20,7 +20,7 @@ from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
 from pcg.parallel.ranks.token_parts import joined_rows, placed_rows, rows_of_rank
 from pcg.passes.sharding.parallelize import Sharded, parallelize, search_layer
-from pcg.runtime.model.merged_execution import alone
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
@@ -262,7 +262,7 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
         window = whole.begin(whole.tokens)
         with torch.no_grad():
             for layer in range(layers):
-                alone(whole.asking_layer(layer, window))
+                run_single(whole.asking_layer(layer, window))
         hidden = (degree - 1) * window.carried[0].nbytes
         counts.append(sum(ranks.moved_bytes.values()))
         whole.end(window)

@@ -7,7 +7,7 @@ import torch
 
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.sharding.coalesce_collectives import join
+from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from tests.parallel.test_collectives import Spread
 from tests.support.evaluate import evaluate
 from tests.support.threads import ThreadRanks, run_ranks
@@ -61,16 +61,16 @@ graph @g(%x: f32[T, 8], %y: f32[T, 8]) {
 
 
 def test_neighbours_are_one_message_where_the_last_of_them_stood() -> None:
-    found = join(parse_graph(NEIGHBOURS))
+    found = coalesce_collectives(parse_graph(NEIGHBOURS))
     verify(found)
     assert found == parse_graph(JOINED)
-    assert join(found) == found
+    assert coalesce_collectives(found) == found
 
 
 @pytest.mark.parametrize("text", APART.values(), ids=APART)
 def test_others_stay_apart(text: str) -> None:
     graph = parse_graph(text)
-    assert join(graph) == graph
+    assert coalesce_collectives(graph) == graph
 
 
 def test_numbers_and_bytes_stay_the_same() -> None:
@@ -81,7 +81,7 @@ def test_numbers_and_bytes_stay_the_same() -> None:
         batch = Spread(ranks)
         apart = evaluate(graph, {"x": x[ranks.rank]}, batch)
         sent, messages = dict(ranks.moved_bytes), dict(ranks.messages)
-        together = evaluate(join(graph), {"x": x[ranks.rank]}, batch)
+        together = evaluate(coalesce_collectives(graph), {"x": x[ranks.rank]}, batch)
         assert torch.equal(apart[0], together[0])
         assert ranks.moved_bytes == {kind: 2 * size for kind, size in sent.items()}
         assert messages["all_gather"] == 2

@@ -12,7 +12,7 @@ from pcg.compiler import compile_program
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.passes import pipeline
-from pcg.passes.fusion.defer_residual_add import hand_on
+from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse
 from pcg.passes.fusion.kernel_group import Group
 from pcg.passes.fusion.kernel_groups import schedule
@@ -26,7 +26,7 @@ def model_of(name: str, **options: Any) -> ModelGraph:
 
 
 def handed_on(model: ModelGraph) -> ModelGraph:
-    found = hand_on(model)
+    found = defer_residual_add(model)
     for graph in found.graphs:
         verify(graph)
     return found
@@ -65,13 +65,13 @@ def test_the_sum_is_in_the_kernel_of_the_next_norm() -> None:
 )
 def test_what_a_kernel_makes_anyway_stays(name: str) -> None:
     model = model_of(name)
-    assert hand_on(model) is model
+    assert defer_residual_add(model) is model
 
 
 def test_parts_of_tokens_stay() -> None:
     model = model_of("llama3", tp=2, sequence_parallel=True)
-    assert hand_on(model) is model
-    assert hand_on(model_of("llama3", tp=2)) != model
+    assert defer_residual_add(model) is model
+    assert defer_residual_add(model_of("llama3", tp=2)) != model
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gpt_neox-serial", "mpt", "qwen2.5-windows"])

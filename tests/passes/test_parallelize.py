@@ -31,7 +31,7 @@ from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sharding.parallelize import Sharded, parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
-from pcg.passes.sharding.split_fused_projections import split
+from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
@@ -84,7 +84,7 @@ def test_plans_are_those_of_transformers(name: str) -> None:
     theirs = AutoConfig.for_model(**config).base_model_tp_plan
     base = attached(name).base
     assert base is not None
-    ours = base_plan(split(base.blocks[0]), 2)
+    ours = base_plan(split_fused_projections(base.blocks[0]), 2)
     styles = {COLUMN: "colwise", ROW: "rowwise"}
     for module, style in theirs.items():
         kind = module.removeprefix("layers.*.")
@@ -152,7 +152,11 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
 def test_a_fused_projection_is_split_by_its_rows() -> None:
     base = attached("gpt2").base
     assert base is not None
-    rows = [p.rows for p in split(base.blocks[0]).parameters if p.name.startswith("attn.c_attn.w")]
+    rows = [
+        p.rows
+        for p in split_fused_projections(base.blocks[0]).parameters
+        if p.name.startswith("attn.c_attn.w")
+    ]
     assert rows == [(0, 64), (64, 128), (128, 192)]
 
 

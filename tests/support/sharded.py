@@ -17,7 +17,7 @@ from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.memory.rematerialize import SaveProblem
 from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import join
+from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.localize import localize
 from pcg.passes.training_graphs import LayerKind, plan_layer
 from pcg.runtime.model.batch import whole_sequences
@@ -73,7 +73,7 @@ def run(
         assert layer.backward is not None
         forward, backward = layer.forward, layer.backward
     else:
-        forward, backward = join(forward), join(backward)
+        forward, backward = coalesce_collectives(forward), coalesce_collectives(backward)
     verify(forward)
     verify(backward)
     results = evaluate(forward, values, batch)

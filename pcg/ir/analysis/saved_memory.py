@@ -64,7 +64,7 @@ class OutsideTensor:
 
 
 @dataclass(frozen=True)
-class KeptMemory:
+class SavedMemory:
     """What the training program keeps for one step.
 
     Attributes:
@@ -80,7 +80,7 @@ class KeptMemory:
         return sympy.Add(*self.layers, *(row.size_bytes for row in self.outside))
 
 
-def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
+def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """What the training program keeps.
 
     Args:
@@ -104,10 +104,10 @@ def kept_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
         output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
         kept_before = output in kept[index]
     outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=kept_before)]
-    return KeptMemory(tuple(layers), tuple(outside))
+    return SavedMemory(tuple(layers), tuple(outside))
 
 
-def window_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
+def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """What sequences that came window by window keep, before the first window goes back.
 
     Of the loss its gradients by the last layer's outputs are left, and no logits; keys and values
@@ -119,7 +119,7 @@ def window_memory(model: ModelGraph, plan: Planned) -> KeptMemory:
         plan: of layers whose attention has such a backward.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
-    return KeptMemory(kept_memory(model, plan).layers, tuple(outside))
+    return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
 
 
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Asking = Generator["Product", None, Any]
+ProductRequest = Generator["Product", None, Any]
 """A function that asks for products, and returns anything."""
 
 
@@ -225,7 +225,7 @@ def product(
     biases: Sequence[Tensor | None] = (),
     *,
     whole: bool = False,
-) -> Asking:
+) -> ProductRequest:
     """Ask for x by each of some weights.
 
     Args:
@@ -247,7 +247,7 @@ def product(
 
 def product_backward(
     batch: Any, name: str, dy: Tensor, weight: Tensor, bypass: Bypass | None = None
-) -> Asking:
+) -> ProductRequest:
     """Ask for dy by a weight, the gradient of what its linear operator was given.
 
     Args:

@@ -18,7 +18,7 @@ from pcg.ir.types import TOKENS
 from pcg.passes.fusion.kernel_groups import is_fusible
 
 
-def hand_on(model: ModelGraph) -> ModelGraph:
+def defer_residual_add(model: ModelGraph) -> ModelGraph:
     """The model, where every layer ends in such a sum, with the sums where they are read."""
     sums = [_last_sum(block) for block in model.blocks]
     # Where ranks hold parts of the tokens, what is handed on is gathered: once, not twice.

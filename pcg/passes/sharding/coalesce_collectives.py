@@ -14,7 +14,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.parallel.messages import moves_of, runs
 
 
-def join(graph: Graph) -> Graph:
+def coalesce_collectives(graph: Graph) -> Graph:
     """A rank's graph whose neighbouring collectives of one kind are one node."""
     found = [run for run in runs(moves_of(graph)) if len(run) > 1]
     if not found:

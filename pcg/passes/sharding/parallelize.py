@@ -22,7 +22,7 @@ from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.sharding.localize import localize
 from pcg.passes.sharding.repeat_heads import repeat_heads
-from pcg.passes.sharding.split_fused_projections import split
+from pcg.passes.sharding.split_fused_projections import split_fused_projections
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def search_layer(
     sequence_parallel: bool = False,
 ) -> Search:
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
-    base = split(plain)
+    base = split_fused_projections(plain)
     layouts = base_plan(base, degree, tp_plan)
     attentions = parted_attentions(base, layouts)
     base = repeat_heads(base, degree, attentions)
@@ -112,7 +112,7 @@ def search_layer(
     fixed = dataclasses.replace(ends, layouts=layouts)
     nodes = nodes_of_tokens(base, many_adapters=False) if sequence_parallel else frozenset()
     found = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, token_nodes=nodes)
-    whole = repeat_heads(split(block), degree, attentions)
+    whole = repeat_heads(split_fused_projections(block), degree, attentions)
     rules = {name: choice.rule for name, choice in found.choices.items()}
     return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel)
 

@@ -33,7 +33,7 @@ _MADE_ROWS: dict[str, tuple[bool, ...]] = {
 """The same of what is made of weights alone: rows of a matrix, entries of a vector."""
 
 
-def split(graph: Graph) -> Graph:
+def split_fused_projections(graph: Graph) -> Graph:
     """The graph whose slices of fused products are products of slices of their weights."""
     return _Splitter(graph).run()
 

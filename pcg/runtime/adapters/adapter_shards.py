@@ -33,7 +33,7 @@ from pcg.runtime.model.shards import piece_of, ranges_of
 from pcg.runtime.model.weights import Ranges
 
 
-class AdapterPieces:
+class AdapterShards:
     """A rank's pieces of one adapter at a training program's sites.
 
     Args:

@@ -12,11 +12,11 @@ from pcg.ir.graph import Parameter
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.peft.module_weights import AdapterWeight
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 
 
 def bind(
-    parameters: Sequence[Parameter], pieces: AdapterPieces, layer: int, weights: SimpleNamespace
+    parameters: Sequence[Parameter], pieces: AdapterShards, layer: int, weights: SimpleNamespace
 ) -> SimpleNamespace:
     """The adapter's weights by attribute.
 

@@ -24,7 +24,7 @@ class _Resident:
     users: int = 0
 
 
-class AdapterPages:
+class AdapterCache:
     """The adapters that have pages.
 
     Args:

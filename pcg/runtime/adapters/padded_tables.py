@@ -50,7 +50,7 @@ class Bound:
     layers: Sequence[object]
 
 
-class AdapterStacks:
+class PaddedTables:
     """Keeps the adapters that run in stacks.
 
     Args:
@@ -84,9 +84,7 @@ class AdapterStacks:
         """What of a graph's adapters lies in stacks."""
         return Sites.of(graph)
 
-    def in_pages(
-        self, pages: Tensor | None, table: Callable[[Adapter], PageTable]
-    ) -> AdapterStacks:
+    def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
         """The same where an engine gives adapters pages of its cache.
 
         Args:

@@ -15,17 +15,17 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.joined_sites import bottlenecks_of
-from pcg.runtime.adapters.padded_tables import AdapterStacks, Bound, Namespace
-from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowRoom, pages_of_rows
-from pcg.runtime.adapters.row_memory import LoraMemory, LoraSite, TokenSpans
+from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
+from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory, TokenSpans
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.stacked_weights import Sites
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.specialised import model_sources, served_sources
 
 
-class AdapterRows(AdapterStacks):
-    """Keeps the adapters that run; see `AdapterStacks`.
+class RaggedTables(PaddedTables):
+    """Keeps the adapters that run; see `PaddedTables`.
 
     Attributes:
         lora: rows of their matrices; None where the program has none that kernels can read.
@@ -37,7 +37,7 @@ class AdapterRows(AdapterStacks):
         weights: ServedWeights,
         device: torch.device,
         ranks: Ranks = ALONE,
-        room: Callable[[torch.dtype], RowRoom] | None = None,
+        room: Callable[[torch.dtype], RowAllocator] | None = None,
     ) -> None:
         """Keep none yet.
 
@@ -54,13 +54,13 @@ class AdapterRows(AdapterStacks):
         sites = [
             site for part, (graph, layer) in enumerate(graphs) for site in _rows(graph, part, layer)
         ]
-        self.lora: LoraMemory | None = None
+        self.lora: RowMemory | None = None
         if sites:
             dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
             own = OwnRoom(dtype, device) if room is None else room(dtype)
-            self.lora = LoraMemory(sites, self._cutter, own)
+            self.lora = RowMemory(sites, self._cutter, own)
         self._model = model
-        self._in_pages: WeakSet[AdapterRows] = WeakSet()
+        self._in_pages: WeakSet[RaggedTables] = WeakSet()
         in_rows = {
             parameter.source.format(layer=site.layer)
             for site in sites
@@ -70,11 +70,11 @@ class AdapterRows(AdapterStacks):
         self._in_stacks = model_sources(model) - in_rows - prompts
         self._has_rows_alone: WeakKeyDictionary[Adapter, bool] = WeakKeyDictionary()
 
-    def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> AdapterRows:
+    def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> RaggedTables:
         if pages is None:
             return self
         cutter, room = self._cutter, partial(PageRoom, pages, table)
-        made = AdapterRows(self._model, cutter.weights, cutter.device, cutter.ranks, room)
+        made = RaggedTables(self._model, cutter.weights, cutter.device, cutter.ranks, room)
         self._in_pages.add(made)
         return made
 
@@ -143,7 +143,7 @@ class AdapterRows(AdapterStacks):
         return bound
 
     @staticmethod
-    def _put_rows(bound: Bound, lora: LoraMemory, tokens: TokenSpans) -> None:
+    def _put_rows(bound: Bound, lora: RowMemory, tokens: TokenSpans) -> None:
         for site, rows in lora.bound(tokens):
             part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
             for name in site.names:

@@ -23,7 +23,7 @@ Shapes: TypeAlias = Sequence[Sequence[int]]
 """Rows of each matrix, and their elements."""
 
 
-class RowRoom(Protocol):
+class RowAllocator(Protocol):
     """A memory, and who has which part of it."""
 
     @property

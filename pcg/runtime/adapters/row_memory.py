@@ -29,7 +29,7 @@ from pcg.ir.program.program import python_name
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.joined_sites import JoinedSite
-from pcg.runtime.adapters.row_allocator import RowRoom
+from pcg.runtime.adapters.row_allocator import RowAllocator
 from pcg.runtime.adapters.stacked_weights import Cutter
 
 _ALIGNMENT = 8
@@ -124,7 +124,7 @@ class _Place:
 _NO_TOKENS = TokenSpans(())
 
 
-class LoraMemory:
+class RowMemory:
     """The adapters that run, and tables of where their rows lie.
 
     Args:
@@ -133,7 +133,7 @@ class LoraMemory:
         room: for the rows.
     """
 
-    def __init__(self, sites: Sequence[LoraSite], cutter: Cutter, room: RowRoom) -> None:
+    def __init__(self, sites: Sequence[LoraSite], cutter: Cutter, room: RowAllocator) -> None:
         self.sites = tuple(sites)
         self._cutter = cutter
         self._device = device = cutter.device

@@ -42,7 +42,7 @@ _BLOCKED_S = 0.01
 """Between two steps that find nothing to run, as where a paused job holds the pages."""
 
 
-class Front:
+class AsyncEngine:
     """Takes requests and jobs from any thread; a context manager, with `async` or without.
 
     Attributes:

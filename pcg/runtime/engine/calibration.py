@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pcg.parallel.ranks.group import Ranks, of_first
-from pcg.runtime.adapters.padded_tables import AdapterStacks
+from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Latencies, Latency, Load
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
@@ -36,7 +36,7 @@ _BACKWARD = 2.0
 
 def calibrated(
     runner: ModelRunner,
-    stacks: AdapterStacks,
+    stacks: PaddedTables,
     device: torch.device,
     most_positions: int | None,
     clock: Clock,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pcg.errors import UnsupportedError
-from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.adapters.published_version import Published
-from pcg.runtime.engine.async_engine import Front
+from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
@@ -20,7 +20,7 @@ from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.scheduler import Limits, Scheduler
 from pcg.runtime.engine.sharing import Sharing
-from pcg.runtime.engine.step_runner import ProgramDevice
+from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
@@ -39,7 +39,7 @@ KV_CACHE_BYTES = 4 * 2**30
 class ProgramEngine(Engine):
     """Serves and trains over one executor; see `Engine`."""
 
-    device: ProgramDevice
+    device: StepRunner
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ProgramEngine(Engine):
         # Kernels follow block tables, so pages are runs of bytes that adapters share.
         in_pages = executor.program.backend == "triton"
         cache = KvCache(types, pages, executor.device, in_pages=in_pages)
-        adapters = AdapterPages(cache.pool, functools.partial(_pages_of, executor, page_bytes))
-        device = ProgramDevice(
+        adapters = AdapterCache(cache.pool, functools.partial(_pages_of, executor, page_bytes))
+        device = StepRunner(
             runner,
             stacks,
             cache,
@@ -167,7 +167,7 @@ class ProgramEngine(Engine):
         work = FinetuneJob(served, data, adapter, given, peft).work(stepped)
         return Job(adapter, work)
 
-    def start(self) -> Front:
+    def start(self) -> AsyncEngine:
         """Have a thread run the steps from now on; what it is asked goes through the front.
 
         Raises:
@@ -179,7 +179,7 @@ class ProgramEngine(Engine):
                 "alike and in one order, and threads are not; call submit, finetune and step on "
                 "all of them"
             )
-        return Front(self)
+        return AsyncEngine(self)
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep promises from the first one on."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pcg.errors import GenerationError
-from pcg.runtime.adapters.cache import AdapterPages
+from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.latency import Latency, Load
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.request import ServedAdapter
@@ -84,7 +84,7 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        adapters: AdapterPages,
+        adapters: AdapterCache,
         limits: Limits,
         policy: Policy | None = None,
         prefixes: Prefixes | None = None,

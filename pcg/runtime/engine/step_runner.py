@@ -12,8 +12,8 @@ from torch import Tensor
 from pcg.errors import GenerationError
 from pcg.parallel.ranks.group import of_first
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.cache import AdapterPages
-from pcg.runtime.adapters.padded_tables import AdapterStacks, Bound
+from pcg.runtime.adapters.cache import AdapterCache
+from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request, ServedAdapter
 from pcg.runtime.engine.sequence import Sequence
@@ -22,7 +22,7 @@ from pcg.runtime.memory.decode_graphs import decode_graphs
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch, Span
-from pcg.runtime.model.merged_execution import Asking, alone, together
+from pcg.runtime.model.merged_execution import ProductRequest, run_merged, run_single
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
 from pcg.runtime.model.side_stream import SideStream
@@ -31,7 +31,7 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
 
 
-class ProgramDevice:
+class StepRunner:
     """Runs steps of the engine on one program.
 
     Attributes:
@@ -44,9 +44,9 @@ class ProgramDevice:
     def __init__(
         self,
         runner: ModelRunner,
-        stacks: AdapterStacks,
+        stacks: PaddedTables,
         cache: KvCache,
-        adapters: AdapterPages,
+        adapters: AdapterCache,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         most_positions: int | None,
@@ -64,7 +64,7 @@ class ProgramDevice:
         has_side = device.type == "cuda" and runner.ranks.size == 1
         self.side: Side | None = SideStream(device) if has_side else None
 
-    def use(self, runner: ModelRunner, stacks: AdapterStacks) -> None:
+    def use(self, runner: ModelRunner, stacks: PaddedTables) -> None:
         """Go on with a program that serves other sites, too."""
         self._stacks.close()
         self._runner = runner
@@ -174,7 +174,7 @@ class ProgramDevice:
         Returns:
             Places of the sequences whose pending tokens all ran, and the token after each.
         """
-        functions: list[Asking[Any]] = []
+        functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._stacks, self.cache, self._device)
         if chunks:
             functions.append(self._runner.asking_hidden(served.batch, served.bound))
@@ -183,11 +183,11 @@ class ProgramDevice:
             functions.append(unit.whole.asking_forward(count))
         if not windows:
             with torch.inference_mode():
-                found = [alone(function) for function in functions]
+                found = [run_single(function) for function in functions]
         else:
             # What windows keep is read, and what is written over it, outside inference mode.
             with torch.no_grad():
-                found = together(functions)
+                found = run_merged(functions)
         return served.ready, self._sampled(served, found[0]) if served.ready else None
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
@@ -223,7 +223,7 @@ class ProgramDevice:
             assert isinstance(unit, BackwardUnit)
             functions.append(unit.whole.asking_backward())
         with torch.no_grad():
-            together(functions)
+            run_merged(functions)
 
 
 class _Served:
@@ -240,7 +240,7 @@ class _Served:
         self,
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
-        stacks: AdapterStacks,
+        stacks: PaddedTables,
         cache: KvCache,
         device: torch.device,
     ) -> None:
@@ -264,7 +264,7 @@ class _Served:
         self._adapters = adapters
         self.bound = stacks.bind(self._adapters, [span.length for span in spans])
 
-    def sampled_rows(self, stacks: AdapterStacks) -> tuple[Tensor | None, Bound | None]:
+    def sampled_rows(self, stacks: PaddedTables) -> tuple[Tensor | None, Bound | None]:
         """Tokens that are sampled after, and their adapters; None where that is all tokens."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None

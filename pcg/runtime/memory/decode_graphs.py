@@ -32,8 +32,8 @@ from torch import Tensor
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import ALONE
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.padded_tables import AdapterStacks, Bound
-from pcg.runtime.adapters.ragged_tables import AdapterRows
+from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
+from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
@@ -160,7 +160,7 @@ class DecodeGraphs:
     def __init__(
         self,
         runner: ModelRunner,
-        stacks: AdapterRows,
+        stacks: RaggedTables,
         cache: KvCache,
         device: torch.device,
         recorder: Recorder | None,
@@ -285,11 +285,11 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 def decode_graphs(
-    runner: ModelRunner, stacks: AdapterStacks, cache: KvCache, device: torch.device
+    runner: ModelRunner, stacks: PaddedTables, cache: KvCache, device: torch.device
 ) -> DecodeGraphs | None:
     """Of a program over a cache; None over ranks, without lists, or other memory for adapters."""
     if runner.ranks.size > 1 or runner.decoding is None:
         return None
-    if cache.pages is None or not isinstance(stacks, AdapterRows):
+    if cache.pages is None or not isinstance(stacks, RaggedTables):
         return None
     return DecodeGraphs(runner, stacks, cache, device, recorder_for(device), EAGER_STEPS)

@@ -1,4 +1,4 @@
-"""Drive emitted functions that ask for the base's products, alone or several together.
+"""Drive emitted functions that ask for the base's products, run_single or several run_merged.
 
 What is particular to a part of a step, such as its adapters, its attention and what it keeps for
 backward, it does itself; a product by a weight of the base that several parts ask for at the same
@@ -28,11 +28,11 @@ class Product(Protocol):
         """Run it and others of the same key as one."""
 
 
-Asking: TypeAlias = Generator[Product, None, Result]
+ProductRequest: TypeAlias = Generator[Product, None, Result]
 """A function that asks for products."""
 
 
-def alone(function: Asking[Result]) -> Result:
+def run_single(function: ProductRequest[Result]) -> Result:
     """Run a function with nothing beside it."""
     try:
         while True:
@@ -42,11 +42,11 @@ def alone(function: Asking[Result]) -> Result:
         return result
 
 
-def together(functions: Sequence[Asking[Any]]) -> list[Any]:
+def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
     """Run functions side by side; products of one key that they ask for in turn are one.
 
     Who asks for the base's waits while others ask for products of their own, which not all have: so
-    they come to the base's next one together.
+    they come to the base's next one run_merged.
 
     Returns:
         What each returns.

@@ -21,7 +21,7 @@ from pcg.parallel.ranks.token_parts import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import Asking, alone
+from pcg.runtime.model.merged_execution import ProductRequest, run_single
 from pcg.runtime.model.sampling import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -175,9 +175,9 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
         """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
-        return alone(self.asking_hidden(batch, adapters))
+        return run_single(self.asking_hidden(batch, adapters))
 
-    def asking_hidden(self, batch: Batch, adapters: Bound) -> Asking[list[Tensor]]:
+    def asking_hidden(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
         """The same, asking the caller for the base's products."""
         batch.ranks = self.ranks
         batch.chosen = None

@@ -12,7 +12,7 @@ from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.same_program import check_same, training_text
 from pcg.peft.adapters import Adapter
 from pcg.peft.registry import Recipe
-from pcg.runtime.adapters.padded_tables import AdapterStacks
+from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner
 
@@ -41,7 +41,7 @@ class ServingProgram:
     sources: frozenset[str]
     weights: BaseWeights
     runner: ModelRunner
-    stacks: AdapterStacks
+    stacks: PaddedTables
 
 
 class TrainingPrograms:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.training.optimizer_table import Optimizer
 
 _ON_HOST = ("step", "mu_product")
@@ -58,7 +58,7 @@ def _is_bias(path: str) -> bool:
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Parameters, pieces: AdapterPieces | None = None
+    optimizer: torch.optim.Optimizer, parameters: Parameters, pieces: AdapterShards | None = None
 ) -> dict[str, Tensor]:
     """Its state by "<parameter>/<key>"; empty before the first step.
 
@@ -78,7 +78,7 @@ def optimizer_tensors(
     return found
 
 
-def _of_paths(values: Mapping[str, Tensor], pieces: AdapterPieces) -> dict[str, Tensor]:
+def _of_paths(values: Mapping[str, Tensor], pieces: AdapterShards) -> dict[str, Tensor]:
     """One value of each parameter's pieces, which all have the same."""
     return {pieces.path_of(name): value for name, value in values.items()}
 
@@ -88,7 +88,7 @@ def load_optimizer(
     kind: Optimizer,
     parameters: Parameters,
     saved: Mapping[str, Tensor],
-    pieces: AdapterPieces | None = None,
+    pieces: AdapterShards | None = None,
 ) -> None:
     """Give each parameter its saved state.
 
@@ -121,7 +121,7 @@ def load_optimizer(
 
 
 def _cut(
-    saved: Mapping[str, Tensor], pieces: AdapterPieces, names: Iterable[str], kind: Optimizer
+    saved: Mapping[str, Tensor], pieces: AdapterShards, names: Iterable[str], kind: Optimizer
 ) -> dict[str, Tensor]:
     """A whole adapter's state as that of a rank's pieces; what fits none is as it was."""
     found = dict(saved)

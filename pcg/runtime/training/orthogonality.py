@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 
 
 def add_orthogonality(
-    pieces: AdapterPieces, names: Sequence[str], rank_dims: Sequence[int], weight: float
+    pieces: AdapterShards, names: Sequence[str], rank_dims: Sequence[int], weight: float
 ) -> float:
     """Add R's gradient to that of each piece, which is summed over the ranks already.
 

@@ -32,7 +32,7 @@ from pcg.errors import FinetuneError
 from pcg.peft.adalora import AdaLoraRecipe
 from pcg.peft.adalora_weights import AdaLoraWeights
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.training.orthogonality import add_orthogonality
 
 _IMPORTANCE, _UNCERTAINTY, _MASK = "importance/", "uncertainty/", "mask/"
@@ -43,7 +43,7 @@ _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 class RankAllocator:
     """What a job on an AdaLoRA adapter does beside the optimizer."""
 
-    def __init__(self, recipe: AdaLoraRecipe, pieces: AdapterPieces, total_steps: int) -> None:
+    def __init__(self, recipe: AdaLoraRecipe, pieces: AdapterShards, total_steps: int) -> None:
         """Take an adapter of the recipe's ranks.
 
         Args:
@@ -75,7 +75,7 @@ class RankAllocator:
         self._masks: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, adapter: Adapter, pieces: AdapterPieces, total_steps: int) -> Self | None:
+    def of(cls, adapter: Adapter, pieces: AdapterShards, total_steps: int) -> Self | None:
         """The allocator of an adapter; None where it is no AdaLoRA."""
         recipe = adapter.recipe
         if not isinstance(recipe, AdaLoraRecipe):

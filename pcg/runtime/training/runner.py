@@ -18,12 +18,12 @@ from pcg.ir.program.program import Training, python_name
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapters import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.adapters.binding import bind
 from pcg.runtime.engine.units import run_alone
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import Asking
+from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
 from pcg.runtime.training.data import IGNORED, Example
 from pcg.runtime.training.loss_chunks import loss_chunks
@@ -55,7 +55,7 @@ class TrainingRunner:
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
         model = training.model
-        self.pieces = pieces = AdapterPieces(model, adapter, self.device, ranks)
+        self.pieces = pieces = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
             bind(model.blocks[block].parameters, pieces, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
@@ -177,7 +177,7 @@ class TrainingRunner:
         batch: Batch,
         carried: Sequence[Tensor],
         shared: Sequence[Tensor | None],
-    ) -> Asking[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """A layer's forward: what it hands on, and what it keeps."""
         training = self.training
         batch.layer = layer
@@ -225,7 +225,7 @@ class TrainingRunner:
 
     def layer_backward(
         self, layer: int, batch: Batch, kept: list[Any], gradients: list[Tensor]
-    ) -> Asking[list[Tensor]]:
+    ) -> ProductRequest[list[Tensor]]:
         """A layer's backward, which empties what it is given.
 
         Returns:

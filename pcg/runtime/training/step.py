@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.group import of_first
-from pcg.runtime.adapters.adapter_shards import AdapterPieces
+from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.engine.units import Work
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.training.data import Dataset, Example
@@ -149,7 +149,7 @@ class TrainingStep:
         load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._pieces)
 
     @property
-    def _pieces(self) -> AdapterPieces | None:
+    def _pieces(self) -> AdapterShards | None:
         """What makes the parameters whole; None where they are."""
         runner = self._runner
         is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.pieces.tensors.keys()

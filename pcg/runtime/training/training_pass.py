@@ -28,7 +28,7 @@ from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
 from pcg.runtime.memory.kv_cache import KvCache, KvGradients
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
-from pcg.runtime.model.merged_execution import Asking, alone
+from pcg.runtime.model.merged_execution import ProductRequest, run_single
 from pcg.runtime.training.data import Example
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class TrainingPass:
     @torch.no_grad()
     def forward(self, tokens: int) -> None:
         """Take the next tokens forward; at the end of the sequences fewer than asked for."""
-        alone(self.asking_forward(tokens))
+        run_single(self.asking_forward(tokens))
 
-    def asking_forward(self, tokens: int) -> Asking[None]:
+    def asking_forward(self, tokens: int) -> ProductRequest[None]:
         """The same, asking the caller for the base's products."""
         window = self.begin(tokens)
         for layer in range(self.layers):
@@ -179,7 +179,7 @@ class TrainingPass:
         window.carried, window.shared = self._runner.prologue(batch)
         return window
 
-    def asking_layer(self, layer: int, window: Window) -> Asking[None]:
+    def asking_layer(self, layer: int, window: Window) -> ProductRequest[None]:
         """Take a window through one layer."""
         window.carried, saved = yield from self._runner.layer(
             layer, window.batch, window.carried, window.shared
@@ -218,9 +218,9 @@ class TrainingPass:
     @torch.no_grad()
     def backward(self) -> None:
         """Take one window back through one layer, once all tokens went forward."""
-        alone(self.asking_backward())
+        run_single(self.asking_backward())
 
-    def asking_backward(self) -> Asking[None]:
+    def asking_backward(self) -> ProductRequest[None]:
         """The same, asking the caller for the base's products."""
         window, layer = self._windows[self._window], self._layer
         if self._window == -1 and self._cache is not None:
@@ -258,7 +258,7 @@ class TrainingPass:
             window.kept[first][index] for index in self._input_places(first)
         ]
         for i in range(first, layer):
-            carried, _ = alone(self._runner.layer(i, window.batch, carried, window.shared))
+            carried, _ = run_single(self._runner.layer(i, window.batch, carried, window.shared))
             self._hand(i + 1, window, carried)
 
     def _hand(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pcg.compiler as compiler
-from pcg.runtime.adapters.row_memory import LoraMemory
+from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.slots import Shelf
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Limits
@@ -19,7 +19,7 @@ from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 
 bf16.install()
-WRITERS: dict[str, tuple[type, str]] = {"torch": (Shelf, "_put"), "triton": (LoraMemory, "_write")}
+WRITERS: dict[str, tuple[type, str]] = {"torch": (Shelf, "_put"), "triton": (RowMemory, "_write")}
 
 
 @pytest.mark.parametrize("backend", WRITERS)

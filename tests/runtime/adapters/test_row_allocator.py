@@ -11,7 +11,7 @@ from torch import Tensor
 from pcg.errors import UnsupportedError
 from pcg.peft.adapters import Adapter
 from pcg.peft.lora import LoraRecipe
-from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowRoom, pages_of_rows
+from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
 from pcg.runtime.memory.pool import PageTable
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def never() -> bool:
     return False
 
 
-def put(room: RowRoom, one: Adapter, found: list[Tensor]) -> list[Tensor]:
+def put(room: RowAllocator, one: Adapter, found: list[Tensor]) -> list[Tensor]:
     firsts = room.reserve(one, [matrix.shape for matrix in found], never, grows=True)
     assert firsts is not None
     room.write(one, found)

@@ -11,8 +11,8 @@ import pcg.compiler as compiler
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.ragged_tables import AdapterRows
-from pcg.runtime.adapters.row_memory import LoraMemory, LoraRows, LoraSite, TokenSpans
+from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.row_memory import LoraRows, LoraSite, RowMemory, TokenSpans
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.stacked_weights import Sites
 from pcg.runtime.executor import Executor
@@ -43,8 +43,8 @@ ADAPTERS = list(EXECUTOR.adapters.values())
 SERVED = ServedWeights(EXECUTOR.weight_store.linear(), EXECUTOR.program.base.module_shapes())
 
 
-def memory() -> LoraMemory:
-    found = AdapterRows(EXECUTOR.serving[0].model, SERVED, CPU).lora
+def memory() -> RowMemory:
+    found = RaggedTables(EXECUTOR.serving[0].model, SERVED, CPU).lora
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def read(rows: LoraRows, table: torch.Tensor, output: int, slot: int, size: int)
     return rows.memory[starts[:, None] + torch.arange(size)]
 
 
-def check(lora: LoraMemory, adapters: list[Adapter]) -> None:
+def check(lora: RowMemory, adapters: list[Adapter]) -> None:
     for site, rows in lora.bound(TokenSpans(())):
         for adapter in adapters:
             slot = lora.slot(adapter)

@@ -22,7 +22,7 @@ from pcg.errors import (
     PcgError,
 )
 from pcg.peft.adapters import Adapter
-from pcg.runtime.engine.async_engine import Front
+from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import JobState
 from pcg.runtime.engine.program_engine import ProgramEngine
@@ -49,7 +49,9 @@ LONG_JOB: dict[str, Any] = {**OPTIONS, "max_steps": 50}
 
 
 @contextmanager
-def started(executor: Executor, pages: int = 64, limits: Limits | None = None) -> Iterator[Front]:
+def started(
+    executor: Executor, pages: int = 64, limits: Limits | None = None
+) -> Iterator[AsyncEngine]:
     with make_engine(executor, pages, limits).start() as front:
         yield front
     assert not front._thread.is_alive()
@@ -57,7 +59,7 @@ def started(executor: Executor, pages: int = 64, limits: Limits | None = None) -
     assert not front.engine.scheduler.running
 
 
-def submitted(front: Front) -> list[Stream]:
+def submitted(front: AsyncEngine) -> list[Stream]:
     """The requests of `test_engine.requests`, by the name of the adapter."""
     return [
         front.submit(prompt, ("a", None)[i % 2], **GREEDY)
@@ -139,7 +141,7 @@ def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_stops_waiting_ends_nothing() -> None:
-    async def main(front: Front) -> Completion:
+    async def main(front: AsyncEngine) -> Completion:
         stream = front.submit([1, 2, 3], **LONG)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.completion(), 1e-3)
@@ -328,7 +330,7 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(engine.device, "start", broken)
 
-    async def main(front: Front) -> list[Any]:
+    async def main(front: AsyncEngine) -> list[Any]:
         streams = [front.submit([1, 2, 3], **LONG) for _ in range(3)]
         job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
         waiting = asyncio.gather(

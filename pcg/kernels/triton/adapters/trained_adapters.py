@@ -23,10 +23,10 @@ from torch import Tensor
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.bypass import as_weight
 from pcg.kernels.torch.products import (
-    Asking,
     Bypass,
     Part,
     Product,
+    ProductRequest,
     joined_tokens,
     product_backward,
 )
@@ -104,7 +104,7 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 
 def lora_linear_backward(
     batch: Any, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
-) -> Asking:
+) -> ProductRequest:
     """Ask for the gradients of a linear operator with LoRA, without dA.
 
     Args:
@@ -161,7 +161,7 @@ class LoraGradients(Bypass):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
-def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> Asking:
+def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> ProductRequest:
     """Ask for dA = dsᵀ x, [r, in].
 
     Args:
@@ -209,7 +209,7 @@ class OuterProduct(Product):
 
 def bottleneck_backward(
     batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
-) -> Asking:
+) -> ProductRequest:
     """Ask for the gradients of a bottleneck adapter, from its width on.
 
     Args:

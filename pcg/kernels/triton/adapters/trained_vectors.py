@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.bypass import as_weight
-from pcg.kernels.torch.products import Asking, Product, joined_tokens
+from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens
 from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
@@ -42,7 +42,9 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
     return _sums([len(dz)], dz, None, None, scales)[0]
 
 
-def asked_inner(batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None) -> Asking:
+def asked_inner(
+    batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
+) -> ProductRequest:
     """Ask for what `inner` gives.
 
     Args:
@@ -60,7 +62,7 @@ def asked_inner(batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | Non
     return asked.take()
 
 
-def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> Asking:
+def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> ProductRequest:
     """Ask for what `sum_tokens` gives.
 
     Args:
