@@ -13,14 +13,14 @@ from pcg.errors import MemoryBudgetError
 from pcg.explain.report_data import GpuCapacity
 from pcg.explain.step_memory import PlannedModel, Setup, memory_bytes
 from pcg.ir.program.memory_budget import MemoryBudget
-from pcg.parallel.costs.devices import RESERVED_BYTES, Device
+from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
 
 MOST = 2**20
 """Neither a batch nor a sequence length beyond this is looked for."""
 
 
-def capacity(planned: PlannedModel, setup: Setup, device: Device) -> GpuCapacity:
+def capacity(planned: PlannedModel, setup: Setup, device: Accelerator) -> GpuCapacity:
     """What fits a device.
 
     Args:

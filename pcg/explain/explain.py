@@ -30,8 +30,8 @@ from pcg.options import (
     recipes_of,
 )
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.devices import Device, device_of
-from pcg.parallel.costs.model import SheetModel, cost_model
+from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
@@ -165,7 +165,7 @@ def compare(
     check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [device_of(name) for name in gpus]
+    devices = [find_accelerator(name) for name in gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     updates = Optimizer.of(optimizer, optimizer_options)
@@ -178,7 +178,7 @@ def compare(
         dtype_name(dtype),
         budget=budget,
         tp=tp,
-        costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
+        costs=find_cost_model(costs_name(costs, gpus)) if tp > 1 else None,
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -194,7 +194,7 @@ def _explained(
     folded: Compilation,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
-    devices: Sequence[Device],
+    devices: Sequence[Accelerator],
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
