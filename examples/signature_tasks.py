@@ -30,6 +30,7 @@ NOUNS = """account address archive attribute buffer cache character client code 
     socket string table task text title token tree user value version warning word""".split()
 FLAGS = "atomic binary force lazy quiet recursive strict verbose".split()
 NUMBERS = "count depth height level limit offset size start stop width".split()
+VALUES = "0 1 2 3 4 5 8 10 12 16 20 24 32 48 50 64 80 100 128 200 256 300 500 512 640 800".split()
 STRINGS = "encoding mode prefix suffix".split()
 TEXTS = "ascii utf-8 r w rb wb rgb gray tmp old new a b".split()
 
@@ -75,7 +76,7 @@ def draw_signature(rng: random.Random) -> Signature:
         if kind == "flag":
             parameters.append(Parameter(rng.choice(FLAGS), rng.choice(("True", "False"))))
         elif kind == "number":
-            parameters.append(Parameter(rng.choice(NUMBERS), str(rng.randint(0, 999))))
+            parameters.append(Parameter(rng.choice(NUMBERS), rng.choice(VALUES)))
         else:
             parameters.append(Parameter(rng.choice(STRINGS), f'"{rng.choice(TEXTS)}"'))
     return Signature(rng.choice(VERBS), rng.choice(NOUNS), tuple(parameters))
