@@ -11,9 +11,9 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import CONTEXT
 from pcg.options import check_degree
 from pcg.parallel.costs.devices import device_of
 from pcg.parallel.costs.model import SheetModel, cost_model

@@ -21,7 +21,7 @@ import torch
 
 from pcg.errors import CostModelError
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.operators.base import Attributes, Types
 from pcg.parallel.costs.devices import ASSUMED, CPU, DEVICES, Achieved, DeviceSheet, Link
 from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
 
