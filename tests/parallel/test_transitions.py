@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pcg.ir.graph import Builder
+from pcg.ir.builder import Builder
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.collectives import Transition

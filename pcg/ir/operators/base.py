@@ -200,8 +200,8 @@ def _has(type_: TensorType, dim: int, size: object) -> bool:
     return len(type_.features) >= -dim and type_.shape[dim] == size
 
 
-class NodeBuilder(Protocol):
-    """The part of `pcg.ir.graph.Builder` that gradient rules use; see there."""
+class GraphBuilder(Protocol):
+    """The part of `pcg.ir.builder.Builder` that gradient rules use."""
 
     types: dict[str, TensorType]
     reserved: Container[str]
@@ -231,7 +231,7 @@ class Gradient:
         needs: for each input of the node, whether its gradient is needed.
     """
 
-    builder: NodeBuilder
+    builder: GraphBuilder
     forward: Graph
     node: Node
     upstream: tuple[str | None, ...]
