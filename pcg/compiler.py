@@ -33,8 +33,8 @@ from pcg.options import (
     recipes_of,
 )
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.model import cost_model, own_sheet
-from pcg.parallel.ranks.group import Ranks, check_started, join, own_device
+from pcg.parallel.costs.catalog import find_cost_model, own_sheet
+from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, PassRecord, made, run_passes
@@ -120,7 +120,7 @@ def compile_program(
         dtype_name(dtype),
         budget=budget,
         tp=tp,
-        costs=cost_model(name) if name else None,
+        costs=find_cost_model(name) if name else None,
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -366,7 +366,7 @@ def make_executor(
     check_device(program.backend, device)
     if ranks is None:
         device = own_device(device)
-        ranks = join(program.tp, device)
+        ranks = join_group(program.tp, device)
     check_same_program(ranks, program)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
@@ -420,7 +420,7 @@ class _Specialiser:
             trains=trains,
             budget=program.memory_budget,
             tp=program.tp,
-            costs=cost_model(program.costs) if program.costs else None,
+            costs=find_cost_model(program.costs) if program.costs else None,
             tp_plan=program.tp_plan,
             windows=windows,
             sequence_parallel=program.sequence_parallel,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.costs.model import SHEETS
+from pcg.parallel.costs.accelerators import SHEETS
 from pcg.peft.adapters import read_adapter, recipe_from
 from pcg.peft.registry import Recipe, is_shorthand
 

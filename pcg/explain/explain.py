@@ -23,7 +23,7 @@ from pcg.options import (
     recipes_of,
 )
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.model import cost_model
+from pcg.parallel.costs.catalog import find_cost_model
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.memory.plan import MemoryPlan, frontiers
 from pcg.passes.pipeline import Compilation, made, run_passes
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pcg.explain.adapter_use import AdapterUse
     from pcg.explain.report import Report
     from pcg.explain.step_memory import Account, Asked
-    from pcg.parallel.costs.devices import Device
+    from pcg.parallel.costs.accelerators import Accelerator
     from pcg.parallel.search import Search
 
 
@@ -162,12 +162,12 @@ def compare(
         gpus: names of GPUs to fit the step to.
         find_region: as for `explain`.
     """
-    from pcg.parallel.costs.devices import device_of
+    from pcg.parallel.costs.accelerators import find_accelerator
 
     check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [device_of(name) for name in gpus]
+    devices = [find_accelerator(name) for name in gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     budget = MemoryBudget.parse(memory_budget, batch, seq)
     updates = Optimizer.of(optimizer, optimizer_options)
@@ -180,7 +180,7 @@ def compare(
         dtype_name(dtype),
         budget=budget,
         tp=tp,
-        costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
+        costs=find_cost_model(costs_name(costs, gpus)) if tp > 1 else None,
         tp_plan=read_tp_plan(tp_plan),
         sequence_parallel=sequence_parallel,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -196,7 +196,7 @@ def _explained(
     folded: Compilation,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
-    devices: Sequence[Device],
+    devices: Sequence[Accelerator],
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
@@ -290,7 +290,7 @@ def _parallel_regions(
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
     from pcg.explain.parallel_report import token_regions
     from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.parallel.costs.model import SheetModel
+    from pcg.parallel.costs.catalog import SheetModel
 
     def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
         bypasses = _use_of(state, then)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks.group import Ranks, on_first
+from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapters import Adapter, write_adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
@@ -263,7 +263,7 @@ class Executor:
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; what was at that path is replaced as a whole."""
         adapter = self.state.adapter(name)
-        on_first(self.ranks, lambda: write_adapter(adapter, path))
+        run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors as they are now, after they were changed in place."""

@@ -23,11 +23,11 @@ import pcg.compiler as compiler
 from pcg.codegen import torch_emitter, triton_emitter
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
-from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Parameter, Value
+from pcg.ir.kernel_group import group_of
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, Span, whole_sequences
 from pcg.runtime.model.runner import load_functions
@@ -41,6 +41,7 @@ from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.kernel_graphs import lowered
 
 bf16.install()
 CPU = torch.device("cpu")
@@ -163,8 +164,8 @@ def code_of(size: int, value_size: int, page: int) -> Kernel:
     )
     q, k = (builder.add("rope", [x, *angles], rotary_dim=size, style="half") for x in (q, k))
     out, _ = builder.add_many("attention", [q, k, v], scale=1.0, window=0, softcap=0.0)
-    graph = triton_emitter.with_appends(builder.build([out]))
-    group = next(item for item in schedule(graph) if isinstance(item, Group))
+    graph = lowered(builder.build([out]))
+    group = group_of(graph, graph.kernels[0])
     made = group_kernel(group, "append")
     warps = re.search(r"warps=(\d+)", made.source)
     assert warps is not None
@@ -223,10 +224,10 @@ class Layer:
         graph = self._graph()
         self.run, self.reference = (
             load_functions(
-                emitter.emit_module("A layer", "", [emitter.emit_function(graph, "layer", "")]),
+                emitter.emit_module("A layer", "", [emitter.emit_function(emitted, "layer", "")]),
                 "layer",
             )["layer"]
-            for emitter in (triton_emitter, torch_emitter)
+            for emitter, emitted in ((triton_emitter, lowered(graph)), (torch_emitter, graph))
         )
 
     def _graph(self) -> Graph:
