@@ -25,8 +25,8 @@ from pcg.peft.lora import LoraRecipe
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.simulate.device import SimulatedAdapter

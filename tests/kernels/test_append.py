@@ -32,6 +32,7 @@ from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, Span, whole_sequences
 from pcg.runtime.model.runner import load_functions
 from pcg.runtime.training.data import Example
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.families.test_numbers import prompts
 from tests.support import oracle
@@ -72,7 +73,8 @@ def test_the_cache_holds_what_transformers_caches(
 def launched(name: str, **changes: Any) -> list[str]:
     """The kernels of a step that decodes, of one layer alone."""
     base = oracle.random_model(BY_NAME[name].config(1, **changes))
-    runner, stacks = compiler.compile(base, backend="triton").serving
+    serving = compiler.compile(base, backend="triton").serving
+    runner = serving.runner
     cache = KvCache(kv_types(runner.model), 4, CPU, in_pages=True)
     tables = tables_of(cache, [9, 9])
     spans = [Span(i, 1, 8, table) for i, table in enumerate(tables)]
@@ -86,7 +88,7 @@ def launched(name: str, **changes: Any) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", noted)
-        runner.hidden(batch, stacks.bind([None, None], [1, 1]))
+        runner.hidden(batch, serving.tables.bind([None, None], [1, 1]))
     return [name for name in names if not name.startswith("prologue")]
 
 
@@ -117,7 +119,7 @@ def test_gradients_of_windows_through_pages() -> None:
         module, _, kind = path.rpartition(".")
         weights = adapter.weights[module]
         (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
-    runner = executor.training_runner_of(adapter, windows=True)
+    runner = training_runner(executor.state, adapter, windows=True)
     backward = runner.training.plans[0].backward
     assert backward is not None
     assert any(node.op == "attention" for node in backward.nodes)
