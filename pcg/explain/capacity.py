@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pcg.errors import MemoryBudgetError
 from pcg.explain.report import Fit
 from pcg.explain.step_memory import Account, Asked, memory_bytes
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.options import MemoryBudget
 from pcg.parallel.costs.devices import RESERVED_BYTES, Device
 from pcg.passes.memory.plan import frontiers
 

@@ -93,7 +93,7 @@ class Executor:
         return ServingProgram(serving, model_sources(serving.model), weights, runner, stacks)
 
     def _stacks_of(self, model: ModelGraph) -> PaddedTables:
-        made = RaggedTables if self.program.backend == "triton" else PaddedTables
+        made = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         return made(model, self._served, self.device, self.ranks)
 
     def _use(self, program: ServingProgram) -> None:
@@ -462,8 +462,8 @@ class Executor:
 
     @property
     def adapter_dtype(self) -> str:
-        """Dtype of adapters: fp32 over a half-precision base, as peft has it, else the base's."""
-        return "f64" if self.program.dtype == "f64" else "f32"
+        """The dtype of adapters."""
+        return self.program.base.adapter_dtype
 
     def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
         """Use an adapter's tensors as they are now, after they were changed in place.

@@ -12,9 +12,8 @@ from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.operators.model import CONTEXT
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
-from pcg.options import check_degree
+from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.devices import device_of
 from pcg.parallel.costs.model import SheetModel, cost_model
 from pcg.parallel.costs.step_costs import GraphCosts, Piece, StepShape
@@ -123,7 +122,7 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    check_degree(tp)
+    PlanOptions(tp=tp)
     memory, costs = device_of(device), cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")

@@ -9,8 +9,8 @@ import pytest
 import sympy
 
 import pcg
-import pcg.explain.explain as explaining
 from pcg.errors import MemoryBudgetError, ParallelError
+from pcg.explain import explain as explaining
 from pcg.explain.degree_formulas import DEGREE, AtDegree, in_degree
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.source import resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single

@@ -73,7 +73,7 @@ class ProgramEngine(Engine):
         page_bytes = bytes_of_page(types)
         pages = max(1, kv_cache_bytes // page_bytes)
         # Kernels follow block tables, so pages are runs of bytes that adapters share.
-        in_pages = executor.program.backend == "triton"
+        in_pages = executor.program.options.backend == "triton"
         cache = KvCache(types, pages, executor.device, in_pages=in_pages)
         adapters = AdapterCache(cache.pool, functools.partial(_pages_of, executor, page_bytes))
         device = StepRunner(
