@@ -20,7 +20,7 @@ from pcg.explain.adapter_use import adapter_use
 from pcg.explain.eager.memory import EagerMemory, eager_memory
 from pcg.explain.eager.saved import Eager
 from pcg.ir.analysis.storages import SEQUENCES, Storages
-from pcg.ir.graph import Builder
+from pcg.ir.builder import Builder
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.passes.bypasses import Bypasses

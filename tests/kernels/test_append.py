@@ -23,7 +23,8 @@ import pcg.compiler as compiler
 from pcg.codegen import torch_emitter, triton_emitter
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
-from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.passes.fusion.kernel_group import Group

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pcg.ir.graph import Builder
+from pcg.ir.builder import Builder
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators.collective import OPERATORS, Transition
 from pcg.ir.types import TOKENS, TensorType, tensor

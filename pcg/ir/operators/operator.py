@@ -11,14 +11,14 @@ Triton (`tile`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import sympy
 
 from pcg.errors import TypeCheckError, UnsupportedError
-from pcg.ir.graph import Attribute, Builder, Graph, Node
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
 from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
@@ -188,6 +188,25 @@ def _has(type_: TensorType, dim: int, size: object) -> bool:
     return len(type_.features) >= -dim and type_.shape[dim] == size
 
 
+class GraphBuilder(Protocol):
+    """The part of `pcg.ir.builder.Builder` that gradient rules use."""
+
+    types: dict[str, TensorType]
+    reserved: Container[str]
+
+    def input(self, name: str, type_: TensorType) -> str: ...
+
+    def parameter(self, parameter: Parameter) -> str: ...
+
+    def add(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> str: ...
+
+    def add_many(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True)
 class Gradient:
     """Where a gradient rule finds what it needs.
@@ -200,7 +219,7 @@ class Gradient:
         needs: for each input of the node, whether its gradient is needed.
     """
 
-    builder: Builder
+    builder: GraphBuilder
     forward: Graph
     node: Node
     upstream: tuple[str | None, ...]

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import sympy
 
-from pcg.ir.graph import Attribute, Builder, Graph, Node, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
 from pcg.ir.operators import operator
 from pcg.ir.operators.collective import FLOPS_PER_BYTE
