@@ -77,9 +77,9 @@ def test_fields_are_documented_with_the_function() -> None:
 
 
 def test_a_wrong_name_is_refused_with_the_closest() -> None:
-    with pytest.raises(FinetuneError, match="unknown option 'widht', did you mean 'width'?"):
+    with pytest.raises(FinetuneError, match=r"unknown option 'widht', did you mean 'width'\?"):
         show("a", widht=3)  # type: ignore[call-arg]
-    with pytest.raises(UnsupportedError, match="'dtpye', did you mean 'dtype'?"):
+    with pytest.raises(UnsupportedError, match=r"'dtpye', did you mean 'dtype'\?"):
         pcg.compile("model", dtpye="float32")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing a required argument: 'path'"):
         show()  # type: ignore[call-arg]
