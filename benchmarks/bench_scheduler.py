@@ -41,7 +41,7 @@ from measure import interleave, medians, ratio, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import pcg
-from pcg.parallel.costs.step_costs import Piece, StepShape
+from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.parallel.ranks.group import ALONE
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import MachineClock
@@ -204,7 +204,8 @@ class Load:
         """Microseconds that the program takes for a token of each running request."""
         running = self.engine.scheduler.running
         pieces = [
-            Piece(1, one.cached, True, adapter=one.request.adapter, rank=RANK) for one in running
+            SequenceChunk(1, one.cached, True, adapter=one.request.adapter, rank=RANK)
+            for one in running
         ]
         return self._program.costs.step_seconds(StepShape.of(pieces)) * 1e6
 

@@ -26,8 +26,8 @@ from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
-from pcg.parallel.costs.model import cost_model, costs_name, own_sheet
-from pcg.parallel.ranks.group import Ranks, check_started, join, own_device
+from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
+from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, PassRecord, made, run_passes
@@ -102,7 +102,7 @@ def _compiled(
         dtype_name(options.dtype),
         budget=options.budget,
         tp=options.tp,
-        costs=None if costs is None else cost_model(costs),
+        costs=None if costs is None else find_cost_model(costs),
         tp_plan=options.styles,
         sequence_parallel=options.sequence_parallel,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
@@ -324,7 +324,7 @@ def make_executor(
     _check_device(program.options.backend, device)
     if ranks is None:
         device = own_device(device)
-        ranks = join(program.options.tp, device)
+        ranks = join_group(program.options.tp, device)
     check_same_program(ranks, program)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
@@ -388,7 +388,7 @@ class _Specialiser:
             trains=trains,
             budget=options.budget,
             tp=options.tp,
-            costs=None if options.costs is None else cost_model(options.costs),
+            costs=None if options.costs is None else find_cost_model(options.costs),
             tp_plan=options.styles,
             windows=windows,
             sequence_parallel=options.sequence_parallel,

@@ -13,14 +13,14 @@ from pcg.errors import MemoryBudgetError
 from pcg.explain.report import Fit
 from pcg.explain.step_memory import Account, Asked, memory_bytes
 from pcg.options import MemoryBudget
-from pcg.parallel.costs.devices import RESERVED_BYTES, Device
+from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
 
 MOST = 2**20
 """Neither a batch nor a sequence length beyond this is looked for."""
 
 
-def fit(what: Account, asked: Asked, device: Device) -> Fit:
+def fit(what: Account, asked: Asked, device: Accelerator) -> Fit:
     """What fits a device.
 
     Args:

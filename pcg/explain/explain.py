@@ -16,7 +16,7 @@ from pcg.errors import (
 from pcg.ir.program.program import ModelGraph
 from pcg.keywords import takes
 from pcg.options import ExplainOptions, MemoryBudget, dtype_name
-from pcg.parallel.costs.model import cost_model, costs_name
+from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.memory.plan import MemoryPlan, frontiers
 from pcg.passes.pipeline import Compilation, made, run_passes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pcg.explain.adapter_use import AdapterUse
     from pcg.explain.report import Report
     from pcg.explain.step_memory import Account, Asked
-    from pcg.parallel.costs.devices import Device
+    from pcg.parallel.costs.accelerators import Accelerator
     from pcg.parallel.search import Search
 
 
@@ -105,11 +105,11 @@ def compare(given: CompareArguments) -> dict[str, Report]:
 
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
     """`compare` with its options as one object."""
-    from pcg.parallel.costs.devices import device_of
+    from pcg.parallel.costs.accelerators import find_accelerator
 
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [device_of(name) for name in options.gpus]
+    devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     updates = Optimizer.of(options.optimizer, options.optimizer_options)
     updates.check_parted(options.tp)
@@ -121,7 +121,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
         dtype_name(options.dtype),
         budget=options.budget,
         tp=options.tp,
-        costs=cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None,
+        costs=find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None,
         tp_plan=options.styles,
         sequence_parallel=options.sequence_parallel,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
@@ -142,7 +142,7 @@ def _explained(
     folded: Compilation,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
-    devices: Sequence[Device],
+    devices: Sequence[Accelerator],
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
@@ -236,7 +236,7 @@ def _parallel_regions(
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
     from pcg.explain.parallel_report import token_regions
     from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.parallel.costs.model import SheetModel
+    from pcg.parallel.costs.catalog import SheetModel
 
     def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
         bypasses = _use_of(state, then)

@@ -79,7 +79,7 @@ def _path(source: str) -> str:
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
     """What has to have equal parts, by what it is called."""
-    parted = parted_attentions(graph, plan)
+    parted = partitioned_attentions(graph, plan)
     for node in graph.nodes:
         if node.name in parted:
             yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
@@ -93,7 +93,7 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
         )
 
 
-def parted_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
+def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
     """Attentions whose queries come from a product that is column-parallel: each rank has heads.
 
     Args:

@@ -26,8 +26,8 @@ from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.ir.verifier import verify
 from pcg.options import MemoryBudget
+from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.model import CostModel
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress

@@ -17,7 +17,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
 from pcg.ir.program.program import ModelGraph, Program, Serving
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.ranks.group import ALONE, Ranks, on_first
+from pcg.parallel.ranks.group import ALONE, Ranks, run_on_first
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapters import (
     Adapter,
@@ -426,7 +426,7 @@ class Executor:
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; a good one at that path is replaced whole or not."""
         adapter = self._adapter(name)
-        on_first(self.ranks, lambda: write_adapter(adapter, path))
+        run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def _adapter(self, name: str) -> Adapter:
         self.settle_adapter(name)

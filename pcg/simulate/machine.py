@@ -14,9 +14,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph
 from pcg.options import MemoryBudget, PlanOptions
-from pcg.parallel.costs.devices import device_of
-from pcg.parallel.costs.model import SheetModel, cost_model
-from pcg.parallel.costs.step_costs import GraphCosts, Piece, StepShape
+from pcg.parallel.costs.accelerators import find_accelerator
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sites import bypasses_of
@@ -66,7 +66,7 @@ class SimulatedProgram:
         """What an engine begins to plan by: five steps, as it measures them on a machine."""
 
         def seconds(tokens: int, context: int, rows: int) -> float:
-            shape = StepShape.of([Piece(tokens, context)])
+            shape = StepShape.of([SequenceChunk(tokens, context)])
             return self.costs.step_seconds(replace(shape, sampled=rows))
 
         return fitted_latencies(seconds, self.costs.layers)
@@ -123,7 +123,7 @@ def simulated_program(
         OutOfMemoryError: the device cannot hold the model.
     """
     PlanOptions(tp=tp)
-    memory, costs = device_of(device), cost_model(device)
+    memory, costs = find_accelerator(device), find_cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")
     if product_share is not None:

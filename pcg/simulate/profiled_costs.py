@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.step_costs import Piece, StepShape
+from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device, Side
 from pcg.runtime.engine.engine import Engine
@@ -106,8 +106,8 @@ class ProfiledDevice:
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Callable[[], list[int]]:
-        served = [Piece(n, s.cached, n == s.pending) for s, n in chunks]
-        trained = [Piece(n, unit.context, False, True) for unit, n in windows]
+        served = [SequenceChunk(n, s.cached, n == s.pending) for s, n in chunks]
+        trained = [SequenceChunk(n, unit.context, False, True) for unit, n in windows]
         self.shape = StepShape.of([*served, *trained])
         return self._device.start(chunks, windows)
 

@@ -17,7 +17,7 @@ from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapters import Adapter
 from pcg.runtime.executor import Executor
@@ -108,7 +108,7 @@ def force(ways: tuple[Layout, Layout, Layout], monkeypatch: pytest.MonkeyPatch) 
     kinds = dict(zip((".adalora_A", ".adalora_E", ".adalora_B"), ways, strict=True))
     free = Search.plan
 
-    def forced(search: Search) -> Plan:
+    def forced(search: Search) -> ParallelPlan:
         held = {
             parameter.name: layout
             for parameter in search.graph.parameters

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.ir.program.program import Program, Serving, Training
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
 from pcg.peft.adapters import read_adapter
 from pcg.peft.lora import LoraRecipe
@@ -90,7 +90,7 @@ class Forcing:
         self._recipe = recipe
         self._site = site
         self._free = Search.plan
-        self._known: dict[tuple[str, bool], tuple[Plan, tuple[Candidate, ...]]] = {}
+        self._known: dict[tuple[str, bool], tuple[ParallelPlan, tuple[Candidate, ...]]] = {}
         self._index = 0
         self._is_training = False
         self.strategies: list[str] = []
@@ -116,7 +116,7 @@ class Forcing:
             count = max(map(len, found))
             self._index += 1
 
-    def plan(self, search: Search) -> Plan:
+    def plan(self, search: Search) -> ParallelPlan:
         sites = [site for site in search.sites if site.name.endswith(self._site)]
         # A program that trains has adapters' own weights, one that serves has stacks of any rank.
         sizes = {n for site in sites for w in site.weights for n in search.graph.types[w].shape}

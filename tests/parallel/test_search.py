@@ -17,9 +17,9 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
-from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
-from pcg.parallel.search import Candidate, Found, Search, Site
+from pcg.parallel.search import Candidate, Search, SearchResult, Site
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.sharding.parallelize import search_layer
@@ -57,7 +57,7 @@ def costs(degree: int, tokens: int = sum(LENGTHS), **options: Any) -> DeviceCost
 
 
 @cache
-def searched(name: str, degree: int = 2) -> tuple[Search, Found]:
+def searched(name: str, degree: int = 2) -> tuple[Search, SearchResult]:
     state = attached(name, "float64")
     assert state.training_model is not None
     assert state.base is not None
@@ -87,16 +87,16 @@ def test_nothing_costs_less(name: str) -> None:
     """Without dropping states, and over all ways of a site alone."""
 
     class Exhaustive(Planner):
-        def _undominated(self, states: Iterable[Any], fixed: Fixed) -> list[Any]:
+        def _undominated(self, states: Iterable[Any], fixed: Constraints) -> list[Any]:
             return list(states)
 
     search, _ = searched(name)
-    plan = search.planner.plan(Fixed(search.layouts, search.base))
+    plan = search.planner.plan(Constraints(search.layouts, search.base))
     every = Exhaustive(search.graph, 2, search.planner.costs)
     for site in search.sites[:4]:
         others = {n: h for n, h in plan.held.items() if n not in site.weights}
         rules = {n: c.rule for n, c in plan.choices.items() if n not in site.nodes}
-        fixed = Fixed({**search.layouts, **others}, rules)
+        fixed = Constraints({**search.layouts, **others}, rules)
         assert every.plan(fixed).cost == pytest.approx(plan.cost, rel=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_every_candidate_is_right_and_sends_what_it_says(name: str, site: str, d
     check_candidates(*searched(name, degree), site)
 
 
-def by_name(found: Found, site: str) -> dict[str, Candidate]:
+def by_name(found: SearchResult, site: str) -> dict[str, Candidate]:
     (choice,) = (choice for choice in found.sites if choice.site.name.endswith(site))
     return {candidate.strategy: candidate for candidate in choice.candidates}
 
@@ -270,7 +270,7 @@ def test_a_type_error_names_operator_layouts_and_ways() -> None:
     search, found = searched("llama3")
     site = found.sites[0].site
     rule = Sharding((WHOLE, WHOLE, PRE_REDUCE), (WHOLE,))
-    fixed = Fixed(search.layouts, {**search.base, site.nodes[-1]: rule})
+    fixed = Constraints(search.layouts, {**search.base, site.nodes[-1]: rule})
     with pytest.raises(TypeCheckError, match=r"'expand_add' \(in self_attn.q_proj\).*it takes "):
         search.planner.plan(fixed)
 

@@ -19,7 +19,7 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
-from pcg.parallel.ranks.token_parts import joined_rows, placed_rows, rows_of_rank
+from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.passes.sharding.parallelize import Sharded, parallelize, search_layer
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.data import Example
@@ -109,7 +109,7 @@ def test_parts_are_the_whole(tokens: int, degree: int) -> None:
     x = torch.randn(tokens, 3)
     parts = [rows_of_rank(x, rank, degree) for rank in range(degree)]
     assert {len(part) for part in parts} == {-(-tokens // degree)}
-    assert torch.equal(joined_rows(parts, tokens), x)
+    assert torch.equal(gathered_rows(parts, tokens), x)
     summands = [placed_rows(part, rank, tokens) for rank, part in enumerate(parts)]
     assert torch.equal(torch.stack(summands).sum(0), x)
 
@@ -142,7 +142,7 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
     found = run_ranks(degree, on_rank)
     expected = torch.nonzero(wanted >= 0).squeeze(-1)
     assert all(torch.equal(rows, expected) for rows, _ in found)
-    gradient = joined_rows([back for _, back in found], len(targets))
+    gradient = gathered_rows([back for _, back in found], len(targets))
     assert torch.equal(gradient, hidden * (wanted >= 0).unsqueeze(-1))
 
 

@@ -25,9 +25,9 @@ from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.options import PlanOptions
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, parted_attentions
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
@@ -141,12 +141,12 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     assert state.training_model is not None
     base = state.base.blocks[0]
     layouts = dict(base_plan(base, 2))
-    heads = parted_attentions(base, layouts)
+    heads = partitioned_attentions(base, layouts)
     block = repeat_heads(state.training_model.blocks[0], 2, heads)
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
-    found = plan(block, 2, ByteCosts(2), Fixed(layouts))
+    found = plan(block, 2, ByteCosts(2), Constraints(layouts))
     assert found.held.items() <= layouts.items()
     assert max(errors(block, 2, found).values()) < 1e-5
 

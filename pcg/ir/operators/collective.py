@@ -16,7 +16,7 @@ in their place, and theirs are in its backward:
 take and place move nothing: of a tensor that all ranks hold each can take its part, and a part
 among zeros is a summand of the whole. scatter and gather are of the token dim alone.
 
-Parts of the token dim are of as many rows on all ranks (`pcg.parallel.ranks.token_parts`): where
+Parts of the token dim are of as many rows on all ranks (`pcg.parallel.ranks.token_shards`): where
 the ranks are no divisor of T, the last rows are zeros, which a whole tensor is without.
 """
 
@@ -121,7 +121,7 @@ class Gather(Transition):
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
 in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
-15,461 (sheets of `pcg.parallel.costs.devices`)."""
+15,461 (sheets of `pcg.parallel.costs.accelerators`)."""
 
 
 class Collective(Operator):

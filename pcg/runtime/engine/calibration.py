@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pcg.parallel.ranks.group import Ranks, of_first
+from pcg.parallel.ranks.group import Ranks, broadcast_from_first
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Latencies, Latency, Load
@@ -78,7 +78,7 @@ def calibrated(
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
     known = torch.tensor(latency.coefficients_s, dtype=torch.float64)
-    return Latency(*of_first(ranks, known).tolist())
+    return Latency(*broadcast_from_first(ranks, known).tolist())
 
 
 def fitted_latencies(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.parallel.ranks.group import of_first
+from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
@@ -214,7 +214,7 @@ class StepRunner:
             return likeliest
         samplers = [sequence.sampler for sequence in sequences]
         found = sample(logits, params, samplers, history, self._runner.drawing)
-        return of_first(self._runner.ranks, found)
+        return broadcast_from_first(self._runner.ranks, found)
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer, the base's products together."""

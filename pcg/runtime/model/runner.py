@@ -17,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.parallel.ranks.token_parts import chosen_rows, rows_of_rank
+from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
-from pcg.parallel.ranks.group import of_first, on_first
+from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.published_version import InPlace, Served
 from pcg.runtime.engine.units import Work, run_alone
@@ -283,7 +283,9 @@ class FinetuneJob:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             total += done.loss
             targets += done.targets
-        found = of_first(self._ranks, torch.tensor(total / targets, dtype=torch.float64))
+        found = broadcast_from_first(
+            self._ranks, torch.tensor(total / targets, dtype=torch.float64)
+        )
         state, mean = self._state, float(found)
         if not math.isfinite(mean):
             raise FinetuneError(
@@ -316,7 +318,7 @@ class FinetuneJob:
             adapter = self._settled()
             made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, allocation)
             store = self._store
-            on_first(self._ranks, lambda: store.save(made))
+            run_on_first(self._ranks, lambda: store.save(made))
             self._checkpoint = store.latest()
             self._saved = mark
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
-from pcg.parallel.ranks.group import of_first
+from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.engine.units import Work
 from pcg.runtime.model.batch import mixed_seed
@@ -158,7 +158,7 @@ class TrainingStep:
     def _agreed(self, *numbers: float) -> list[float]:
         """The first rank's numbers, which decide how the job goes on."""
         values = torch.tensor(numbers, dtype=torch.float64)
-        found: list[float] = of_first(self._runner.ranks, values).tolist()
+        found: list[float] = broadcast_from_first(self._runner.ranks, values).tolist()
         return found
 
     def _clip(self) -> float:

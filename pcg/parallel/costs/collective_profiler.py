@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.profile import Exchange
+from pcg.parallel.costs.device_profile import CollectiveTime
 
 SIZES = tuple(2**power for power in range(6, 25, 3))
 """Bytes of the whole tensor, up to 16 MiB."""
@@ -26,9 +26,9 @@ _WARM = 3
 _REPEATS = 10
 
 
-def measured_exchanges(
+def measure_collectives(
     degree: int, device: torch.device, *, quick: bool = False
-) -> tuple[tuple[Exchange, ...], str]:
+) -> tuple[tuple[CollectiveTime, ...], str]:
     """Collectives over so many ranks, each a process of its own, and the backend that they use.
 
     Raises:
@@ -47,7 +47,7 @@ def measured_exchanges(
         arguments = (degree, backend, directory, QUICK_SIZES if quick else SIZES)
         spawn(_rank, arguments, nprocs=degree)
         rows: list[dict[str, Any]] = json.loads((Path(directory) / "found").read_text())
-    return tuple(Exchange(**row) for row in rows), backend
+    return tuple(CollectiveTime(**row) for row in rows), backend
 
 
 def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int, ...]) -> None:
@@ -66,7 +66,7 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
             whole = part.repeat(degree)
             size_bytes = 4 * whole.numel()
             for kind, call in _calls(part, whole, degree).items():
-                found.append(Exchange(kind, size_bytes, degree, _seconds(call, device)))
+                found.append(CollectiveTime(kind, size_bytes, degree, _seconds(call, device)))
         if rank == 0:
             (Path(directory) / "found").write_text(json.dumps([asdict(one) for one in found]))
     finally:

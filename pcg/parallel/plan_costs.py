@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Collection
 
 from pcg.ir.graph import Graph
-from pcg.parallel.messages import messages
-from pcg.parallel.parallel_plan import Bill, Fixed, Plan
+from pcg.parallel.coalescing import messages
+from pcg.parallel.parallel_plan import Constraints, Cost, ParallelPlan
 from pcg.parallel.planner import Planner
 
 
-class LayerBill:
+class PlanCosts:
     """The bills of one layer's plans.
 
     Args:
@@ -24,17 +24,17 @@ class LayerBill:
             read as they are held.
     """
 
-    def __init__(self, planner: Planner, given: Fixed) -> None:
+    def __init__(self, planner: Planner, given: Constraints) -> None:
         self.planner = planner
         self._given = given
-        self._without: dict[object, tuple[Plan, Bill]] = {}
+        self._without: dict[object, tuple[ParallelPlan, Cost]] = {}
         self._planners: dict[frozenset[str], Planner] = {}
 
-    def of(self, plan: Plan) -> Bill:
+    def of(self, plan: ParallelPlan) -> Cost:
         """What a plan costs."""
         return _bill(self.planner, plan)
 
-    def without(self, plan: Plan, nodes: Collection[str]) -> Bill:
+    def without(self, plan: ParallelPlan, nodes: Collection[str]) -> Cost:
         """What a plan costs without some bypass networks, of which these are the nodes."""
         left_out = frozenset(nodes)
         known = self._without.get((id(plan), left_out))
@@ -42,7 +42,7 @@ class LayerBill:
             known = self._without[id(plan), left_out] = (plan, self._less(plan, left_out))
         return known[1]
 
-    def _less(self, plan: Plan, nodes: frozenset[str]) -> Bill:
+    def _less(self, plan: ParallelPlan, nodes: frozenset[str]) -> Cost:
         if nodes not in self._planners:
             self._planners[nodes] = self.planner.of(_without(self.planner.graph, nodes))
         planner = self._planners[nodes]
@@ -57,7 +57,7 @@ class LayerBill:
         return _bill(planner, planner.plan(fixed))
 
 
-def _bill(planner: Planner, plan: Plan) -> Bill:
+def _bill(planner: Planner, plan: ParallelPlan) -> Cost:
     costs, total = planner.costs, plan.total
     sent = messages(planner.graph, plan, planner.degree, planner.active)
     alone = sum(
@@ -71,7 +71,7 @@ def _bill(planner: Planner, plan: Plan) -> Bill:
         for some in (sent.forward, sent.backward)
     )
     together = sum(costs.send(m.kind, *m.types) for m in (*sent.forward, *sent.backward))
-    return Bill(
+    return Cost(
         total.cost - alone + together,
         forward,
         backward,

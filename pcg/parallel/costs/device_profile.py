@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.devices import Achieved, DeviceSheet, Link
-from pcg.parallel.costs.model import WorkModel, ring_seconds, roofline_seconds
+from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
+from pcg.parallel.costs.cost_model import WorkModel, ring_seconds, roofline_seconds
 from pcg.parallel.costs.work import Work
 
 FORMAT = 1
@@ -38,7 +38,7 @@ _ALL = Achieved(1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Point:
+class OperatorTime:
     """An operator that was measured.
 
     Attributes:
@@ -51,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveTime:
     """A collective that was measured: `size_bytes` as for `CostModel.collective_seconds`."""
 
     kind: str
@@ -61,7 +61,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Profile:
+class DeviceProfile:
     """Measurements of one device.
 
     Attributes:
@@ -74,8 +74,8 @@ class Profile:
 
     device: str
     versions: Mapping[str, str]
-    points: tuple[Point, ...]
-    exchanges: tuple[Exchange, ...] = ()
+    points: tuple[OperatorTime, ...]
+    exchanges: tuple[CollectiveTime, ...] = ()
     backend: str = ""
 
     @cached_property
@@ -131,7 +131,7 @@ class Profile:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path) -> DeviceProfile:
         """A profile that was written.
 
         Raises:
@@ -145,8 +145,10 @@ class Profile:
                     f"{path} is a profile of format {found['format']}, not {FORMAT}; {fix}"
                 )
             rows = [dict(row) for row in found["points"]]
-            points = tuple(Point(seconds=row.pop("seconds"), work=Work(**row)) for row in rows)
-            exchanges = tuple(Exchange(**row) for row in found["exchanges"])
+            points = tuple(
+                OperatorTime(seconds=row.pop("seconds"), work=Work(**row)) for row in rows
+            )
+            exchanges = tuple(CollectiveTime(**row) for row in found["exchanges"])
             if not points or min([p.seconds for p in points] + [e.seconds for e in exchanges]) <= 0:
                 raise ValueError("no points, or one of no time")
             return cls(found["device"], found["versions"], points, exchanges, found["backend"])
@@ -156,7 +158,7 @@ class Profile:
             ) from None
 
 
-def fitted_link(exchanges: Sequence[Exchange], backend: str) -> Link:
+def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
     """α and β of the least squares above, both at least 0."""
     rows = []
     for exchange in exchanges:
@@ -180,7 +182,7 @@ def fitted_link(exchanges: Sequence[Exchange], backend: str) -> Link:
 class ProfileModel(WorkModel):
     """Costs from a profile."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: DeviceProfile) -> None:
         super().__init__(profile.device)
         self.profile = profile
         self._exact = {_exactly(point.work): point.seconds for point in profile.points}

@@ -27,10 +27,10 @@ from pcg.ir.operators.model import CONTEXT
 from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.bypass import MadeWeight
-from pcg.parallel.costs.profile import Point
+from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
-from pcg.parallel.ranks.group import Begun
+from pcg.parallel.ranks.group import PendingCollective
 
 HALVES = ("bf16", "f16")
 
@@ -60,7 +60,7 @@ class _Ranks:
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
 
-    def begin(self, collective: str, x: Any) -> Begun:
+    def begin(self, collective: str, x: Any) -> PendingCollective:
         return partial(getattr(self, collective), x)
 
 
@@ -97,7 +97,7 @@ def measured(
     *,
     quick: bool = False,
     on_case: Callable[[str], None] = lambda op: None,
-) -> tuple[Point, ...]:
+) -> tuple[OperatorTime, ...]:
     """Points of all operators.
 
     Args:
@@ -111,7 +111,7 @@ def measured(
     if dtype not in (*HALVES, "f32", "f64"):
         raise CostModelError(f"a profile is of bf16, f16, f32 or f64, not of {dtype}")
     grid = QUICK if quick else GPU_GRID if device.type == "cuda" else CPU_GRID
-    points: dict[tuple[str, str], Point] = {}
+    points: dict[tuple[str, str], OperatorTime] = {}
     with torch.no_grad():
         for case in _all_cases(grid, dtype):
             on_case(case.op)
@@ -127,7 +127,7 @@ def _all_cases(grid: Grid, dtype: str) -> Iterator[Case]:
         yield from (c for c in cases(grid, "f32", "f32") if not operator(c.op).is_product)
 
 
-def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[Point]:
+def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[OperatorTime]:
     entry = operator(case.op)
     outputs = entry.infer(case.inputs, case.attributes)
     has_tokens = any(type_.is_token_wise for type_ in case.inputs)
@@ -137,7 +137,7 @@ def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[Point]:
         needed = work.moved_bytes + float(scratch.subs({TOKENS: tokens, CONTEXT: tokens}))
         if needed <= _room_bytes(device):
             seconds = _seconds(_call(case, tokens, device), device, grid.budget_s)
-            yield Point(work, seconds)
+            yield OperatorTime(work, seconds)
 
 
 def _room_bytes(device: torch.device) -> float:

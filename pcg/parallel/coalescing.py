@@ -20,7 +20,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
-from pcg.parallel.parallel_plan import Choice, Plan
+from pcg.parallel.parallel_plan import NodePlan, ParallelPlan
 
 COLLECTIVES = ("all_gather", "all_reduce")
 
@@ -145,7 +145,7 @@ class _Sent:
         return Move(key, self.reads, self.makes)
 
 
-def messages(graph: Graph, plan: Plan, degree: int, active: Container[str]) -> Messages:
+def messages(graph: Graph, plan: ParallelPlan, degree: int, active: Container[str]) -> Messages:
     """What the ranks send for a graph by a plan, once it is that of one rank and joined.
 
     Args:
@@ -170,7 +170,7 @@ def messages(graph: Graph, plan: Plan, degree: int, active: Container[str]) -> M
 
 
 def _transitions(
-    graph: Graph, choice: Choice, degree: int, active: Container[str]
+    graph: Graph, choice: NodePlan, degree: int, active: Container[str]
 ) -> Iterator[_Planned]:
     for name, steps in choice.steps:
         for step in steps:

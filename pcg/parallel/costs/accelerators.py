@@ -83,7 +83,7 @@ nccl-tests' bus bandwidth are commonly reported at about these shares on A100 an
 
 
 @dataclass(frozen=True)
-class Device:
+class Accelerator:
     """One kind of accelerator.
 
     Attributes:
@@ -263,20 +263,26 @@ _TOTALS_MIB = {
     "T4": 15_360,
     "V100-32": 32_768,
 }
-DEVICES: Mapping[str, Device] = {
-    name: Device(name, total * MIB, _SHEETS.get(name)) for name, total in _TOTALS_MIB.items()
+ACCELERATORS: Mapping[str, Accelerator] = {
+    name: Accelerator(name, total * MIB, _SHEETS.get(name)) for name, total in _TOTALS_MIB.items()
 }
 
+SHEETS: Mapping[str, DeviceSheet] = {
+    **{name: one.sheet for name, one in ACCELERATORS.items() if one.sheet is not None},
+    "CPU": CPU,
+}
+"""Data sheets by name; accelerators that are known by their memory alone have none."""
 
-def device_of(name: str) -> Device:
+
+def find_accelerator(name: str) -> Accelerator:
     """The accelerator of a name, in any case.
 
     Raises:
         UnsupportedError: pcg knows none of that name; lists them.
     """
-    for known, device in DEVICES.items():
+    for known, device in ACCELERATORS.items():
         if known.lower() == name.lower():
             return device
-    close = get_close_matches(name.upper(), DEVICES, 1)
+    close = get_close_matches(name.upper(), ACCELERATORS, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
-    raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(DEVICES)}")
+    raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 
-def part_rows(tokens: int, degree: int) -> int:
+def shard_rows(tokens: int, degree: int) -> int:
     """Rows of each rank's part."""
     return -(-tokens // degree)
 
 
 def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
     """A rank's rows of x [T, …], a view of it where there are as many: [P, …]."""
-    count = part_rows(x.shape[0], degree)
+    count = shard_rows(x.shape[0], degree)
     own = x[rank * count : (rank + 1) * count]
     if own.shape[0] == count:
         return own
@@ -32,7 +32,7 @@ def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
     return padded
 
 
-def joined_rows(parts: Sequence[Tensor], tokens: int) -> Tensor:
+def gathered_rows(parts: Sequence[Tensor], tokens: int) -> Tensor:
     """The ranks' parts without the rows that stand for no token: [T, …]."""
     count = parts[0].shape[0]
     return torch.cat([part[: max(0, tokens - i * count)] for i, part in enumerate(parts)])
