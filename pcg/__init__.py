@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pcg.peft.lora import LoraRecipe
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
-    from pcg.runtime.engine.scheduler import Limits
+    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.sampling_params import SamplingParams
 
@@ -46,7 +46,7 @@ _HOMES = {
     "AsyncEngine": "pcg.runtime.engine.async_engine",
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
-    "Limits": "pcg.runtime.engine.scheduler",
+    "Limits": "pcg.runtime.engine.limits",
     "LoraRecipe": "pcg.peft.lora",
     "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",

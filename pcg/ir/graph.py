@@ -171,3 +171,15 @@ class Graph:
             ),
             tuple(names.get(name, name) for name in self.outputs),
         )
+
+
+@dataclass(frozen=True)
+class KernelGraph(Graph):
+    """A graph that says which of its nodes one kernel runs; each other node runs by itself.
+
+    Attributes:
+        kernels: for each kernel its parts, which stand side by side in it, each by the names of its
+            nodes; a kernel of one part is one function.
+    """
+
+    kernels: tuple[tuple[tuple[str, ...], ...], ...]

@@ -263,7 +263,7 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
         window = whole.begin(whole.tokens)
         with torch.no_grad():
             for layer in range(layers):
-                run_single(whole.asking_layer(layer, window))
+                run_single(whole.layer_requests(layer, window))
         hidden = (degree - 1) * window.carried[0].nbytes
         counts.append(sum(ranks.moved_bytes.values()))
         whole.end(window)
