@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor

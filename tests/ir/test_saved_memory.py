@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraRecipe
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family

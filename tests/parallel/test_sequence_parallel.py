@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg
-import pcg.explain.explain as explaining
 from pcg.errors import ParallelError
+from pcg.explain import explain as explaining
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph

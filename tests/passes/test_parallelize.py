@@ -21,7 +21,8 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions, read_tp_plan
+from pcg.options import PlanOptions
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan
@@ -141,7 +142,7 @@ def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(without_mlp))
-    given = read_tp_plan(path)
+    given = PlanOptions(tp=2, tp_plan=path).styles
     assert given == without_mlp
     found = parallelize(base, base, 2, tp_plan=given)
     # The MLP is whole on each rank: its sum is gone.
@@ -229,7 +230,7 @@ def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
     path.write_text('{"self_attn.q_proj": ["colwise"]}')
     message = r"tp_plan .*plan\.json: self_attn.q_proj is \['colwise'\]; use one of colwise, rowwi"
     with pytest.raises(ParallelError, match=message):
-        read_tp_plan(path)
+        _ = PlanOptions(tp=2, tp_plan=path).styles
 
 
 def test_explain_of_ranks() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.verifier import verify
+from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress

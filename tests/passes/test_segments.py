@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import MemoryBudgetError
+from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS

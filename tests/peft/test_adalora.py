@@ -14,8 +14,8 @@ from peft.utils import constants
 from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
+from pcg.explain import explain as explaining
 from pcg.peft.adalora import FAMILY_TARGETS
 from pcg.peft.adapters import Adapter, recipe_from
 from pcg.runtime.training.data import Example

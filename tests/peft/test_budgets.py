@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.config_reader import recipe_from
 from pcg.peft.registry import SHORTHANDS
 from pcg.runtime.executor import Executor

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
+from pcg.explain import explain as explaining
 from pcg.peft.adapters import recipe_from
 from pcg.peft.virtual_token_encoder import PromptEncoder
 from pcg.runtime.executor import Executor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
 from pcg.peft.adalora import AdaLoraRecipe
@@ -166,8 +166,9 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
 def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
     """The same of each rank, as `explain` says."""
     recipe = recipes(BY_NAME[name])[adapter]
-    options: dict[str, Any] = {"tp": program.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
-    options["sequence_parallel"] = program.sequence_parallel
+    asked = program.options
+    options: dict[str, Any] = {"tp": asked.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    options["sequence_parallel"] = asked.sequence_parallel
     report = explaining.explain(program.config, recipe, **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
     return {
