@@ -17,30 +17,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import pcg
-from cli.application import app
 from cli.doctor import REQUIREMENTS
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
 from pcg.peft.lora import LoraRecipe
 from pcg.source import shipped
 from tests.support import tiny_llama
+from tests.support.command_line import output_of, run
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):"
-
-
-def run(*args: str | Path, **options: Any) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args], **options)
-
-
-def output_of(*args: str | Path, **options: Any) -> str:
-    """Standard output of a command that must succeed."""
-    result = run(*args, **options)
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.stdout
 
 
 def python(*args: str | Path, **environment: str) -> subprocess.Popen[str]:

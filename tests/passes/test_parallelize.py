@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pcg
 import pcg.passes.pipeline as pipeline
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
@@ -31,41 +28,16 @@ from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.parallelize import Sharded, parallelize
+from pcg.passes.sharding.parallelize import parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
 from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
+from tests.support.parallelized import PLAN, attached, sharded, transitions
 from tests.support.sharded import LENGTHS, errors, layer_errors, run
 
-RANK = 4
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
-
-
-@cache
-def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
-    """A family's model of two layers with LoRA on every linear of them."""
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
-
-    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
-    return pipeline.run_passes(state, last="attach")
-
-
-def sharded(name: str, degree: int) -> Sharded:
-    state = attached(name)
-    assert state.training_model is not None
-    assert state.base is not None
-    return parallelize(state.training_model, state.base, degree)
-
-
-def transitions(graph: Graph) -> Counter[str]:
-    found = Counter(node.op for node in graph.nodes)
-    kinds = ("combine", "partition", "place", "reduce", "take")
-    return Counter({op: found[op] for op in kinds if found[op]})
 
 
 def test_llamas_plan_is_megatrons() -> None:
@@ -160,13 +132,6 @@ def test_a_fused_projection_is_split_by_its_rows() -> None:
         if p.name.startswith("attn.c_attn.w")
     ]
     assert rows == [(0, 64), (64, 128), (128, 192)]
-
-
-PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "self_attn.o_proj": "rowwise",
-    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
-    "mlp.down_proj": "rowwise",
-}
 
 
 def test_the_users_plan_is_taken(tmp_path: Path) -> None:

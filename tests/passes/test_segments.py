@@ -22,9 +22,9 @@ from pcg.passes.memory.segments import most_shared, shared_inputs
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
+from tests.support.measured_memory import BATCH, SEQ, measured
 
 LAYERS = 9
 

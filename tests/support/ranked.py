@@ -23,10 +23,10 @@ from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.optimizer_table import Optimizer
-from tests.families.test_numbers import prompts
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
+from tests.support.measured_memory import BATCH, SEQ, measured
+from tests.support.prompts import prompts
 from tests.support.threads import run_ranks
 
 LAYERS = 2
