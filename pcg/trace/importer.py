@@ -266,10 +266,10 @@ class Importer:
         """The traced shape of a node's value, None for the token dim."""
         return tuple(s if isinstance(s, int) else None for s in node.meta["val"].shape)
 
-    def add(self, op: str, *inputs: str, **attributes: Attribute) -> str:
+    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
         return self.builder.add(op, inputs, scope=self._scope, **attributes)
 
-    def add_many(self, op: str, *inputs: str, **attributes: Attribute) -> tuple[str, ...]:
+    def add_many(self, op: str, *inputs: str, **attributes: Any) -> tuple[str, ...]:
         return self.builder.add_many(op, inputs, scope=self._scope, **attributes)
 
     def reshape(self, name: str, features: tuple[int, ...]) -> str:

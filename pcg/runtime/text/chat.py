@@ -68,7 +68,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> str:
         """Messages as text.
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> tuple[str, list[Span]] | None:
         """Messages as text, and the [start, end) characters of its generation blocks.
 

@@ -158,7 +158,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> str:
         """Messages as the text that the model reads.
 
@@ -183,7 +183,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: object,
+        **variables: Any,
     ) -> list[int]:
         """Ids of `render_chat`; the template writes the special tokens itself."""
         text = self.render_chat(
