@@ -26,8 +26,8 @@ from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify
+from pcg.kernels.batch import DroppedPart
 from pcg.kernels.torch import ops as torch_ops
-from pcg.runtime.model.batch import DroppedPart
 
 
 class OneStep:
