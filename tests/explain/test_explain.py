@@ -22,7 +22,7 @@ from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import LOSS_CHUNK_BYTES
 from pcg.explain.text import bar, comparison, count_text, gib
 from pcg.peft.lora import LoraRecipe
-from pcg.runtime.training.runner import CHUNK_BYTES
+from pcg.runtime.training.bound_training import CHUNK_BYTES
 from pcg.source import resolve
 
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
