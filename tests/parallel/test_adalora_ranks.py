@@ -24,10 +24,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.rank_allocator import RankAllocator
-from tests.families.test_numbers import TOLERANCE, prompts
-from tests.peft.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
 from tests.support import oracle
+from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
+from tests.support.peft_cases import trained
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.threads import ThreadRanks, run_ranks
 
 STEPS = 12
@@ -193,11 +194,11 @@ def test_the_orthogonal_loss_over_ranks_is_pefts(
         runner = executor.training_runner("a")
         loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
         runner.sum_gradients()
-        allocator = RankAllocator.of(runner.adapter, runner.pieces, STEPS)
+        allocator = RankAllocator.of(runner.adapter, runner.shards, STEPS)
         assert allocator is not None
         loss += allocator.regularize()
         gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-        return loss, runner.pieces.joined(gradients)
+        return loss, runner.shards.joined(gradients)
 
     theirs = trained(wrapped)
     for loss, gradients in run_ranks(2, on_rank):

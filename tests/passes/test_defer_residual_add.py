@@ -14,10 +14,10 @@ from pcg.ir.verifier import verify
 from pcg.passes import pipeline
 from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
+from tests.support.prompts import prompts
 
 
 def model_of(name: str, **options: Any) -> ModelGraph:
@@ -79,6 +79,6 @@ def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch)
     expected = compiler.compile(base).logits(sequences)
     monkeypatch.setattr(pipeline, "fuse", lambda model: handed_on(fuse(model)))
     executor = compiler.compile(base)
-    assert len(executor.serving[0].model.blocks[0].outputs) == 2
+    assert len(executor.serving.runner.model.blocks[0].outputs) == 2
     for ours, theirs in zip(executor.logits(sequences), expected, strict=True):
         assert torch.equal(ours, theirs)

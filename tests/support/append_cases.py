@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import Span
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable, pages_for
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.batch import Batch
 from tests.support import oracle
 
 
@@ -35,7 +36,7 @@ def check_cache(
     base: Any, executor: Executor, sequences: Sequence[list[int]], in_pages: bool
 ) -> None:
     """Sequences that go through a program in three steps leave what transformers caches of them."""
-    runner, stacks = executor.serving
+    runner, adapter_tables = executor.serving.runner, executor.serving.tables
     cache = KvCache(kv_types(runner.model), 20, executor.device, in_pages=in_pages)
     tables = tables_of(cache, [len(sequence) for sequence in sequences])
     for first, last in ((0, 4), (4, 17), (17, 30)):
@@ -45,7 +46,7 @@ def check_cache(
                 spans.append(Span(len(ids), len(own), first, table))
                 ids += own
         batch = Batch(torch.tensor(ids, device=executor.device), spans, cache)
-        runner.hidden(batch, stacks.bind([None] * len(spans), [s.length for s in spans]))
+        runner.hidden(batch, adapter_tables.bind([None] * len(spans), [s.length for s in spans]))
     for sequence, table in zip(sequences, tables, strict=True):
         rows = [table.row(token) for token in range(len(sequence))]
         with torch.no_grad():

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from pcg.errors import GenerationError
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
 
 
-class ServedAdapter(Protocol):
-    """What scheduling asks of an adapter; `pcg.peft.adapters.Adapter` is one."""
+class RequestFields(SamplingFields, total=False):
+    """Fields of `Request` and of `SamplingParams` as keywords."""
 
-    @property
-    def name(self) -> str:
-        """That requests use."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its tensors."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Virtual tokens before each sequence."""
+    tenant: str
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
+from pcg.kernels.adapter_batch import SegmentedWeight, Segments
 from pcg.kernels.torch.ops import expand_add, shrink
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.runtime.adapters import stacked_weights as adapter_stack
-from pcg.runtime.adapters.segments import SegmentedWeight, segments_of
 from pcg.runtime.executor import Executor
 
 RECIPES = {
@@ -113,7 +113,7 @@ def test_what_was_fetched_before_it_ran_is_whole(
     executor, _ = pair
     prompt = [3, 1, 4, 1, 5]
     expected = {name: executor.logits(prompt, name) for name in RECIPES}
-    stacks = executor.serving[1]
+    stacks = executor.serving.tables
     for running, coming, gone in steps:
         stacks.fetch([executor.adapters[name] for name in coming])
         for name, ours in zip(
@@ -180,7 +180,7 @@ def test_logits_of_prompts_beside_decoding_tokens(
 
 @given(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=7).filter(any))
 def test_each_segment_is_multiplied_by_its_own_weight(start: int, sizes: list[int]) -> None:
-    segments = segments_of(start, sizes, torch.device("cpu"))
+    segments = Segments.of(start, sizes, torch.device("cpu"))
     a = torch.randn(len(sizes), 2, 5, dtype=torch.float64).transpose(1, 2)
     b = torch.randn(len(sizes), 4, 2, dtype=torch.float64).transpose(1, 2)
     x, y = (torch.randn(segments.stop + 2, n, dtype=torch.float64) for n in (5, 4))
@@ -245,7 +245,7 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
     """peft's default for Llama is q and v, between which k lies."""
     monkeypatch.setattr(adapter_stack, "JOINED_BYTES", joined_bytes)
     executor, peft = made_pair(QUERIES_AND_VALUES, dtype)
-    nodes = executor.serving[0].model.blocks[0].nodes
+    nodes = executor.serving.runner.model.blocks[0].nodes
     assert [node.get("adapted") for node in nodes if node.op == "lora_linear"] == [(0, 2)]
     tolerance = 1e-5 if dtype is torch.float32 else 0.03
     names = [None, "r4", "q", "v of the first", "r20", "r4"]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
+from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.row_memory import LoraRows, LoraSite, RowMemory, TokenSpans
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.stacked_weights import Sites
 from pcg.runtime.executor import Executor
@@ -40,11 +41,11 @@ EXECUTOR = executor_with_adapters()
 ADAPTERS = list(EXECUTOR.adapters.values())
 
 
-SERVED = ServedWeights(EXECUTOR.weight_store.linear(), EXECUTOR.program.base.module_shapes())
+SERVED = ServedWeights(EXECUTOR.state.weight_store.linear(), EXECUTOR.program.base.module_shapes())
 
 
 def memory() -> RowMemory:
-    found = RaggedTables(EXECUTOR.serving[0].model, SERVED, CPU).lora
+    found = RaggedTables(EXECUTOR.serving.runner.model, SERVED, CPU).lora
     assert found is not None
     return found
 
