@@ -23,7 +23,7 @@ from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
-from pcg.simulate.job import SimulatedBackward, SimulatedForward
+from pcg.simulate.simulated_training import SimulatedBackward, SimulatedForward
 
 
 @dataclass(frozen=True, eq=False)
