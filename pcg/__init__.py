@@ -47,7 +47,7 @@ from pcg.errors import (
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
-    from pcg.peft.lora import LoraRecipe
+    from pcg.peft.lora import LoraConfig
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.sampling_params import SamplingParams
 
@@ -66,7 +66,7 @@ __all__ = [
     "FinetuneInterrupted",
     "GenerationError",
     "IrError",
-    "LoraRecipe",
+    "LoraConfig",
     "MemoryBudgetError",
     "MissingShardError",
     "ModelNotFoundError",
@@ -94,7 +94,7 @@ __all__ = [
 
 _HOMES = {
     "Executor": "pcg.runtime.executor",
-    "LoraRecipe": "pcg.peft.lora",
+    "LoraConfig": "pcg.peft.lora",
     "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",
     "explain": "pcg.explain.explain",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.costs.model import SHEETS
-from pcg.peft.adapters import read_adapter, recipe_from
-from pcg.peft.registry import Recipe, is_shorthand
+from pcg.peft.reader import read_adapter
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import is_shorthand, recipe_from
 
 if TYPE_CHECKING:
     import torch

@@ -34,10 +34,7 @@ from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.registry import Recipe
-from pcg.peft.vera import VeraRecipe
+from pcg.peft.recipe import Recipe
 
 
 def account(what: Account, asked: Asked) -> Report:
@@ -59,7 +56,7 @@ def account(what: Account, asked: Asked) -> Report:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
     elif use.trainable:
         eager = Eager(
-            use.sites,
+            use.at,
             what.attention,
             str(asked.config["model_type"]),
             asked.batch,
@@ -160,11 +157,8 @@ def _recipe_text(recipe: Recipe) -> str:
         return f"{recipe.method} with {recipe.prompt_tokens} virtual tokens"
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
-    method = "DoRA" if isinstance(recipe, LoraRecipe) and recipe.use_dora else recipe.method
-    size = ""
-    if isinstance(recipe, AdaLoraRecipe | LoraRecipe | VeraRecipe):
-        size = f" r{recipe.rank}"
-    text = f"{method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
+    size = "" if recipe.rank is None else f" r{recipe.rank}"
+    text = f"{recipe.title}{size} on {where if isinstance(where, str) else ', '.join(where)}"
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 

@@ -29,8 +29,7 @@ from pcg.passes.memory.plan import MemoryPlan, frontiers
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
-from pcg.peft.config_reader import config_fields
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
@@ -118,8 +117,7 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
     is_module = isinstance(model, torch.nn.Module)
     config = model.config.to_dict() if is_module else resolve(model).config
     adapters = {
-        name: config_fields(recipe, recipe.target_modules or (), "", {})
-        | ({"target_modules": None} if recipe.target_modules is None else {})
+        name: recipe.config_fields(recipe.target_modules, "", {})
         for name, recipe in recipes.items()
     }
     return with_peers(report, config, recipes, adapters)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pcg.errors import TraceError, UnsupportedError
 from pcg.explain.report import PeerPoint, Report, Stage
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
 from pcg.trace.peers import MASKLESS, torch_partitioner
 
 STAGE = "torch-partitioner"

@@ -19,11 +19,11 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import Plan
 from pcg.parallel.search import Search
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.rank_allocator import RankAllocator
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
-from pcg.runtime.training.rank_allocator import RankAllocator
 from tests.families.test_numbers import TOLERANCE, prompts
 from tests.peft.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
 from tests.support import oracle
@@ -53,7 +53,7 @@ class Trained:
 
     @property
     def kept(self) -> Any:
-        return self.adapter.recipe.kept  # type: ignore[attr-defined]
+        return self.adapter.recipe.rank_pattern  # type: ignore[attr-defined]
 
 
 def program_of(name: str, degree: int, dtype: str = "float64") -> Program:

@@ -33,6 +33,7 @@ from pcg.passes.sharding.parallelize import Sharded, parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
 from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
+from tests.support.bypasses import lora
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
 from tests.support.sharded import LENGTHS, errors, layer_errors, run
@@ -47,7 +48,7 @@ def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
+        return lora(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
 
     state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
     return pipeline.run_passes(state, last="attach")
@@ -289,7 +290,7 @@ def test_64_ranks_by_shapes() -> None:
     config = {**resolve("meta-llama/Llama-3.1-70B").config, "num_hidden_layers": 1}
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
+        return lora(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
 
     state = pipeline.Compilation("70b", config, bypasses, "float32")
     state = pipeline.run_passes(state, last="attach")

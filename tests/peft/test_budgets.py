@@ -9,8 +9,7 @@ import torch
 
 import pcg.compiler as compiler
 import pcg.explain.explain as explaining
-from pcg.peft.config_reader import recipe_from
-from pcg.peft.registry import SHORTHANDS
+from pcg.peft.registry import SHORTHANDS, recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts

@@ -23,7 +23,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.segments import segments_of
 from pcg.runtime.adapters.served_weights import ServedWeights

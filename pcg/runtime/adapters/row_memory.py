@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import python_name
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.joined_sites import JoinedSite
 from pcg.runtime.adapters.row_allocator import RowAllocator

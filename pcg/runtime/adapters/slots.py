@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.segments import Segments
 from pcg.runtime.adapters.stacked_weights import Cutter, Sites, Stack

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from pcg.errors import EngineError, FinetuneError, PcgError
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.running_job import RunningJob

@@ -29,7 +29,7 @@ from pcg.runtime.training.options import Data, FinetuneOptions
 from pcg.runtime.training.result import OnStep, StepRecord
 
 if TYPE_CHECKING:
-    from pcg.peft.adapters import Adapter
+    from pcg.peft.adapter import Adapter
     from pcg.runtime.executor import Executor
 
 KV_CACHE_BYTES = 4 * 2**30

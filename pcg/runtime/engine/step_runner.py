@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.parallel.ranks.group import of_first
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.engine.device import Side

@@ -15,10 +15,8 @@ from torch import Tensor
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
 from pcg.parallel.ranks.group import Ranks
+from pcg.peft.registry import parameter_kind
 from pcg.runtime.model.weights import Ranges
-
-TRANSPOSED = ("lora_B", "_adapter_up")
-"""Kinds of which serving has the transpose of what training reads."""
 
 
 def is_piece(parameter: Parameter) -> bool:
@@ -84,4 +82,5 @@ def open_dims(parameter: Parameter) -> tuple[int, ...]:
 
 
 def _stack_dim(parameter: Parameter, dim: int) -> int:
-    return -3 - dim if parameter.source.endswith(TRANSPOSED) else dim
+    """The dim of what serving has, which of B is the transpose of what training reads."""
+    return -3 - dim if parameter_kind(parameter.source).is_up else dim

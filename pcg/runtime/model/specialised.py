@@ -10,8 +10,8 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.same_program import check_same, training_text
-from pcg.peft.adapters import Adapter
-from pcg.peft.registry import Recipe
+from pcg.peft.adapter import Adapter
+from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner

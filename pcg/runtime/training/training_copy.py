@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pcg.errors import FinetuneError
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.adapters import Adapter, check_fits, recipe_from, with_shared
-from pcg.peft.registry import Recipe, is_shorthand, recipe_of_fields
+from pcg.peft.adapter import Adapter, check_fits, with_shared
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
 from pcg.runtime.model.base_weights import WeightStore
 
 if TYPE_CHECKING:
@@ -76,11 +76,8 @@ def start_adapter(
 
 
 def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
-    """The adapter with the job's own steps for AdaLoRA's schedule, where its recipe has none."""
-    recipe = adapter.recipe
-    if not isinstance(recipe, AdaLoraRecipe) or recipe.steps is not None:
-        return adapter
-    return dataclasses.replace(adapter, recipe=dataclasses.replace(recipe, steps=total_steps))
+    """The adapter with the job's own steps in its recipe's schedule, where that has none."""
+    return dataclasses.replace(adapter, recipe=adapter.recipe.for_job(total_steps))
 
 
 def owned(adapter: Adapter) -> Adapter:
@@ -110,14 +107,14 @@ _Sites = tuple[Mapping[str, object], Recipe]
 
 
 def _sites(adapter: Adapter) -> _Sites:
-    sites = {path: weights.site for path, weights in adapter.weights.items()}
+    sites = {path: weights.bypass for path, weights in adapter.weights.items()}
     return sites, adapter.recipe
 
 
 def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
     base = executor.program.base
     model_type = str(executor.program.config["model_type"])
-    sites: Mapping[str, object] = recipe.sites(
+    sites: Mapping[str, object] = recipe.bypasses(
         tuple(base.linear_modules()), base.output_module, model_type
     )
     return sites, recipe
@@ -133,7 +130,7 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
         difference = f"dropout {before.dropout:g} and {other} {after.dropout:g}"
     if before.encoder != after.encoder:
         difference = f"{before.encoder or 'no encoder'} and {other} {after.encoder or 'none'}"
-    if isinstance(before, AdaLoraRecipe) and isinstance(after, AdaLoraRecipe):
+    if type(before) is type(after):
         for field, value in before.schedule.items():
             if after.schedule.get(field, value) != value:
                 difference = f"{field}={value} and {other} {after.schedule[field]}"
