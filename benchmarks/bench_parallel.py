@@ -40,12 +40,12 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
 from pcg.kernels.torch import ops as torch_ops
+from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.model import cost_model
-from pcg.parallel.parallel_plan import Plan
-from pcg.parallel.ranks.group import Ranks, join
+from pcg.parallel.parallel_plan import ParallelPlan
+from pcg.parallel.ranks.group import Ranks, join_group
 from pcg.parallel.ranks.launch import launch
-from pcg.parallel.search import Found, Search
+from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import differentiate
@@ -135,7 +135,7 @@ def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
     return torch.randn([size if isinstance(size, int) else tokens for size in shape]) * 0.05
 
 
-def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
+def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
     """The step of a plan on this rank."""
     graph = localize(shard(search.graph, ranks.size, plan), ranks.size)
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
@@ -160,7 +160,7 @@ def step(search: Search, plan: Plan, batch: Batch, ranks: Ranks, overlaps: bool)
     return Step(forward, backward, values, tuple(copies))
 
 
-def plans(search: Search, found: Found) -> dict[str, Plan]:
+def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
     """The chosen plan, and the papers' strategies at all sites."""
     result = {CHOSEN: found.plan, OVERLAPPED: found.plan}
     for name in NAMES:
@@ -190,7 +190,7 @@ def measure_case(
     assert state.training_model is not None
     assert state.base is not None
     sequence = min(tokens, SEQUENCE)
-    costs = DeviceCosts(cost_model(profile), ranks.size, tokens, sequence)
+    costs = DeviceCosts(find_cost_model(profile), ranks.size, tokens, sequence)
     search = search_layer(state.training_model.blocks[0], state.base.blocks[0], ranks.size, costs)
     found = plans(search, search.find())
     lengths = [sequence] * (tokens // sequence)
@@ -225,7 +225,7 @@ def on_rank(
     """What each rank does; the first writes the rows."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    ranks = join(degree, torch.device("cpu"))
+    ranks = join_group(degree, torch.device("cpu"))
     rows = []
     for tokens, rank in cases:
         measured = measure_case(rank, tokens, ranks, profile, rounds)

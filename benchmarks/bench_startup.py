@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 
 from pcg.compiler import compile_program
 from pcg.ir.program.program import ModelGraph
+from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.model import cost_model
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, PassRecord, run_passes
 from pcg.passes.sharding.parallelize import search_layer
@@ -97,7 +97,7 @@ def compiling() -> dict[str, Callable[[], float]]:
         assert state.training_model is not None
         assert state.base is not None
         started = time.perf_counter()
-        costs = DeviceCosts(cost_model("H100"), 4, 1024, 1024)
+        costs = DeviceCosts(find_cost_model("H100"), 4, 1024, 1024)
         search_layer(state.training_model.blocks[0], state.base.blocks[0], 4, costs).find()
         return time.perf_counter() - started
 

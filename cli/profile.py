@@ -17,7 +17,7 @@ from .console import count_text, err, out, print_json, table
 if TYPE_CHECKING:
     import torch
 
-    from pcg.parallel.costs.profile import Exchange, Profile
+    from pcg.parallel.costs.device_profile import CollectiveTime, DeviceProfile
 
 Output = Annotated[
     Path | None,
@@ -61,7 +61,7 @@ def profile_command(
     """
     import torch
 
-    from pcg.parallel.costs.profiler import device_name
+    from pcg.parallel.costs.operator_profiler import device_name
 
     where = _device(device)
     base_dtype = _dtype(dtype, where)
@@ -120,13 +120,13 @@ def _cache() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "pcg" / "profiles"
 
 
-def _cached(path: Path) -> Profile | None:
+def _cached(path: Path) -> DeviceProfile | None:
     """The profile in the cache; None where there is none that can be read."""
     from pcg.errors import CostModelError
-    from pcg.parallel.costs.profile import Profile
+    from pcg.parallel.costs.device_profile import DeviceProfile
 
     try:
-        return Profile.load(path) if path.is_file() else None
+        return DeviceProfile.load(path) if path.is_file() else None
     except CostModelError:
         return None
 
@@ -135,28 +135,28 @@ def _slug(*parts: str) -> str:
     return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
 
 
-def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> Profile:
+def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DeviceProfile:
     import torch
 
-    from pcg.parallel.costs.link_profiler import measured_exchanges
-    from pcg.parallel.costs.profile import Profile
-    from pcg.parallel.costs.profiler import device_name, measured
+    from pcg.parallel.costs.collective_profiler import measure_collectives
+    from pcg.parallel.costs.device_profile import DeviceProfile
+    from pcg.parallel.costs.operator_profiler import device_name, measured
 
     versions = {"pcg": __version__, "torch": torch.__version__}
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[CollectiveTime, ...] = ()
     backend = ""
     console = err()
     with console.status("measuring …") as status:
         if tp > 1:
             status.update(f"measuring collectives of {tp} ranks …")
-            exchanges, backend = measured_exchanges(tp, device, quick=quick)
+            exchanges, backend = measure_collectives(tp, device, quick=quick)
         points = measured(
             device, dtype, quick=quick, on_case=lambda op: status.update(f"measuring {op} …")
         )
-    return Profile(device_name(device), versions, points, exchanges, backend)
+    return DeviceProfile(device_name(device), versions, points, exchanges, backend)
 
 
-def _summary(profile: Profile) -> dict[str, Any]:
+def _summary(profile: DeviceProfile) -> dict[str, Any]:
     """What was measured, by operator and dtype, and the links."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for point in profile.points:
@@ -190,7 +190,7 @@ def _summary(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _print(profile: Profile) -> None:
+def _print(profile: DeviceProfile) -> None:
     found = _summary(profile)
     console = out()
     heads = ("operator", "dtype", "points", "µs", "GFLOP/s", "GB/s")

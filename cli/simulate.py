@@ -155,7 +155,7 @@ def _flexllm(
     fit: bool,
     json: bool,
 ) -> None:
-    from pcg.parallel.costs.devices import ASSUMED
+    from pcg.parallel.costs.accelerators import ASSUMED
     from pcg.simulate.papers import flexllm
 
     settings = {setting.name: setting for setting in flexllm.MODELS}

@@ -3,119 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 
-from pcg.errors import (
-    ParallelError,
-    UnsupportedError,
-)
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.errors import ParallelError, UnsupportedError
+from pcg.explain.adapter_use import AdapterUse, adapter_use
+from pcg.explain.capacity import capacity
+from pcg.explain.degree_formulas import AtDegree, in_degree
+from pcg.explain.parallel_report import parallel_rows, token_regions
+from pcg.explain.plan_validity import MOST_RANK, MOST_TOKENS, valid_range
+from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
+from pcg.explain.report import Report
+from pcg.explain.report_builder import build_report, formula_text
+from pcg.explain.step_memory import PlannedModel, Setup, peak_moment, step_formulas, storage_key
 from pcg.ir.program.program import ModelGraph
-from pcg.options import (
-    adapter_dtype,
-    check_degree,
-    costs_name,
-    dtype_name,
-    recipes_of,
-)
-from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.model import cost_model
+from pcg.keywords import takes
+from pcg.options import ExplainOptions, MemoryBudget, dtype_name
+from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
+from pcg.parallel.costs.catalog import SheetModel, costs_name, find_cost_model
+from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.memory.plan import MemoryPlan, frontiers
+from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
+from pcg.peft.reader import recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
-if TYPE_CHECKING:
-    import sympy
 
-    from pcg.explain.adapter_use import AdapterUse
-    from pcg.explain.report import Report
-    from pcg.explain.step_memory import Account, Asked
-    from pcg.parallel.costs.devices import Device
-    from pcg.parallel.search import Search
+@dataclass(frozen=True)
+class ExplainArguments(ExplainOptions):
+    """Arguments of `explain`.
 
-
-def explain(
-    model: Any,
-    peft: object = "lora",
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-    peers: bool = False,
-) -> Report:
-    """Account for the memory of a finetuning step, and say what is kept for backward and why.
-
-    Args:
+    Attributes:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
         peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
             peft's, or {name: one of these, or an adapter directory}.
-        tp: tensor-parallel degree.
-        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
-            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype; the configuration's own by default.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters, a name of
-        `pcg.runtime.training.optimizer_table.OPTIMIZERS`. optimizer_options: of it, as finetuning
-        takes them; some keep more. gpus: names of GPUs to fit the step to. find_region: give
-        formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
-            change with tokens, rank, degree and link. Takes seconds.
-        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
-            them to import functorch and inductor.
+    """
+
+    model: Any
+    peft: object = "lora"
+
+
+@takes(ExplainArguments)
+def explain(given: ExplainArguments) -> Report:
+    """Account for the memory of a finetuning step: what is saved for backward, and why.
+
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    options: dict[str, Any] = {
-        "batch": batch,
-        "seq": seq,
-        "dtype": dtype,
-        "memory_budget": memory_budget,
-    }
-    options["find_region"] = find_region
-    options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
-    options["sequence_parallel"] = sequence_parallel
-    options["gradient_accumulation_steps"] = gradient_accumulation_steps
-    options |= {"optimizer": optimizer, "optimizer_options": optimizer_options}
-    found = compare(model, {"": peft}, **options)
-    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+    return compared(given.model, {"": given.peft}, given)[""]
 
 
-def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+def _with_peers(report: Report, config: Mapping[str, Any], recipes: Mapping[str, Recipe]) -> Report:
     """The report with what torch's partitioner keeps."""
-    from pcg.explain.peers import with_peers
+    from pcg.explain.peers import with_peers  # imports functorch and inductor, which takes seconds
 
     if report.tp > 1:
         raise UnsupportedError(
             f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
             "use tp=1"
         )
-    is_module = isinstance(model, torch.nn.Module)
-    config = model.config.to_dict() if is_module else resolve(model).config
     adapters = {
         name: recipe.config_fields(recipe.target_modules, "", {})
         for name, recipe in recipes.items()
@@ -123,70 +78,59 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
     return with_peers(report, config, recipes, adapters)
 
 
-def compare(
-    model: Any,
-    pefts: Mapping[str, object],
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-) -> dict[str, Report]:
-    """`explain` of several recipes over one model, which is traced once; by their names.
+@dataclass(frozen=True)
+class CompareArguments(ExplainOptions):
+    """Arguments of `compare`.
 
-    Args:
+    Attributes:
         model: as for `explain`.
-        pefts: by name, what `explain` takes as `peft`.
-        tp: and all others: as for `explain`.
-        costs: the device that bypass networks are parallelized for.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters.
-        optimizer_options: of it.
-        gpus: names of GPUs to fit the step to.
-        find_region: as for `explain`.
+        pefts: what `explain` takes as `peft`, by name.
     """
-    from pcg.parallel.costs.devices import device_of
 
-    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
+    model: Any
+    pefts: Mapping[str, object]
+
+
+@takes(CompareArguments)
+def compare(given: CompareArguments) -> dict[str, Report]:
+    """Explain several recipes over one model, which is traced once; by their names.
+
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    return compared(given.model, given.pefts, given)
+
+
+def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
+    """`compare` with its options as one object."""
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [device_of(name) for name in gpus]
+    devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
-    budget = MemoryBudget.parse(memory_budget, batch, seq)
-    updates = Optimizer.of(optimizer, optimizer_options)
-    updates.check_parted(tp)
+    updates = Optimizer.of(options.optimizer, options.optimizer_options)
+    updates.check_parted(options.tp)
     source = resolve(model)
     state = Compilation(
         source.name,
         source.config,
         lambda base: Bypasses(),
-        dtype_name(dtype),
-        budget=budget,
-        tp=tp,
-        costs=cost_model(costs_name(costs, gpus)) if tp > 1 else None,
-        tp_plan=read_tp_plan(tp_plan),
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        dtype_name(options.dtype),
+        budget=options.budget,
+        tp=options.tp,
+        costs=find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None,
+        tp_plan=options.styles,
+        sequence_parallel=options.sequence_parallel,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
     )
     folded = run_passes(state, last="fold")
-    return {
-        name: _explained(folded, found, updates, devices, find_region)
+    reports = {
+        name: _explained(folded, found, updates, devices, options.find_region)
         for name, found in recipes.items()
+    }
+    if not options.peers:
+        return reports
+    return {
+        name: _with_peers(report, source.config, recipes[name]) for name, report in reports.items()
     }
 
 
@@ -194,90 +138,79 @@ def _explained(
     folded: Compilation,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
-    devices: Sequence[Device],
+    devices: Sequence[Accelerator],
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
-    from pcg.explain.account import account
-    from pcg.explain.capacity import fit
-    from pcg.explain.parallel_report import parallel_rows
-    from pcg.explain.step_memory import Asked
-
-    what = _account_of(folded, recipes, windows=True)
-    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
-    report = account(what, asked)
-    if find_region and what.frontiers is not None:
-        report = _with_regions(report, folded, what, asked)
-    if what.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(what.sharded, made(folded.device_costs()))
+    planned = _planned(folded, recipes, windows=True)
+    setup = Setup(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
+    report = build_report(planned, setup)
+    if find_region and planned.frontiers is not None:
+        report = _with_regions(report, folded, planned, setup)
+    if planned.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(planned.sharded, made(folded.device_costs()))
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)
-    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+    return dataclasses.replace(
+        report, fits=tuple(capacity(planned, setup, device) for device in devices)
+    )
 
 
-def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
+def _with_regions(
+    report: Report, folded: Compilation, planned: PlannedModel, setup: Setup
+) -> Report:
     """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
-    from pcg.explain.account import formula_text
-    from pcg.explain.degree_formulas import AtDegree, in_degree
-    from pcg.explain.plan_validity import MOST_RANK, MOST_TOKENS, region
-    from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.explain.step_memory import fullest_moment, held_so
-
-    budget, kinds = folded.budget, made(what.frontiers).kinds
-    rank = rank_of(asked.recipes)
+    budget, kinds = folded.budget, made(planned.frontiers).kinds
+    rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(made(what.training), kinds, budget.batch, seq)
+        found = frontiers(made(planned.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
     def at_degree(degree: int) -> AtDegree:
-        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(asked, tp=degree)
-        found = what if degree == folded.tp else _account_of(state, asked.recipes)
-        fullest = fullest_moment(found, then)
-        return AtDegree(_formulas(found, state, then), held_so(found), fullest)
+        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(setup, tp=degree)
+        found = planned if degree == folded.tp else _planned(state, setup.recipes)
+        peak = peak_moment(found, then)
+        return AtDegree(_formulas(found, state, then), storage_key(found), peak)
 
     degrees: dict[str, tuple[int, ...]] = {}
     if folded.tp > 1:
         formulas, degrees = in_degree(at_degree, folded.tp)
     else:
-        formulas = _formulas(what, folded, asked)
+        formulas = _formulas(planned, folded, setup)
     ranks = None
     if rank is not None:
 
         def at_rank(other: int) -> MemoryPlan:
-            return made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+            return made(_planned(folded, with_rank(setup.recipes, other)).plan)  # type: ignore[no-any-return]
 
-        ranks = region(at_rank, rank, MOST_RANK)
+        ranks = valid_range(at_rank, rank, MOST_RANK)
     return dataclasses.replace(
         report,
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        region=region(at_length, budget.seq, MOST_TOKENS),
+        region=valid_range(at_length, budget.seq, MOST_TOKENS),
         rank_region=ranks,
         formula_degrees=degrees,
     )
 
 
-def _formulas(what: Account, folded: Compilation, asked: Asked) -> dict[str, sympy.Expr]:
+def _formulas(planned: PlannedModel, folded: Compilation, setup: Setup) -> dict[str, sympy.Expr]:
     """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
-    from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
-    from pcg.explain.step_memory import step_formulas
-    from pcg.passes.memory.plan import replanned
-
-    rank = rank_of(asked.recipes)
+    rank = rank_of(setup.recipes)
     if rank is None:
-        return step_formulas(what, asked)
+        return step_formulas(planned, setup)
     # The plan is given, and need not be within the budget at other ranks.
-    state = dataclasses.replace(folded, budget=MemoryBudget(batch=asked.batch, seq=asked.seq))
+    state = dataclasses.replace(folded, budget=MemoryBudget(batch=setup.batch, seq=setup.seq))
 
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
         if other == rank:
-            return step_formulas(what, asked)
-        found = _account_of(state, with_rank(asked.recipes, other))
-        plan = replanned(made(what.plan), made(found.frontiers))
+            return step_formulas(planned, setup)
+        found = _planned(state, with_rank(setup.recipes, other))
+        plan = replanned(made(planned.plan), made(found.frontiers))
         if plan is None:
             return None
-        return step_formulas(dataclasses.replace(found, plan=plan), asked)
+        return step_formulas(dataclasses.replace(found, plan=plan), setup)
 
     return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
 
@@ -286,9 +219,6 @@ def _parallel_regions(
     folded: Compilation, recipes: Mapping[str, Recipe]
 ) -> dict[str, list[dict[str, Any]]]:
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
-    from pcg.explain.parallel_report import token_regions
-    from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.parallel.costs.model import SheetModel
 
     def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
         bypasses = _use_of(state, then)
@@ -327,12 +257,10 @@ def _parallel_regions(
     return found
 
 
-def _account_of(
+def _planned(
     folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
-) -> Account:
+) -> PlannedModel:
     """What a report of a folded model and recipes accounts for; with windows, of these too."""
-    from pcg.explain.step_memory import Account
-
     use_of = _use_of(folded, recipes)
     state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
     attached = run_passes(state, first="raise", last="parallelize")
@@ -349,7 +277,7 @@ def _account_of(
     except UnsupportedError as error:
         refusal = str(error)
     unraised = made(folded.base)
-    return Account(
+    return PlannedModel(
         unraised,
         made(attached.base),
         made(attached.local_base),
@@ -359,7 +287,7 @@ def _account_of(
         attached.plan,
         attached.training_epilogue[0] if attached.training_epilogue else None,
         use_of(unraised),
-        adapter_dtype(unraised.dtype),
+        unraised.adapter_dtype,
         made(folded.traced).attention,
         refusal,
         attached.sharded,
@@ -371,7 +299,5 @@ def _use_of(
     folded: Compilation, recipes: Mapping[str, Recipe]
 ) -> Callable[[ModelGraph], AdapterUse]:
     """What the recipes train of a base, by a function of it."""
-    from pcg.explain.adapter_use import adapter_use
-
     model_type = str(folded.config["model_type"])
-    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))
+    return lambda base: adapter_use(base, recipes, model_type, base.adapter_dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pcg.ir.layouts import layout_of
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
 from pcg.passes.sharding.parallelize import Sharded
 
@@ -101,7 +101,7 @@ def _why(choice: SiteChoice) -> str:
     return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
 
 
-def strategies(searches: Sequence[Search], plans: Iterable[Plan]) -> dict[str, str]:
+def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dict[str, str]:
     """What each site does, by its name; by its block's, too, where blocks say different things."""
     found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):

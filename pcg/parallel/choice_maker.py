@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 from pcg.ir.layouts import REPLICATED, Layout, Sharding
 from pcg.ir.types import TensorType
-from pcg.parallel.parallel_plan import Bill, Choice, Costs, Step
+from pcg.parallel.costs.layer_costs import LayerCosts
+from pcg.parallel.parallel_plan import Cost, NodePlan, Reshard
 
 
 @dataclass
-class ChoiceMaker:
+class NodePlanBuilder:
     """Adds up what bringing a node's inputs takes."""
 
     cost: float = 0.0
     count: int = 0
-    steps: list[tuple[str, tuple[Step, ...]]] = field(default_factory=list)
+    steps: list[tuple[str, tuple[Reshard, ...]]] = field(default_factory=list)
     held: list[tuple[str, Layout]] = field(default_factory=list)
     forward_bytes: int = 0
     backward_bytes: int = 0
@@ -25,7 +26,7 @@ class ChoiceMaker:
     backward_messages: int = 0
 
     def hold(
-        self, name: str, layout: Layout, type_: TensorType, is_active: bool, costs: Costs
+        self, name: str, layout: Layout, type_: TensorType, is_active: bool, costs: LayerCosts
     ) -> None:
         self.held.append((name, layout))
         if layout == REPLICATED and is_active:
@@ -36,9 +37,9 @@ class ChoiceMaker:
         self,
         name: str,
         cost: float,
-        messages: Sequence[tuple[Step, TensorType]],
+        messages: Sequence[tuple[Reshard, TensorType]],
         is_active: bool,
-        costs: Costs,
+        costs: LayerCosts,
     ) -> None:
         self.cost += cost
         self.count += len(messages)
@@ -51,8 +52,8 @@ class ChoiceMaker:
                 self.backward_bytes += costs.bytes_sent(step.backward, message)
                 self.backward_messages += 1
 
-    def __call__(self, rule: Sharding, work: float) -> Choice:
-        bill = Bill(
+    def __call__(self, rule: Sharding, work: float) -> NodePlan:
+        bill = Cost(
             work + self.cost,
             self.forward_bytes,
             self.backward_bytes,
@@ -60,4 +61,4 @@ class ChoiceMaker:
             self.forward_messages,
             self.backward_messages,
         )
-        return Choice(rule, tuple(self.steps), tuple(self.held), bill)
+        return NodePlan(rule, tuple(self.steps), tuple(self.held), bill)

@@ -8,36 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
-from pcg.ir.graph import Graph, Node
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.types import TOKENS, State, TensorType, part_of_tokens
-
-
-class Costs(Protocol):
-    """What ranks pay. In any unit: only sums are compared."""
-
-    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
-        """To run a node of a graph of whole tensors, and its gradients, on one rank.
-
-        `needs` says which inputs need a gradient.
-        """
-
-    def send(self, kind: str, *types: TensorType) -> float:
-        """An `all_reduce` or `reduce_scatter` of tensors, or an `all_gather` to the wholes.
-
-        One message; of no tensor it costs what a message does that carries nothing.
-        """
-
-    def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        """By each rank in it."""
-
-    def place(self, type_: TensorType, dim: int) -> float:
-        """To write a rank's part of a whole tensor among zeros."""
-
-    def sum_gradient(self, type_: TensorType) -> float:
-        """A batch's share of the sum of an adapter weight's gradient over the ranks."""
 
 
 def kept(layout: Layout) -> Layout:
@@ -45,17 +18,17 @@ def kept(layout: Layout) -> Layout:
     return Layout(layout.state, 1 - layout.dim)
 
 
-def is_mark(layout: Layout) -> bool:
+def is_saved(layout: Layout) -> bool:
     """Whether it is such a mark."""
     return layout.dim > 0
 
 
-KEPT = kept(REPLICATED)
+SAVED_COPY = kept(REPLICATED)
 """The mark of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Reshard:
     """A transition: the operator, and the layout that it gives.
 
     Between marks they are none of the graph's, but what backward does: `keep` gathers a copy again,
@@ -108,7 +81,7 @@ _BACKWARD = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class Cost:
     """What something costs.
 
     Attributes:
@@ -127,8 +100,8 @@ class Bill:
     forward_messages: int = 0
     backward_messages: int = 0
 
-    def __add__(self, other: Bill) -> Bill:
-        return Bill(
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
             self.cost + other.cost,
             self.forward_bytes + other.forward_bytes,
             self.backward_bytes + other.backward_bytes,
@@ -137,8 +110,8 @@ class Bill:
             self.backward_messages + other.backward_messages,
         )
 
-    def __sub__(self, other: Bill) -> Bill:
-        return Bill(
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(
             self.cost - other.cost,
             self.forward_bytes - other.forward_bytes,
             self.backward_bytes - other.backward_bytes,
@@ -149,7 +122,7 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NodePlan:
     """How ranks run one node.
 
     Attributes:
@@ -160,13 +133,13 @@ class Choice:
     """
 
     rule: Sharding
-    steps: tuple[tuple[str, tuple[Step, ...]], ...]
+    steps: tuple[tuple[str, tuple[Reshard, ...]], ...]
     held: tuple[tuple[str, Layout], ...]
-    bill: Bill
+    bill: Cost
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """How ranks run a graph.
 
     Attributes:
@@ -177,8 +150,8 @@ class Plan:
         widest: the most states that were weighed at one node.
     """
 
-    choices: Mapping[str, Choice]
-    outputs: Choice
+    choices: Mapping[str, NodePlan]
+    outputs: NodePlan
     inputs: Mapping[str, Layout]
     cost: float
     widest: int
@@ -188,18 +161,18 @@ class Plan:
         """Layouts of the adapters' weights."""
         return {name: layout for choice in self.choices.values() for name, layout in choice.held}
 
-    def of(self, nodes: Iterable[str]) -> Bill:
+    def of(self, nodes: Iterable[str]) -> Cost:
         """What some nodes cost, with the transitions made for them."""
-        return sum((self.choices[name].bill for name in nodes), Bill())
+        return sum((self.choices[name].bill for name in nodes), Cost())
 
     @property
-    def total(self) -> Bill:
+    def total(self) -> Cost:
         """What all nodes cost, and the outputs' transitions, each in a message of its own."""
         return self.of(self.choices) + self.outputs.bill
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Constraints:
     """What a plan has to keep to.
 
     Attributes:
@@ -219,19 +192,10 @@ class Fixed:
     direct: frozenset[str] = frozenset()
 
 
-def token_ends(graph: Graph) -> Fixed:
-    """A layer that is handed parts of the tokens, and hands them on."""
-    carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-    return Fixed(
-        inputs={name: token_part(graph.types[name]) for name in carried},
-        outputs={name: token_part(graph.types[name]) for name in graph.outputs},
-    )
-
-
 @cache
 def transitions(
     layout: Layout, parts: tuple[Layout, ...], tokens: Layout | None = None
-) -> tuple[Step, ...]:
+) -> tuple[Reshard, ...]:
     """The transitions from a layout.
 
     Args:
@@ -240,9 +204,9 @@ def transitions(
         tokens: of these, the parts of its tokens, where ranks may hold such.
     """
     found: list[tuple[str, Layout]]
-    if layout == KEPT:
+    if layout == SAVED_COPY:
         found = [("again", kept(part)) for part in parts if part != tokens]
-    elif is_mark(layout):
+    elif is_saved(layout):
         found = [("again", kept(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
     elif layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
@@ -255,5 +219,5 @@ def transitions(
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
         if layout == tokens:
-            found += [("gather", REPLICATED), ("keep", KEPT)]
-    return tuple(Step(op, layout, after) for op, after in found)
+            found += [("gather", REPLICATED), ("keep", SAVED_COPY)]
+    return tuple(Reshard(op, layout, after) for op, after in found)

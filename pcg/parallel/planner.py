@@ -20,8 +20,8 @@ A layout that a value was once brought into is there for all later readers, so t
 for one node depends on what others did. A state is which layouts the values that are still read
 have; for each state the cheapest way there is kept (dynamic programming), and a state is dropped
 only where another one, with the transitions that make up for what it lacks, costs no more. So the
-result is the least of all assignments of ways and layouts. `Plan.widest` says how many states there
-were at most.
+result is the least of all assignments of ways and layouts. `ParallelPlan.widest` is the
+largest number of states that there were.
 
 An adapter's weight is held in the layout that its reader takes, or in parts that are gathered where
 it is read; a copy of which each rank has a part of the gradient (=) costs an all-reduce of it once
@@ -38,6 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pcg.errors import TypeCheckError
+from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import (
     PRE_REDUCE,
@@ -50,15 +51,14 @@ from pcg.ir.layouts import (
 )
 from pcg.ir.operators import operator
 from pcg.ir.types import RANK, TensorType
-from pcg.parallel.choice_maker import ChoiceMaker
-from pcg.parallel.graph_facts import last_readers, with_gradient
+from pcg.parallel.choice_maker import NodePlanBuilder
+from pcg.parallel.costs.layer_costs import LayerCosts
 from pcg.parallel.parallel_plan import (
-    Choice,
-    Costs,
-    Fixed,
-    Plan,
-    Step,
-    is_mark,
+    Constraints,
+    NodePlan,
+    ParallelPlan,
+    Reshard,
+    is_saved,
     kept,
     transitions,
 )
@@ -73,17 +73,17 @@ class _State:
     versions: dict[str, frozenset[Layout]]
     cost: tuple[float, int]
     parent: _State | None = None
-    choice: Choice | None = None
+    choice: NodePlan | None = None
 
 
 def plan(
     graph: Graph,
     degree: int,
-    costs: Costs,
-    fixed: Fixed | None = None,
+    costs: LayerCosts,
+    fixed: Constraints | None = None,
     trains: bool = True,
     token_nodes: frozenset[str] = frozenset(),
-) -> Plan:
+) -> ParallelPlan:
     """The cheapest way to run a graph over ranks.
 
     Args:
@@ -97,7 +97,7 @@ def plan(
         TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
             names the operator, the layouts, and what it takes.
     """
-    return Planner(graph, degree, costs, trains, token_nodes).plan(fixed or Fixed())
+    return Planner(graph, degree, costs, trains, token_nodes).plan(fixed or Constraints())
 
 
 class Planner:
@@ -115,20 +115,20 @@ class Planner:
         self,
         graph: Graph,
         degree: int,
-        costs: Costs,
+        costs: LayerCosts,
         trains: bool = True,
         token_nodes: frozenset[str] = frozenset(),
     ) -> None:
         self.graph = graph
         self.degree = degree
         self.costs = costs
-        self.active = with_gradient(graph) if trains else frozenset[str]()
+        self.active = _with_gradient(graph) if trains else frozenset[str]()
         self.free: frozenset[tuple[str, str]] = frozenset()
         self._token_nodes = token_nodes
         self._kept_reads = self._reads_kept()
-        self._last = last_readers(graph)
+        self._last = _last_readers(graph)
         self._parts: dict[TensorType, tuple[Layout, ...]] = {}
-        self._paths: dict[object, tuple[float, tuple[Step, ...]] | None] = {}
+        self._paths: dict[object, tuple[float, tuple[Reshard, ...]] | None] = {}
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> Planner:
@@ -147,13 +147,13 @@ class Planner:
         other.graph = graph
         other.active = self.active & graph.types.keys()
         other._kept_reads = other._reads_kept()
-        other._last = last_readers(graph)
+        other._last = _last_readers(graph)
         return other
 
     def _reads_kept(self) -> frozenset[tuple[str, int]]:
         return saved_reads(self.graph, self.active) if self._token_nodes else frozenset()
 
-    def plan(self, fixed: Fixed) -> Plan:
+    def plan(self, fixed: Constraints) -> ParallelPlan:
         """The cheapest plan that keeps to what is given, where each message is by itself."""
         inputs = self.graph.inputs
         given = {v.name: self._made(v.type, fixed.inputs.get(v.name, WHOLE)) for v in inputs}
@@ -175,14 +175,14 @@ class Planner:
             wanted = ", ".join(map(str, self._outputs(fixed)))
             raise TypeCheckError(f"outputs of {self.graph.name} cannot be brought into {wanted}")
         end = min(ends, key=lambda state: state.cost)
-        choices: list[Choice] = []
+        choices: list[NodePlan] = []
         at: _State | None = end
         while at is not None and at.choice is not None:
             choices.append(at.choice)
             at = at.parent
         outputs, *rest = choices
         names = [node.name for node in self.graph.nodes]
-        return Plan(
+        return ParallelPlan(
             dict(zip(names, reversed(rest), strict=True)),
             outputs,
             fixed.inputs,
@@ -221,7 +221,7 @@ class Planner:
         size = type_.shape[layout.dim]
         return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
-    def _after(self, state: _State, place: int, node: Node, fixed: Fixed) -> Iterator[_State]:
+    def _after(self, state: _State, place: int, node: Node, fixed: Constraints) -> Iterator[_State]:
         only = fixed.rules.get(node.name)
         ways = self._ways[node.name]
         for rule in ways if only is None else ways.keys() & {only}:
@@ -244,19 +244,19 @@ class Planner:
         return bool(self._token_nodes) and type_.is_token_wise and layout not in always
 
     def _with(
-        self, type_: TensorType, have: frozenset[Layout], steps: Iterable[Step]
+        self, type_: TensorType, have: frozenset[Layout], steps: Iterable[Reshard]
     ) -> frozenset[Layout]:
         """The layouts of a value after some transitions."""
         for step in steps:
             is_had = not self._is_marked(type_, step.before) or kept(step.before) in have
-            if is_had and step.op != "gather" and not is_mark(step.after):
+            if is_had and step.op != "gather" and not is_saved(step.after):
                 have |= self._made(type_, step.after)
             have |= {step.after}
         return have
 
     def _brought(
-        self, state: _State, node: Node, rule: Sharding, fixed: Fixed
-    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], ChoiceMaker]]:
+        self, state: _State, node: Node, rule: Sharding, fixed: Constraints
+    ) -> Iterator[tuple[dict[str, frozenset[Layout]], tuple[float, int], NodePlanBuilder]]:
         """The ways to have the inputs in a rule's layouts: versions, cost and number of steps."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
@@ -276,7 +276,7 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            made = ChoiceMaker()
+            made = NodePlanBuilder()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 made.hold(name, layout, self.graph.types[name], name in self.active, self.costs)
@@ -300,8 +300,8 @@ class Planner:
         versions: dict[str, frozenset[Layout]],
         names: Sequence[str],
         layouts: Sequence[Layout],
-        made: ChoiceMaker,
-        fixed: Fixed,
+        made: NodePlanBuilder,
+        fixed: Constraints,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
         for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
@@ -317,7 +317,7 @@ class Planner:
             made.bring(name, cost, messages, name in self.active, self.costs)
         return True
 
-    def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Fixed) -> list[Layout]:
+    def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Constraints) -> list[Layout]:
         """Layouts to hold an adapter's weight in that a node reads in a wanted one."""
         name = parameter.name
         only = fixed.layouts.get(name)
@@ -331,23 +331,23 @@ class Planner:
             choices = [only] if is_reached else []
         return choices
 
-    def _ended(self, state: _State, fixed: Fixed) -> _State | None:
+    def _ended(self, state: _State, fixed: Constraints) -> _State | None:
         """With the outputs in their layouts; None where there is no way."""
-        versions, made = dict(state.versions), ChoiceMaker()
+        versions, made = dict(state.versions), NodePlanBuilder()
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, made, fixed):
             return None
         total = (state.cost[0] + made.cost, state.cost[1] + made.count)
         return _State(versions, total, state, made(Sharding(layouts, ()), 0.0))
 
-    def _outputs(self, fixed: Fixed) -> tuple[Layout, ...]:
+    def _outputs(self, fixed: Constraints) -> tuple[Layout, ...]:
         return tuple(fixed.outputs.get(name, WHOLE) for name in self.graph.outputs)
 
     # --------------------------------------------------------------------------------- transitions
 
     def _path(
-        self, name: str, have: frozenset[Layout], wanted: Layout, fixed: Fixed
-    ) -> tuple[float, tuple[Step, ...]] | None:
+        self, name: str, have: frozenset[Layout], wanted: Layout, fixed: Constraints
+    ) -> tuple[float, tuple[Reshard, ...]] | None:
         """The cheapest transitions to a layout from those that a value has, and their cost."""
         if wanted in have:
             return 0.0, ()
@@ -361,7 +361,7 @@ class Planner:
 
     def cheapest(
         self, type_: TensorType, is_active: bool, have: Iterable[Layout]
-    ) -> dict[Layout, tuple[float, tuple[Step, ...]]]:
+    ) -> dict[Layout, tuple[float, tuple[Reshard, ...]]]:
         """The cheapest transitions to every layout from those that a value has, and their cost.
 
         Args:
@@ -369,7 +369,7 @@ class Planner:
             is_active: whether a gradient flows back to it.
             have: its layouts.
         """
-        best: dict[Layout, tuple[float, tuple[Step, ...]]] = {}
+        best: dict[Layout, tuple[float, tuple[Reshard, ...]]] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
         changed = list(best)
         tokens = token_part(type_) if self._token_nodes and type_.is_token_wise else None
@@ -393,13 +393,13 @@ class Planner:
             self._parts[type_] = tuple(part for part in every if self.fits(type_, part))
         return self._parts[type_]
 
-    def _step_cost(self, type_: TensorType, is_active: bool, step: Step) -> float:
+    def _step_cost(self, type_: TensorType, is_active: bool, step: Reshard) -> float:
         cost = self.send(step, type_, is_active)
         if step.op == "place" or (step.op == "take" and is_active):
             cost += self.costs.place(type_, step.dim)
         return cost
 
-    def send(self, step: Step, type_: TensorType, is_active: bool) -> float:
+    def send(self, step: Reshard, type_: TensorType, is_active: bool) -> float:
         """What the messages of a transition cost, forward and backward."""
         cost = 0.0
         message = step.message(type_, self.degree)
@@ -411,14 +411,14 @@ class Planner:
                 cost -= self.costs.send(kind) if is_free else 0.0
         return cost
 
-    def _undominated(self, states: Iterable[_State], fixed: Fixed) -> list[_State]:
+    def _undominated(self, states: Iterable[_State], fixed: Constraints) -> list[_State]:
         kept: list[_State] = []
         for state in sorted(states, key=lambda state: state.cost):
             if not any(self._dominates(other, state, fixed) for other in kept):
                 kept.append(state)
         return kept
 
-    def _dominates(self, one: _State, other: _State, fixed: Fixed) -> bool:
+    def _dominates(self, one: _State, other: _State, fixed: Constraints) -> bool:
         """Whether all that the other can do, the one can do for no more."""
         cost, count = one.cost
         for name, layouts in other.versions.items():
@@ -426,10 +426,10 @@ class Planner:
             if have is None:
                 return False
             had = have
-            for layout in sorted(layouts - have, key=is_mark):
+            for layout in sorted(layouts - have, key=is_saved):
                 if layout in had:
                     continue
-                path = self._path(name, had if is_mark(layout) else have, layout, fixed)
+                path = self._path(name, had if is_saved(layout) else have, layout, fixed)
                 if path is None:
                     return False
                 had = self._with(self.graph.types[name], had, path[1])
@@ -440,7 +440,7 @@ class Planner:
 
     # --------------------------------------------------------------------------------------- errors
 
-    def _refusal(self, node: Node, state: _State, fixed: Fixed) -> str:
+    def _refusal(self, node: Node, state: _State, fixed: Constraints) -> str:
         held = []
         for name in node.inputs:
             layouts = state.versions.get(name) or {fixed.layouts.get(name, WHOLE)}
@@ -462,3 +462,22 @@ def _may_be(fixed: Layout | None, layout: Layout) -> bool:
     if fixed is None:
         return True
     return layout in (WHOLE, REPLICATED, PRE_REDUCE) if fixed == WHOLE else layout == fixed
+
+
+def _with_gradient(graph: Graph) -> frozenset[str]:
+    """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
+    carried = (value.name for value in graph.inputs[: len(graph.outputs)])
+    return reachable(graph, (*carried, *trained(graph)))
+
+
+def _last_readers(graph: Graph) -> dict[int, list[str]]:
+    """Values that no node after one reads, by its place; outputs are read to the end."""
+    last: dict[str, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for name in (*node.inputs, *(value.name for value in node.outputs)):
+            last[name] = place
+    found: dict[int, list[str]] = {}
+    for name, place in last.items():
+        if name not in graph.outputs:
+            found.setdefault(place, []).append(name)
+    return found

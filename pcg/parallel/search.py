@@ -7,7 +7,7 @@ A candidate of a site holds its weights in given layouts, with everything else a
 the least cost and all other sites as chosen.
 
 The planner takes each message by itself; what a plan costs is then counted with neighbours in one
-message (`pcg.parallel.messages`). So more plans are made for which some kinds of messages cost
+message (`pcg.parallel.coalescing`). So more plans are made for which some kinds of messages cost
 nothing to start, as if they always met another, and from the planner's own the search takes over
 what these do at a site, at those of one input, or at all, as long as that costs less.
 
@@ -28,10 +28,11 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.graph_facts import nodes_of_tokens
-from pcg.parallel.layer_bill import LayerBill
-from pcg.parallel.parallel_plan import Bill, Costs, Fixed, Plan, token_ends
+from pcg.parallel.costs.layer_costs import LayerCosts
+from pcg.parallel.parallel_plan import Constraints, Cost, ParallelPlan
+from pcg.parallel.plan_costs import PlanCosts
 from pcg.parallel.planner import Planner
+from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 
 _PARTED_MOST = 64
 """Candidates of a site of which all are listed; of more, those that differ in one weight."""
@@ -92,8 +93,8 @@ class Candidate:
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
-    bill: Bill
-    layer: Bill
+    bill: Cost
+    layer: Cost
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -110,7 +111,7 @@ class SiteChoice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found for a layer.
 
     Attributes:
@@ -118,7 +119,7 @@ class Found:
         sites: with their candidates.
     """
 
-    plan: Plan
+    plan: ParallelPlan
     sites: tuple[SiteChoice, ...]
 
 
@@ -174,7 +175,7 @@ class Search:
         self,
         graph: Graph,
         degree: int,
-        costs: Costs,
+        costs: LayerCosts,
         layouts: Mapping[str, Layout],
         base: Mapping[str, Sharding],
         trains: bool = True,
@@ -183,23 +184,23 @@ class Search:
         self.graph = graph
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
         self.layouts = layouts
-        nodes = nodes_of_tokens(graph, not trains) if parts_tokens else frozenset()
+        nodes = token_sharded_nodes(graph, not trains) if parts_tokens else frozenset()
         self.planner = Planner(graph, degree, costs, trains, nodes)
-        self._best: Plan | None = None
+        self._best: ParallelPlan | None = None
         self.sites = sites(graph, self.base)
         weights = {name for site in self.sites for name in site.weights}
         self._direct = frozenset() if trains else frozenset(weights)
-        ends = token_ends(graph) if parts_tokens else Fixed()
+        ends = token_sharded_ends(graph) if parts_tokens else Constraints()
         self._given = replace(ends, layouts=layouts, rules=self.base, direct=self._direct)
-        self.bill = LayerBill(self.planner, self._given)
+        self.bill = PlanCosts(self.planner, self._given)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ParallelPlan:
         """The cheapest plan that is found, with neighbours in one message."""
         if self._best is None:
             self._best = self._cheapest()
         return self._best
 
-    def _cheapest(self) -> Plan:
+    def _cheapest(self) -> ParallelPlan:
         best = self.planner.plan(self._given)
         others = [self.planner.where_free(free).plan(self._given) for free in _FREE]
         sets = [self.sites, *self._of_one_input(), *((site,) for site in self.sites)]
@@ -220,7 +221,9 @@ class Search:
             found.setdefault(inputs[site.nodes[0]], []).append(site)
         return [tuple(some) for some in found.values() if 1 < len(some) < len(self.sites)]
 
-    def _with(self, best: Plan, other: Plan, some: Iterable[Site]) -> Plan | None:
+    def _with(
+        self, best: ParallelPlan, other: ParallelPlan, some: Iterable[Site]
+    ) -> ParallelPlan | None:
         """The one plan with some sites as in the other; None where it is so, or cannot be."""
         now = {name: choice.rule for name, choice in best.choices.items()}
         rules, held = dict(now), best.held
@@ -235,7 +238,9 @@ class Search:
         except TypeCheckError:
             return None
 
-    def hold(self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()) -> Plan:
+    def hold(
+        self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
+    ) -> ParallelPlan:
         """The cheapest plan that holds adapters' weights in given layouts.
 
         Args:
@@ -254,22 +259,22 @@ class Search:
         parted = frozenset(name for name, layout in layouts.items() if layout.dim)
         return (parted - gathered) | self._direct
 
-    def find(self) -> Found:
+    def find(self) -> SearchResult:
         """The cheapest plan, and each site's candidates beside it."""
         best = self.plan()
-        return Found(best, tuple(self._choices(best, site) for site in self.sites))
+        return SearchResult(best, tuple(self._choices(best, site) for site in self.sites))
 
-    def candidate(self, plan: Plan, site: Site) -> Candidate:
+    def candidate(self, plan: ParallelPlan, site: Site) -> Candidate:
         """What a plan does at a site, with what that adds to the layer."""
         return self._candidate(plan, plan, site, self._gathered(plan, site))
 
-    def strategy(self, plan: Plan, site: Site) -> str:
+    def strategy(self, plan: ParallelPlan, site: Site) -> str:
         """What a plan does at a site is called."""
         layouts = {name: plan.held[name] for name in site.weights}
         return strategy_name(site, layouts, self._gathered(plan, site))
 
     @staticmethod
-    def _gathered(plan: Plan, site: Site) -> frozenset[str]:
+    def _gathered(plan: ParallelPlan, site: Site) -> frozenset[str]:
         """Weights that the site's nodes gather."""
         combined = {
             name
@@ -279,7 +284,7 @@ class Search:
         }
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
-    def _choices(self, best: Plan, site: Site) -> SiteChoice:
+    def _choices(self, best: ParallelPlan, site: Site) -> SiteChoice:
         chosen = self.candidate(best, site)
         found = {chosen.key: chosen}
         for held, gathers in self._ways(site, chosen):
@@ -335,11 +340,11 @@ class Search:
 
     def force(
         self,
-        best: Plan,
+        best: ParallelPlan,
         site: Site,
         layouts: Mapping[str, Layout],
         gathered: frozenset[str] = frozenset(),
-    ) -> Plan:
+    ) -> ParallelPlan:
         """A plan with one site's weights held in given layouts, and all other sites as they were.
 
         Args:
@@ -359,7 +364,9 @@ class Search:
         fixed = replace(self._given, layouts=held, rules=rules, gathered=gathered, direct=direct)
         return self.planner.plan(fixed)
 
-    def _candidate(self, plan: Plan, best: Plan, site: Site, gathered: frozenset[str]) -> Candidate:
+    def _candidate(
+        self, plan: ParallelPlan, best: ParallelPlan, site: Site, gathered: frozenset[str]
+    ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
         layer = self.bill.of(plan)
         bill = layer - self.bill.without(best, site.nodes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
-from pcg.parallel.parallel_plan import Choice, Plan, Step, is_mark
+from pcg.parallel.parallel_plan import NodePlan, ParallelPlan, Reshard, is_saved
 
 _SUFFIX = {
     "combine": "joined",
@@ -24,7 +25,7 @@ _SUFFIX = {
 }
 
 
-def shard(graph: Graph, degree: int, plan: Plan) -> Graph:
+def shard(graph: Graph, degree: int, plan: ParallelPlan) -> Graph:
     """The graph with layouts in its types, and the operators that change them.
 
     Args:
@@ -36,7 +37,7 @@ def shard(graph: Graph, degree: int, plan: Plan) -> Graph:
 
 
 class _Sharder:
-    def __init__(self, graph: Graph, degree: int, plan: Plan) -> None:
+    def __init__(self, graph: Graph, degree: int, plan: ParallelPlan) -> None:
         self.graph = graph
         self.degree = degree
         self.plan = plan
@@ -55,7 +56,7 @@ class _Sharder:
         outputs = zip(self.graph.outputs, self.plan.outputs.rule.inputs, strict=True)
         return self.builder.build([self.versions[name][layout] for name, layout in outputs])
 
-    def _node(self, node: Node, choice: Choice) -> None:
+    def _node(self, node: Node, choice: NodePlan) -> None:
         for name, layout in choice.held:
             self._hold(self.graph.parameters_by_name[name], layout)
         self._bring(choice)
@@ -77,13 +78,13 @@ class _Sharder:
         for value, layout in zip(node.outputs, choice.rule.outputs, strict=True):
             self.versions[value.name] = {layout: value.name}
 
-    def _bring(self, choice: Choice) -> None:
+    def _bring(self, choice: NodePlan) -> None:
         for name, steps in choice.steps:
             for step in steps:
-                if not is_mark(step.after) and step.after not in self.versions[name]:
+                if not is_saved(step.after) and step.after not in self.versions[name]:
                     self.versions[name][step.after] = self._transition(name, step)
 
-    def _transition(self, name: str, step: Step) -> str:
+    def _transition(self, name: str, step: Reshard) -> str:
         attributes = (("dim", step.dim),) if step.dim else ()
         made = self.builder.fresh(f"{name}_{_SUFFIX[step.op]}")
         value = Value(made, step.after.of(self.graph.types[name], self.degree))

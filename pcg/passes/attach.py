@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from pcg.errors import UnsupportedError
-from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor

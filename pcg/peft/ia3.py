@@ -90,19 +90,19 @@ class Ia3Bypass(Bypass):
             return y
         return at.add("scale", "scaled", y, at.adapter("ia3_l", *at.features(y)[-1:]))
 
-    def keep_eager(self, module: EagerModule) -> bool:
-        """Keep what base(x) ⊙ l, or base(x ⊙ l), needs.
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what base(x) ⊙ l, or base(x ⊙ l), needs.
 
         Source: peft 0.21 tuners/ia3/layer.py.
         """
         if self.is_feedforward:
-            module.keep_input("ia3_x")
+            module.save_input("ia3_x")
             if module.x_needs:
-                module.keep_once("ia3_l", "mul", module.in_)
+                module.save_once("ia3_l", "mul", module.in_)
             return True
-        module.keep("unscaled", "linear", module.base_dtype, module.out)
+        module.save("unscaled", "linear", module.base_dtype, module.out)
         if module.y_needs:
-            module.keep_once("ia3_l", "mul", module.out)
+            module.save_once("ia3_l", "mul", module.out)
         return True
 
 

@@ -121,13 +121,13 @@ class LoraBypass(Bypass):
         norm = at.add("column_norm", "norm", at.inputs[1], a, b)
         return at.add("column_factor", "factor", at.adapter("lora_magnitude_vector", out), norm)
 
-    def keep_eager(self, module: EagerModule) -> bool:
-        """Keep what LoRA and DoRA need.
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what LoRA and DoRA need.
 
             base(x) + lora_B(lora_A(dropout(x))) · scale
             base(x) + (m/‖W'‖ - 1) (base(x) - b) + m/‖W'‖ lora_B(lora_A(x)) · scale
 
-        The factor m/‖W'‖ and its norm are vectors; ‖W'‖ is a constant, of which no more is kept.
+        The factor m/‖W'‖ and its norm are vectors; ‖W'‖ is a constant, of which no more is saved.
         With dropout the base's product is made again of what was not dropped, by the weight in the
         adapters' dtype. Of a Conv1D's weight in that dtype peft makes a new parameter (`transpose`
         of peft/utils/other.py), which requires a gradient.
@@ -135,25 +135,25 @@ class LoraBypass(Bypass):
         Source: peft 0.21 tuners/lora/{layer,dora,variants}.py.
         """
         assert self.rank is not None
-        module.keep_dropped_input("lora_x")
-        module.keep("lora_s", "linear", module.dtype, self.rank)
+        module.save_dropped_input("lora_x")
+        module.save("lora_s", "linear", module.dtype, self.rank)
         if not self.use_dora:
             return True
-        module.keep("dora_lora", "linear", module.dtype, module.out)
-        module.keep_once("dora_norm", "norm", module.out)
-        module.keep_once("dora_factor", "div", module.out)
+        module.save("dora_lora", "linear", module.dtype, module.out)
+        module.save_once("dora_norm", "norm", module.out)
+        module.save_once("dora_factor", "div", module.out)
         base_needs = module.x_needs
         if module.drops:
-            module.keep("dora_base", "linear", module.dtype, module.out)
+            module.save("dora_base", "linear", module.dtype, module.out)
             if module.dtype == module.base_dtype:
                 base_needs = base_needs or module.is_conv1d
             elif module.x_needs:
-                module.keep_once("dora_weight", "cast", module.in_ * module.out)
+                module.save_once("dora_weight", "cast", module.in_ * module.out)
         else:
-            module.keep("dora_base", "sub", module.base_dtype, module.out)
+            module.save("dora_base", "sub", module.base_dtype, module.out)
             base_needs = module.y_needs
         if base_needs:
-            module.keep_once("dora_change", "sub", module.out)
+            module.save_once("dora_change", "sub", module.out)
         return True
 
 

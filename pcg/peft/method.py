@@ -3,7 +3,7 @@
     Y = f_B(X) + f_A(X)                                                            (FlexLLM §4.1)
 
 The compiler gives it a `Place` in a graph, for its operators; explain an `EagerModule`, for what
-peft's own code keeps; and a finetuning job gives a recipe the `Shards` of an adapter, for what
+peft's own code saves; and a finetuning job gives a recipe the `Shards` of an adapter, for what
 training does outside the program.
 """
 
@@ -73,7 +73,7 @@ class Place(Protocol):
 
 
 class EagerModule(Protocol):
-    """A linear module y = W x + b as eager PyTorch runs it, whose autograd keeps tensors.
+    """A linear module y = W x + b as eager PyTorch runs it, whose autograd saves tensors.
 
     Attributes:
         out: outputs.
@@ -95,20 +95,20 @@ class EagerModule(Protocol):
     drops: bool
     is_conv1d: bool
 
-    def keep(self, what: str, op: str, dtype: str, per_token: int) -> None:
-        """Keep a tensor of so many elements a token."""
+    def save(self, what: str, op: str, dtype: str, per_token: int) -> None:
+        """Save a tensor of so many elements a token."""
 
-    def keep_once(self, what: str, op: str, elements: int) -> None:
-        """Keep a tensor of so many elements of the adapter's dtype."""
+    def save_once(self, what: str, op: str, elements: int) -> None:
+        """Save a tensor of so many elements of the adapter's dtype."""
 
-    def keep_input(self, what: str) -> None:
-        """Keep x, or a copy of it in the adapter's dtype, which is called so."""
+    def save_input(self, what: str) -> None:
+        """Save x, or a copy of it in the adapter's dtype, which is called so."""
 
-    def keep_dropped_input(self, what: str) -> None:
-        """Keep what dropout left of x, or without dropout as `keep_input`."""
+    def save_dropped_input(self, what: str) -> None:
+        """Save what dropout left of x, or without dropout as `save_input`."""
 
-    def keep_dropout_mask(self) -> None:
-        """Keep the mask of dropout, where x requires a gradient."""
+    def save_dropout_mask(self) -> None:
+        """Save the mask of dropout, where x requires a gradient."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Bypass(ABC):
         """Add operators behind the node; returns what stands for its output `y`."""
         return y
 
-    def keep_eager(self, module: EagerModule) -> bool:
-        """Keep what peft's own code keeps for backward; False where there is no code of a module.
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what peft's own code saves for backward; False where there is no code of a module.
 
         Source: peft 0.21 tuners; of dropout, torch's native_dropout, which CUDA runs.
         """

@@ -22,7 +22,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
-from pcg.peft.registry import notes_of, recipe_from
+from pcg.peft.registry import is_shorthand, notes_of, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
 
@@ -65,6 +65,26 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     _check_biases(file, recipe, weights, biases)
     base = config.get("base_model_name_or_path")
     return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
+
+
+def recipes_of(peft: object) -> dict[str, Recipe]:
+    """The recipes that `peft` names; one without a name is called `default`."""
+    if peft is None:
+        return {}
+    if isinstance(peft, Mapping) and not is_recipe(peft):
+        return {str(name): _recipe_of(value) for name, value in peft.items()}
+    return {"default": _recipe_of(peft)}
+
+
+def is_recipe(peft: Mapping[Any, Any]) -> bool:
+    """True if a mapping is one recipe's fields, and not recipes by name."""
+    return "peft_type" in peft
+
+
+def _recipe_of(value: object) -> Recipe:
+    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
+        return read_adapter(value, "adapter").recipe
+    return recipe_from(value)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

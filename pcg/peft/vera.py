@@ -76,16 +76,16 @@ class VeraBypass(Bypass):
         up = at.add("vera_up", "up", b, *vectors)
         return low_rank(at, y, at.dropped(), down, up, "vera_")
 
-    def keep_eager(self, module: EagerModule) -> bool:
-        """Keep what base(x) + λ_b ⊙ B (λ_d ⊙ A dropout(x)) needs.
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what base(x) + λ_b ⊙ B (λ_d ⊙ A dropout(x)) needs.
 
-        The matrices are frozen, so that only what λ_d and λ_b scale is kept.
+        The matrices are frozen, so that only what λ_d and λ_b scale is saved.
 
         Source: peft 0.21 tuners/vera/layer.py.
         """
-        module.keep_dropout_mask()
-        module.keep("vera_s", "linear", module.dtype, self.rank)
-        module.keep("vera_z", "linear", module.dtype, module.out)
+        module.save_dropout_mask()
+        module.save("vera_s", "linear", module.dtype, self.rank)
+        module.save("vera_z", "linear", module.dtype, module.out)
         return True
 
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.errors import GenerationError
-from pcg.parallel.costs.step_costs import Piece, StepCosts, StepShape
+from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import Side
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.job import SimulatedBackward, SimulatedForward
 
 
@@ -113,18 +114,20 @@ class SimulatedDevice:
         Returns:
             Makes a token for each sequence; it means nothing where more are pending.
         """
-        pieces: list[Piece] = []
+        pieces: list[SequenceChunk] = []
         there_s = 0.0
         for sequence, count in chunks:
             adapter = sequence.request.adapter
             is_sampled = count == sequence.pending
             if adapter is None:
-                pieces.append(Piece(count, sequence.cached, is_sampled))
+                pieces.append(SequenceChunk(count, sequence.cached, is_sampled))
                 continue
             self.fetch([adapter])
             there_s = max(there_s, self._copied_s[id(adapter)])
             rank = getattr(adapter, "rank", 0)
-            pieces.append(Piece(count, sequence.cached, is_sampled, False, id(adapter), rank))
+            pieces.append(
+                SequenceChunk(count, sequence.cached, is_sampled, False, id(adapter), rank)
+            )
         for unit, count in windows:
             assert isinstance(unit, SimulatedForward)
             unit.run(count)
@@ -136,7 +139,7 @@ class SimulatedDevice:
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer together."""
-        pieces: list[Piece] = []
+        pieces: list[SequenceChunk] = []
         for unit in units:
             assert isinstance(unit, SimulatedBackward)
             pieces += unit.whole.next_window

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pcg.parallel.costs.step_costs import Piece
-from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
+from pcg.parallel.costs.step_costs import SequenceChunk
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
-Windows = list[list[Piece]]
+Windows = list[list[SequenceChunk]]
 
 
 class SimulatedPass:
@@ -55,7 +55,7 @@ class SimulatedPass:
         return self.layer < 0
 
     @property
-    def next_window(self) -> list[Piece]:
+    def next_window(self) -> list[SequenceChunk]:
         """Whose backward comes next: the last one first."""
         return self.windows[self._index]
 
@@ -66,11 +66,11 @@ class SimulatedPass:
 
     def forward(self, tokens: int) -> None:
         """Take the next tokens forward."""
-        window: list[Piece] = []
+        window: list[SequenceChunk] = []
         while tokens and self._place < len(self._lengths):
             count = min(tokens, self._lengths[self._place] - self._context)
             context, adapter = self._context, id(self._adapter)
-            window.append(Piece(count, context, False, True, adapter, self._rank))
+            window.append(SequenceChunk(count, context, False, True, adapter, self._rank))
             tokens -= count
             self._context += count
             if self._context == self._lengths[self._place]:

@@ -11,21 +11,20 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
-from pcg.options import check_degree
-from pcg.parallel.costs.devices import device_of
-from pcg.parallel.costs.model import SheetModel, cost_model
-from pcg.parallel.costs.step_costs import GraphCosts, Piece, StepShape
+from pcg.ir.types import CONTEXT
+from pcg.options import MemoryBudget, PlanOptions
+from pcg.parallel.costs.accelerators import find_accelerator
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.simulate.device import SimulatedAdapter
@@ -66,7 +65,7 @@ class SimulatedProgram:
         """What an engine begins to plan by: five steps, as it measures them on a machine."""
 
         def seconds(tokens: int, context: int, rows: int) -> float:
-            shape = StepShape.of([Piece(tokens, context)])
+            shape = StepShape.of([SequenceChunk(tokens, context)])
             return self.costs.step_seconds(replace(shape, sampled=rows))
 
         return fitted_latencies(seconds, self.costs.layers)
@@ -122,8 +121,8 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    check_degree(tp)
-    memory, costs = device_of(device), cost_model(device)
+    PlanOptions(tp=tp)
+    memory, costs = find_accelerator(device), find_cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")
     if product_share is not None:

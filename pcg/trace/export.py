@@ -2,7 +2,7 @@
 
 transformers is imported here and nowhere else. Attention and experts become one operator each
 through transformers' own registries; architectures that keep an attention of their own are exported
-with it, and `pcg.trace.scores` recognises it in the graph.
+with it, and `pcg.trace.score_attention` recognises it in the graph.
 
 Long because all that asks transformers and torch.export something is here, in short functions.
 """

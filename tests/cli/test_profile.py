@@ -8,8 +8,8 @@ from typer.testing import CliRunner, Result
 
 from cli.application import app
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel.costs import profiler
-from pcg.parallel.costs.model import cost_model
+from pcg.parallel.costs import operator_profiler
+from pcg.parallel.costs.catalog import find_cost_model
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +32,14 @@ def test_a_profile_is_measured_once(
     assert max(map(len, result.stdout.splitlines()[:-3])) <= 80
     x, w = tensor("f32", TOKENS, 96), tensor("f32", 32, 96)
     y = tensor("f32", TOKENS, 32)
-    assert cost_model(path).operator_seconds("linear", (x, w), (y,), {}, 7, 7) > 0
+    assert find_cost_model(path).operator_seconds("linear", (x, w), (y,), {}, 7, 7) > 0
     (kept,) = cache.iterdir()
     assert kept.read_text() == path.read_text()
 
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("it was measured again")
 
-    monkeypatch.setattr(profiler, "measured", refuse)
+    monkeypatch.setattr(operator_profiler, "measured", refuse)
     again = json.loads(run("--quick", "--json").stdout)
     assert again["cached"]
     assert again["path"] == str(kept)
@@ -59,7 +59,7 @@ def test_links_are_measured_with_ranks(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "all_reduce" in result.stdout
     assert "gloo over 2 ranks" in result.stdout
-    assert cost_model(path).collective_seconds("all_gather", 2**20, 2) > 0
+    assert find_cost_model(path).collective_seconds("all_gather", 2**20, 2) > 0
 
 
 @pytest.mark.parametrize(

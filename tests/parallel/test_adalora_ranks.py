@@ -17,17 +17,18 @@ from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
 from pcg.peft.rank_allocator import RankAllocator
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
-from tests.peft.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
 from tests.support import oracle
+from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
+from tests.support.peft_cases import trained
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.threads import ThreadRanks, run_ranks
 
 STEPS = 12
@@ -108,7 +109,7 @@ def force(ways: tuple[Layout, Layout, Layout], monkeypatch: pytest.MonkeyPatch) 
     kinds = dict(zip((".adalora_A", ".adalora_E", ".adalora_B"), ways, strict=True))
     free = Search.plan
 
-    def forced(search: Search) -> Plan:
+    def forced(search: Search) -> ParallelPlan:
         held = {
             parameter.name: layout
             for parameter in search.graph.parameters
@@ -193,11 +194,11 @@ def test_the_orthogonal_loss_over_ranks_is_pefts(
         runner = executor.training_runner("a")
         loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
         runner.sum_gradients()
-        allocator = RankAllocator.of(runner.adapter, runner.pieces, STEPS)
+        allocator = RankAllocator.of(runner.adapter, runner.shards, STEPS)
         assert allocator is not None
         loss += allocator.regularize()
         gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-        return loss, runner.pieces.joined(gradients)
+        return loss, runner.shards.joined(gradients)
 
     theirs = trained(wrapped)
     for loss, gradients in run_ranks(2, on_rank):

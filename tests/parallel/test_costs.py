@@ -18,17 +18,31 @@ import torch
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS, operator
-from pcg.ir.operators.collective import FLOPS_PER_BYTE
+from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
-from pcg.parallel.costs import link_profiler
-from pcg.parallel.costs.devices import DEVICES, Achieved, DeviceSheet, Link, device_of
-from pcg.parallel.costs.model import SHEETS, CostModel, SheetModel, cost_model, ring_seconds
-from pcg.parallel.costs.profile import Exchange, Point, Profile, ProfileModel, fitted_link
-from pcg.parallel.costs.profiler import measured
+from pcg.parallel.costs import collective_profiler
+from pcg.parallel.costs.accelerators import (
+    ACCELERATORS,
+    SHEETS,
+    Achieved,
+    DeviceSheet,
+    Link,
+    find_accelerator,
+)
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.cost_model import CostModel, ring_seconds
+from pcg.parallel.costs.device_profile import (
+    CollectiveTime,
+    DeviceProfile,
+    OperatorTime,
+    ProfileModel,
+    fitted_link,
+)
+from pcg.parallel.costs.operator_profiler import measured
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import differentiate
 from pcg.passes.prune import prune
-from tests.passes.test_parallelize import sharded
+from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
 SHEET = DeviceSheet(
@@ -143,7 +157,7 @@ def test_views_cost_nothing() -> None:
 
 @pytest.mark.parametrize("name", SHEETS)
 def test_more_tokens_never_cost_less(name: str) -> None:
-    model = cost_model(name)
+    model = find_cost_model(name)
     found = [linear_seconds(model, tokens) for tokens in (1, 2, 8, 64, 1024, 2**16, 2**20)]
     assert found == sorted(found)
     assert found[0] > 0
@@ -164,13 +178,13 @@ def test_a_link_by_name() -> None:
     slow = SheetModel("toy", SHEET, "SLOW", WHOLE)
     assert slow.collective_seconds("all_gather", 2_000_000, 2) == pytest.approx(1.00001)
     with pytest.raises(CostModelError, match="no link 'NVLink 9'; it has NVLink 4, PCIe 5"):
-        cost_model("H100", "NVLink 9")
+        find_cost_model("H100", "NVLink 9")
 
 
 def test_two_points_give_their_link() -> None:
     link = Link(2e-4, 7e8, "")
     exchanges = [
-        Exchange(kind, size, 4, ring_seconds(kind, size, 4, link))
+        CollectiveTime(kind, size, 4, ring_seconds(kind, size, 4, link))
         for kind in ("all_reduce", "all_gather")
         for size in (1_000, 10_000_000)
     ]
@@ -180,11 +194,17 @@ def test_two_points_give_their_link() -> None:
 
 
 def test_a_fit_is_never_negative() -> None:
-    falling = [Exchange("all_reduce", 10**3, 2, 2e-3), Exchange("all_reduce", 10**6, 2, 1e-3)]
+    falling = [
+        CollectiveTime("all_reduce", 10**3, 2, 2e-3),
+        CollectiveTime("all_reduce", 10**6, 2, 1e-3),
+    ]
     link = fitted_link(falling, "gloo")
     assert link.latency_s >= 0
     assert link.bytes_per_s > 0
-    only_bytes = [Exchange("all_reduce", 10**6, 2, 1e-3), Exchange("all_reduce", 10**7, 2, 2e-2)]
+    only_bytes = [
+        CollectiveTime("all_reduce", 10**6, 2, 1e-3),
+        CollectiveTime("all_reduce", 10**7, 2, 2e-2),
+    ]
     assert fitted_link(only_bytes, "gloo").latency_s == 0.0
 
 
@@ -218,7 +238,7 @@ def test_numbers_that_cannot_be_are_refused() -> None:
 def test_a_dtype_without_a_peak_is_refused() -> None:
     x, w = tensor("f64", TOKENS, 64), tensor("f64", 64, 64)
     with pytest.raises(CostModelError, match="L40S has no peak for linear in f64"):
-        cost_model("L40S").operator_seconds("linear", (x, w), (x,), {}, 8, 8)
+        find_cost_model("L40S").operator_seconds("linear", (x, w), (x,), {}, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +252,7 @@ def test_a_dtype_without_a_peak_is_refused() -> None:
 )
 def test_unknown_models_are_refused(name: str, message: str) -> None:
     with pytest.raises(CostModelError, match=message):
-        cost_model(name)
+        find_cost_model(name)
 
 
 # ----------------------------------------------------------------------------------- sheets
@@ -241,17 +261,17 @@ def test_unknown_models_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize("name", SHEETS)
 def test_a_sheet_has_its_sources(name: str) -> None:
     sheet = SHEETS[name]
-    assert cost_model(name.lower()).name == name
+    assert find_cost_model(name.lower()).name == name
     assert sheet.source
     assert sheet.launch_source
     assert all(link.source for link in sheet.links.values())
     assert sheet.product_flops_per_s["bf16"] > sheet.product_flops_per_s["f32"]
-    assert cost_model(name).collective_seconds("all_reduce", 2**20, 4) > 0
+    assert find_cost_model(name).collective_seconds("all_reduce", 2**20, 4) > 0
 
 
 def test_devices_keep_their_sheet() -> None:
-    assert {name for name, device in DEVICES.items() if device.sheet} == {*SHEETS} - {"CPU"}
-    assert device_of("h100").sheet is SHEETS["H100"]
+    assert {name for name, device in ACCELERATORS.items() if device.sheet} == {*SHEETS} - {"CPU"}
+    assert find_accelerator("h100").sheet is SHEETS["H100"]
 
 
 @cache
@@ -280,7 +300,7 @@ def costs_of(model: CostModel, tokens: int, context: int) -> Iterator[float]:
 
 
 def test_all_that_a_rank_runs_has_a_cost_on_a_sheet() -> None:
-    found = list(costs_of(cost_model("A100-80"), 64, 32))
+    found = list(costs_of(find_cost_model("A100-80"), 64, 32))
     assert len(found) > 400
     assert all(math.isfinite(cost) and cost >= 0 for cost in found)
 
@@ -288,52 +308,52 @@ def test_all_that_a_rank_runs_has_a_cost_on_a_sheet() -> None:
 # ----------------------------------------------------------------------------------- profiles
 
 
-def point(tokens: int, found: float, features: int = 64) -> Point:
+def point(tokens: int, found: float, features: int = 64) -> OperatorTime:
     x, w = tensor("bf16", TOKENS, features), tensor("bf16", features, features)
-    return Point(work_of("linear", (x, w), (x,), {}, tokens, tokens), found)
+    return OperatorTime(work_of("linear", (x, w), (x,), {}, tokens, tokens), found)
 
 
-def ideal(tokens: int, features: int = 64, slowness: float = 1.0) -> Point:
+def ideal(tokens: int, features: int = 64, slowness: float = 1.0) -> OperatorTime:
     """What a device of 1 GFLOP/s and 1 GB/s would take."""
     work = point(tokens, 1.0, features).work
-    return Point(work, slowness * max(work.flops, work.moved_bytes) / 1e9)
+    return OperatorTime(work, slowness * max(work.flops, work.moved_bytes) / 1e9)
 
 
 def test_a_measured_shape_costs_what_was_measured() -> None:
-    model = ProfileModel(Profile("toy", {}, (point(4, 3e-5), point(16, 9e-5))))
+    model = ProfileModel(DeviceProfile("toy", {}, (point(4, 3e-5), point(16, 9e-5))))
     assert linear_seconds(model, 4) == 3e-5
     assert linear_seconds(model, 16) == 9e-5
 
 
 def test_between_points_the_rate_is_kept() -> None:
     """Points twice as slow as the roofline that one very fast point sets."""
-    fast = Point(work_of("silu", (X,), (X,), {}, 4096, 8), 1e-9)
+    fast = OperatorTime(work_of("silu", (X,), (X,), {}, 4096, 8), 1e-9)
     points = (ideal(16, 256, 2.0), ideal(64, 256, 2.0), ideal(1024, 256, 2.0))
-    model = ProfileModel(Profile("toy", {}, (*points, fast)))
+    model = ProfileModel(DeviceProfile("toy", {}, (*points, fast)))
     x, w = tensor("bf16", TOKENS, 256), tensor("bf16", 256, 256)
     between = model.operator_seconds("linear", (x, w), (x,), {}, 256, 8)
     assert between == pytest.approx(ideal(256, 256, 2.0).seconds, rel=1e-3)
 
 
 def test_between_points_costs_lie_between_and_grow_with_tokens() -> None:
-    model = ProfileModel(Profile("toy", {}, tuple(ideal(4**i) for i in range(7))))
+    model = ProfileModel(DeviceProfile("toy", {}, tuple(ideal(4**i) for i in range(7))))
     found = [linear_seconds(model, tokens) for tokens in (4, 6, 8, 16, 40, 64, 200, 1000, 4096)]
     assert found == sorted(found)
     assert found[0] < found[1] < found[3]
 
 
 def test_a_profile_as_json(tmp_path: Path) -> None:
-    exchange = Exchange("all_reduce", 1024, 2, 1e-4)
-    profile = Profile("toy", {"torch": "2"}, (ideal(4), ideal(16)), (exchange,), "gloo")
+    exchange = CollectiveTime("all_reduce", 1024, 2, 1e-4)
+    profile = DeviceProfile("toy", {"torch": "2"}, (ideal(4), ideal(16)), (exchange,), "gloo")
     path = tmp_path / "deep" / "profile.json"
     profile.save(path)
-    assert Profile.load(path) == profile
+    assert DeviceProfile.load(path) == profile
     assert json.loads(path.read_text())["device"] == "toy"
-    model = cost_model(path)
+    model = find_cost_model(path)
     assert model.name == "toy"
     assert linear_seconds(model, 4) == ideal(4).seconds
     with pytest.raises(CostModelError, match="own link"):
-        cost_model(path, "NVLink 4")
+        find_cost_model(path, "NVLink 4")
 
 
 @pytest.mark.parametrize(
@@ -343,27 +363,27 @@ def test_damaged_profiles_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(CostModelError, match=r"no profile.*make it again"):
-        cost_model(path)
+        find_cost_model(path)
 
 
 def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    Profile("toy", {}, (ideal(4),)).save(path)
+    DeviceProfile("toy", {}, (ideal(4),)).save(path)
     path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
     with pytest.raises(CostModelError, match="format 9, not 1"):
-        cost_model(path)
+        find_cost_model(path)
 
 
 def test_what_was_not_measured_has_no_cost() -> None:
-    model = ProfileModel(Profile("toy", {}, (ideal(4), ideal(16))))
+    model = ProfileModel(DeviceProfile("toy", {}, (ideal(4), ideal(16))))
     with pytest.raises(CostModelError, match=r"silu in bf16 was not measured.*pcg profile"):
         seconds(model, "silu", X)
     with pytest.raises(CostModelError, match="only in bf16; pcg profile --dtype"):
         seconds(model, "linear", tensor("f32", TOKENS, 64), tensor("f32", 64, 64))
     with pytest.raises(CostModelError, match=r"no link.*pcg profile --tp 2"):
         model.collective_seconds("all_reduce", 8, 2)
-    exchange = Exchange("all_reduce", 1024, 2, 1e-4)
-    linked = ProfileModel(Profile("toy", {}, (ideal(4),), (exchange,), "gloo"))
+    exchange = CollectiveTime("all_reduce", 1024, 2, 1e-4)
+    linked = ProfileModel(DeviceProfile("toy", {}, (ideal(4),), (exchange,), "gloo"))
     assert linked.collective_seconds("all_reduce", 1024, 2) == pytest.approx(1e-4)
     for kind, degree in (("all_reduce", 4), ("all_gather", 2)):
         with pytest.raises(CostModelError, match=f"pcg profile --tp {degree}"):
@@ -371,8 +391,8 @@ def test_what_was_not_measured_has_no_cost() -> None:
 
 
 @cache
-def quick() -> Profile:
-    return Profile("here", {}, measured(torch.device("cpu"), "f32", quick=True))
+def quick() -> DeviceProfile:
+    return DeviceProfile("here", {}, measured(torch.device("cpu"), "f32", quick=True))
 
 
 def test_every_operator_that_runs_is_measured() -> None:
@@ -477,10 +497,10 @@ def test_only_floats_are_profiled() -> None:
 
 @pytest.mark.dist
 def test_links_are_measured() -> None:
-    exchanges, backend = link_profiler.measured_exchanges(2, torch.device("cpu"), quick=True)
+    exchanges, backend = collective_profiler.measure_collectives(2, torch.device("cpu"), quick=True)
     assert backend == "gloo"
-    assert len(exchanges) == 3 * len(link_profiler.QUICK_SIZES)
-    model = ProfileModel(Profile("here", {}, quick().points, exchanges, backend))
+    assert len(exchanges) == 3 * len(collective_profiler.QUICK_SIZES)
+    model = ProfileModel(DeviceProfile("here", {}, quick().points, exchanges, backend))
     assert model.collective_seconds("all_reduce", 2**20, 2) > 0
     with pytest.raises(CostModelError, match="--tp 4"):
         model.collective_seconds("all_reduce", 2**20, 4)
@@ -488,4 +508,4 @@ def test_links_are_measured() -> None:
 
 def test_one_rank_has_no_link() -> None:
     with pytest.raises(CostModelError, match="at least 2"):
-        link_profiler.measured_exchanges(1, torch.device("cpu"))
+        collective_profiler.measure_collectives(1, torch.device("cpu"))

@@ -16,7 +16,7 @@ from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import RANK
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
 from pcg.peft.lora import LoraConfig
@@ -197,7 +197,7 @@ def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None
 
     free = Search.plan
 
-    def forced(search: Search) -> Plan:
+    def forced(search: Search) -> ParallelPlan:
         held = {
             parameter.name: layout
             for parameter in search.graph.parameters

@@ -18,16 +18,16 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.ir.program.program import Program, Serving, Training
-from pcg.parallel.parallel_plan import Plan
+from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
 from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.threads import ThreadRanks, run_ranks
 
 LAYERS = 2
@@ -90,7 +90,7 @@ class Forcing:
         self._recipe = recipe
         self._site = site
         self._free = Search.plan
-        self._known: dict[tuple[str, bool], tuple[Plan, tuple[Candidate, ...]]] = {}
+        self._known: dict[tuple[str, bool], tuple[ParallelPlan, tuple[Candidate, ...]]] = {}
         self._index = 0
         self._is_training = False
         self.strategies: list[str] = []
@@ -116,7 +116,7 @@ class Forcing:
             count = max(map(len, found))
             self._index += 1
 
-    def plan(self, search: Search) -> Plan:
+    def plan(self, search: Search) -> ParallelPlan:
         sites = [site for site in search.sites if site.name.endswith(self._site)]
         # A program that trains has adapters' own weights, one that serves has stacks of any rank.
         sizes = {n for site in sites for w in site.weights for n in search.graph.types[w].shape}
@@ -156,7 +156,7 @@ def gradients(
     loss = runner.forward_backward([Example(ids, ids) for ids in SEQUENCES], targets)
     runner.sum_gradients()
     found = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-    return loss, runner.pieces.joined(found)
+    return loss, runner.shards.joined(found)
 
 
 @pytest.mark.parametrize(

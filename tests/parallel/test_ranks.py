@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
-from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, on_first
+from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, run_on_first
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
-from tests.passes.test_parallelize import PLAN
+from tests.support.parallelized import PLAN
 from tests.support.ranked import make_executor, make_program
 from tests.support.threads import ThreadRanks, run_ranks
 
@@ -98,7 +98,7 @@ def test_all_ranks_hear_of_an_error_of_the_first(error: BaseException) -> None:
 
     def on_rank(ranks: ThreadRanks) -> BaseException:
         with pytest.raises(BaseException) as caught:  # noqa: PT011
-            on_first(ranks, act)
+            run_on_first(ranks, act)
         return caught.value
 
     first, *others = run_ranks(3, on_rank)

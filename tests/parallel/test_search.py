@@ -12,54 +12,27 @@ import pytest
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
-from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
-from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
-from pcg.parallel.search import Candidate, Found, Search, Site
+from pcg.parallel.search import Candidate, Search, SearchResult, Site
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.peft.vera import VeraBypass
-from tests.passes.test_parallelize import RANK, attached
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
+from tests.support.parallelized import RANK, Machine, attached, costs
 from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
 OTHERS = ("fully sharded, weights gathered", "fully replicated")
 
 
-class Machine:
-    """Rooflines of a machine that there is not."""
-
-    def __init__(self, alpha: float = 1e-6, link: float = 1e11) -> None:
-        self.alpha = alpha
-        self.link = link
-
-    def operator_seconds(
-        self, op: str, ins: Any, outs: Any, attributes: Any, tokens: int, context: int
-    ) -> float:
-        flops = operator(op).flops(ins, outs, attributes)
-        free = getattr(flops, "free_symbols", ())
-        flops = float(flops.subs({s: tokens if s == TOKENS else context for s in free}))
-        moved = sum(size_bytes(type_, tokens) for type_ in (*ins, *outs))
-        return max(flops / 1e14, moved / 1e12)
-
-    def collective_seconds(self, kind: str, size: int, degree: int) -> float:
-        messages = degree - 1 if kind == "all_gather" else 2 * (degree - 1)
-        return messages * self.alpha + ring_bytes(kind, size, degree) / self.link
-
-
-def costs(degree: int, tokens: int = sum(LENGTHS), **options: Any) -> DeviceCosts:
-    return DeviceCosts(Machine(), degree, tokens, 1024, **options)
-
-
 @cache
-def searched(name: str, degree: int = 2) -> tuple[Search, Found]:
+def searched(name: str, degree: int = 2) -> tuple[Search, SearchResult]:
     state = attached(name, "float64")
     assert state.training_model is not None
     assert state.base is not None
@@ -89,16 +62,16 @@ def test_nothing_costs_less(name: str) -> None:
     """Without dropping states, and over all ways of a site alone."""
 
     class Exhaustive(Planner):
-        def _undominated(self, states: Iterable[Any], fixed: Fixed) -> list[Any]:
+        def _undominated(self, states: Iterable[Any], fixed: Constraints) -> list[Any]:
             return list(states)
 
     search, _ = searched(name)
-    plan = search.planner.plan(Fixed(search.layouts, search.base))
+    plan = search.planner.plan(Constraints(search.layouts, search.base))
     every = Exhaustive(search.graph, 2, search.planner.costs)
     for site in search.sites[:4]:
         others = {n: h for n, h in plan.held.items() if n not in site.weights}
         rules = {n: c.rule for n, c in plan.choices.items() if n not in site.nodes}
-        fixed = Fixed({**search.layouts, **others}, rules)
+        fixed = Constraints({**search.layouts, **others}, rules)
         assert every.plan(fixed).cost == pytest.approx(plan.cost, rel=1e-12)
 
 
@@ -188,7 +161,7 @@ def test_every_candidate_is_right_and_sends_what_it_says(name: str, site: str, d
     check_candidates(*searched(name, degree), site)
 
 
-def by_name(found: Found, site: str) -> dict[str, Candidate]:
+def by_name(found: SearchResult, site: str) -> dict[str, Candidate]:
     (choice,) = (choice for choice in found.sites if choice.site.name.endswith(site))
     return {candidate.strategy: candidate for candidate in choice.candidates}
 
@@ -272,7 +245,7 @@ def test_a_type_error_names_operator_layouts_and_ways() -> None:
     search, found = searched("llama3")
     site = found.sites[0].site
     rule = Sharding((WHOLE, WHOLE, PRE_REDUCE), (WHOLE,))
-    fixed = Fixed(search.layouts, {**search.base, site.nodes[-1]: rule})
+    fixed = Constraints(search.layouts, {**search.base, site.nodes[-1]: rule})
     with pytest.raises(TypeCheckError, match=r"'expand_add' \(in self_attn.q_proj\).*it takes "):
         search.planner.plan(fixed)
 

@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg
-import pcg.explain.explain as explaining
 from pcg.errors import ParallelError
+from pcg.explain import explain as explaining
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
+from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
-from pcg.parallel.ranks.token_parts import joined_rows, placed_rows, rows_of_rank
+from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.passes.sharding.parallelize import Sharded, parallelize, search_layer
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
-from tests.parallel.test_search import costs
-from tests.passes.test_parallelize import attached, transitions
 from tests.support.families import BY_NAME
+from tests.support.parallelized import attached, costs, transitions
 from tests.support.ranked import (
     JOB,
     METHODS,
@@ -67,7 +67,7 @@ def test_sums_become_parts_and_products_gather_them(name: str, words: int, degre
     found = parallelize(base, base, degree, sequence_parallel=True)
     for graph in (*found.typed.graphs, *found.local.graphs):
         verify(graph)
-        assert parse_graph(str(graph)) == graph
+        assert parse_graph(print_graph(graph)) == graph
     for block in found.typed.blocks:
         assert set(transitions(block)) <= {"take"}
         ops = [node.op for node in block.nodes]
@@ -96,7 +96,7 @@ def test_without_the_option_no_value_is_parted_by_tokens() -> None:
     assert state.base is not None
     plain = parallelize(state.training_model, state.base, 2)
     assert not plain.parts_tokens
-    assert "T|" not in "".join(map(str, plain.typed.graphs))
+    assert "T|" not in "".join(map(print_graph, plain.typed.graphs))
     assert sharded("llama3", 2).parts_tokens
 
 
@@ -108,7 +108,7 @@ def test_parts_are_the_whole(tokens: int, degree: int) -> None:
     x = torch.randn(tokens, 3)
     parts = [rows_of_rank(x, rank, degree) for rank in range(degree)]
     assert {len(part) for part in parts} == {-(-tokens // degree)}
-    assert torch.equal(joined_rows(parts, tokens), x)
+    assert torch.equal(gathered_rows(parts, tokens), x)
     summands = [placed_rows(part, rank, tokens) for rank, part in enumerate(parts)]
     assert torch.equal(torch.stack(summands).sum(0), x)
 
@@ -141,7 +141,7 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
     found = run_ranks(degree, on_rank)
     expected = torch.nonzero(wanted >= 0).squeeze(-1)
     assert all(torch.equal(rows, expected) for rows, _ in found)
-    gradient = joined_rows([back for _, back in found], len(targets))
+    gradient = gathered_rows([back for _, back in found], len(targets))
     assert torch.equal(gradient, hidden * (wanted >= 0).unsqueeze(-1))
 
 
@@ -262,7 +262,7 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
         window = whole.begin(whole.tokens)
         with torch.no_grad():
             for layer in range(layers):
-                run_single(whole.asking_layer(layer, window))
+                run_single(whole.layer_requests(layer, window))
         hidden = (degree - 1) * window.carried[0].nbytes
         counts.append(sum(ranks.moved_bytes.values()))
         whole.end(window)

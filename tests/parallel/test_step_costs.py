@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import CostModelError
-from pcg.ir.operators.operator import Types
+from pcg.ir.operators.base import Types
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel.costs.model import SheetModel, cost_model
-from pcg.parallel.costs.step_costs import GraphSeconds, Piece, StepShape
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape
 from pcg.parallel.costs.work import work_of
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, made, run_passes
@@ -24,7 +24,7 @@ MODEL = "meta-llama/Llama-3.2-1B"
 
 @cache
 def a100() -> SheetModel:
-    model = cost_model("A100-80")
+    model = find_cost_model("A100-80")
     assert isinstance(model, SheetModel)
     return model
 
@@ -52,14 +52,14 @@ def test_a_whole_sequence_costs_what_the_model_says(tokens: int) -> None:
         outs: Types = tuple(value.type for value in node.outputs)
         attributes = dict(node.attributes)
         wanted += a100().operator_seconds(node.op, ins, outs, attributes, tokens, tokens)
-    found = base_layer().seconds(StepShape.of([Piece(tokens, 0)]))
+    found = base_layer().seconds(StepShape.of([SequenceChunk(tokens, 0)]))
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_decoding_reads_every_context() -> None:
     """Keys and values of 64 sequences are read, at the bandwidth that programs reach."""
-    alone = base_layer().seconds(StepShape.of([Piece(1, 0)] * 64))
-    far = base_layer().seconds(StepShape.of([Piece(1, 10_000)] * 64))
+    alone = base_layer().seconds(StepShape.of([SequenceChunk(1, 0)] * 64))
+    far = base_layer().seconds(StepShape.of([SequenceChunk(1, 10_000)] * 64))
     kv_bytes = 64 * 10_000 * 2 * 8 * 64 * 2
     bandwidth = a100().sheet.memory_bytes_per_s * a100().achieved.memory
     assert far - alone == pytest.approx(kv_bytes / bandwidth, rel=0.02)
@@ -69,7 +69,7 @@ def test_decoding_reads_every_context() -> None:
 def test_shapes_are_sums_over_pieces(drawn: list[tuple[int, int]]) -> None:
     ranks = {1: 8, 2: 16, 3: 64}
     pieces = [
-        Piece(tokens, 7, True, False, adapter or None, ranks.get(adapter, 0))
+        SequenceChunk(tokens, 7, True, False, adapter or None, ranks.get(adapter, 0))
         for tokens, adapter in drawn
     ]
     shape = StepShape.of(pieces)
@@ -83,9 +83,11 @@ def test_shapes_are_sums_over_pieces(drawn: list[tuple[int, int]]) -> None:
 def test_adapters_cost_their_own_products() -> None:
     """One adapter costs the products of its rank; 64 others cost what reading each takes."""
     costs, tokens = program().costs, 64
-    base = costs.step_seconds(StepShape.of([Piece(1, 0)] * tokens))
-    one = costs.step_seconds(StepShape.of([Piece(1, 0, False, False, 0, 16)] * tokens))
-    many = costs.step_seconds(StepShape.of([Piece(1, 0, False, False, i, 16) for i in range(64)]))
+    base = costs.step_seconds(StepShape.of([SequenceChunk(1, 0)] * tokens))
+    one = costs.step_seconds(StepShape.of([SequenceChunk(1, 0, False, False, 0, 16)] * tokens))
+    many = costs.step_seconds(
+        StepShape.of([SequenceChunk(1, 0, False, False, i, 16) for i in range(64)])
+    )
     assert base < one < many
     size = program().adapter("a", 16).size_bytes
     bandwidth = a100().sheet.memory_bytes_per_s * a100().achieved.memory
@@ -97,18 +99,18 @@ def test_adapters_cost_their_own_products() -> None:
 
 def test_ranks_share_the_work() -> None:
     """Two ranks take at least half the time of one, and less than all of it."""
-    shape = StepShape.of([Piece(4096, 0, True)])
+    shape = StepShape.of([SequenceChunk(4096, 0, True)])
     one, two = (program(tp).costs.step_seconds(shape) for tp in (1, 2))
     assert 0.5 < two / one < 0.8
     assert program(2).page_bytes * 2 == program(1).page_bytes
-    window = StepShape.of([Piece(1024, 0, False, True, "trained", 16)])
+    window = StepShape.of([SequenceChunk(1024, 0, False, True, "trained", 16)])
     one, two = (program(tp).costs.backward_seconds(5, window) for tp in (1, 2))
     assert 0.5 < two / one < 0.9
 
 
 def test_backward_is_about_twice_the_forward_of_all_linears() -> None:
     costs = program().costs
-    window = StepShape.of([Piece(1024, 0, False, False, "trained", 16)])
+    window = StepShape.of([SequenceChunk(1024, 0, False, False, "trained", 16)])
     forward = costs.step_seconds(window)
     backward = sum(costs.backward_seconds(layer, window) for layer in range(costs.layers))
     # No gradients of frozen weights: about one product back for one forward, and adapters' own.

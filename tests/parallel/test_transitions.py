@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pcg.ir.graph import Builder
+from pcg.ir.builder import Builder
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
-from pcg.ir.operators.collective import OPERATORS, Transition
+from pcg.ir.operators import OPERATORS
+from pcg.ir.operators.collectives import Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.costs.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import KEPT, is_mark, kept
+from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, kept
 from pcg.parallel.planner import Planner
 
 DEGREE = 2
@@ -77,7 +78,7 @@ def edges(
     layouts: list[Layout], tokens: int, is_active: bool
 ) -> Iterator[tuple[str, int, Layout, Layout]]:
     """Transitions; `tokens` is the dim that tokens are parted along, 0 for none."""
-    for entry in OPERATORS:
+    for entry in OPERATORS.values():
         if isinstance(entry, Transition):
             for dim in {layout.dim for layout in layouts}:
                 is_of_tokens = bool(tokens) and dim == tokens
@@ -123,9 +124,11 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
         for layout, cost in (end for start in have for end in walk(start, 0, frozenset({start}))):
             least[layout] = min(cost, least.get(layout, cost))
         found = planner.cheapest(type_, is_active, have)
-        marks = {layout for layout in found if is_mark(layout)}
+        marks = {layout for layout in found if is_saved(layout)}
         parts = {kept(at) for at in layouts if at.dim and at.dim != tokens}
-        assert marks == ({KEPT, *parts, *([kept(PRE_REDUCE)] * bool(parts))} if tokens else set())
+        assert marks == (
+            {SAVED_COPY, *parts, *([kept(PRE_REDUCE)] * bool(parts))} if tokens else set()
+        )
         assert len({found.pop(mark)[0] for mark in marks}) <= 1  # what it takes to gather again
         assert {layout: cost for layout, (cost, _) in found.items()} == least
         for layout, (cost, path) in found.items():

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from pcg.errors import UnsupportedError
-from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.graph import Graph
 from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.parser import parse_graph
+from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
@@ -31,6 +30,7 @@ from pcg.passes.training_graphs import (
 from pcg.peft.lora import LoraBypass
 from pcg.peft.prompt import PromptBypass
 from tests.support.bypasses import lora
+from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model
 
@@ -79,7 +79,7 @@ graph @block_0_backward(%d_add: f32[T, 4], %down_s: f32[T, 2], %relu: f32[T, 6],
   return %d_x, %d_down.lora_A, %d_down.lora_B
 }
 """
-    assert str(found.backward) == str(parse_graph(after))
+    assert print_graph(found.backward) == print_graph(parse_graph(after))
 
 
 def test_without_the_inputs_gradient_the_chain_ends_at_the_adapter() -> None:
@@ -144,7 +144,7 @@ graph @prologue_backward(%input_ids: i64[T], %position_ids: i64[T], %d_embed_pro
 """
     assert backward is not None
     verify(backward)
-    assert str(backward) == str(parse_graph(text))
+    assert print_graph(backward) == print_graph(parse_graph(text))
 
 
 def test_nothing_is_trained_before_the_first_layer_of_plain_lora() -> None:
@@ -212,43 +212,6 @@ def test_loss_with_an_adapter_on_the_head() -> None:
     torch.testing.assert_close(found[0], per_token.detach())
     for gradient, wanted in zip(found[1:], expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
-
-
-STEPS = st.lists(
-    st.sampled_from(["silu", "gelu", "neg", "linear", "residual", "gate", "slice", "norm"]),
-    min_size=1,
-    max_size=8,
-)
-
-
-def chain(steps: list[str]) -> Graph:
-    """A graph of these steps, each over the value so far, with a bypass on every product."""
-    builder = Builder("chain")
-    x = builder.input("x", tensor("f64", TOKENS, 4))
-    for i, step in enumerate(steps):
-        if step == "linear":
-            w, a, b = (
-                builder.parameter(Parameter(Value(name, tensor("f64", *shape)), role, name))
-                for name, role, shape in (
-                    (f"w{i}", "frozen", (4, 4)),
-                    (f"a{i}", "adapter", (2, 4)),
-                    (f"b{i}", "adapter", (4, 2)),
-                )
-            )
-            y = builder.add("linear", [x, w])
-            x = builder.add("expand_add", [y, builder.add("shrink", [x, a]), b])
-        elif step == "residual":
-            x = builder.add("add", [x, builder.add("mul", [x], scalar=0.5)])
-        elif step == "gate":
-            x = builder.add("mul", [builder.add("sigmoid", [x]), x])
-        elif step == "slice":
-            parts = [builder.add("slice", [x], dim=-1, start=s, stop=s + 2) for s in (2, 0)]
-            x = builder.add("concat", parts, dim=-1)
-        elif step == "norm":
-            x = builder.add("layer_norm", [x], eps=1e-5, weight=False, bias=False)
-        else:
-            x = builder.add(step, [x], **({"approximate": "tanh"} if step == "gelu" else {}))
-    return builder.build([x])
 
 
 @given(STEPS)

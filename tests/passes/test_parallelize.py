@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +16,29 @@ import pcg
 import pcg.passes.pipeline as pipeline
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
+from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, parted_attentions, read_tp_plan
+from pcg.options import PlanOptions
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import Fixed
+from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.parallelize import Sharded, parallelize
+from pcg.passes.sharding.parallelize import parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
 from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
 from tests.support.bypasses import lora
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
+from tests.support.parallelized import PLAN, attached, sharded, transitions
 from tests.support.sharded import LENGTHS, errors, layer_errors, run
 
-RANK = 4
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
-
-
-@cache
-def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
-    """A family's model of two layers with LoRA on every linear of them."""
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return lora(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
-
-    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
-    return pipeline.run_passes(state, last="attach")
-
-
-def sharded(name: str, degree: int) -> Sharded:
-    state = attached(name)
-    assert state.training_model is not None
-    assert state.base is not None
-    return parallelize(state.training_model, state.base, degree)
-
-
-def transitions(graph: Graph) -> Counter[str]:
-    found = Counter(node.op for node in graph.nodes)
-    kinds = ("combine", "partition", "place", "reduce", "take")
-    return Counter({op: found[op] for op in kinds if found[op]})
 
 
 def test_llamas_plan_is_megatrons() -> None:
@@ -108,7 +82,7 @@ def test_a_base_layer_says_two_words_to_the_others(name: str, degree: int) -> No
         pytest.skip("the degree divides neither heads nor products")
     for graph in found.local.graphs:
         verify(graph)
-        assert parse_graph(str(graph)) == graph
+        assert parse_graph(print_graph(graph)) == graph
     if "norm" in name or name == "olmo2":
         return  # a norm over all heads gathers them
     for block in found.typed.blocks:
@@ -140,12 +114,12 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     assert state.training_model is not None
     base = state.base.blocks[0]
     layouts = dict(base_plan(base, 2))
-    heads = parted_attentions(base, layouts)
+    heads = partitioned_attentions(base, layouts)
     block = repeat_heads(state.training_model.blocks[0], 2, heads)
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
-    found = plan(block, 2, ByteCosts(2), Fixed(layouts))
+    found = plan(block, 2, ByteCosts(2), Constraints(layouts))
     assert found.held.items() <= layouts.items()
     assert max(errors(block, 2, found).values()) < 1e-5
 
@@ -161,13 +135,6 @@ def test_a_fused_projection_is_split_by_its_rows() -> None:
     assert rows == [(0, 64), (64, 128), (128, 192)]
 
 
-PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "self_attn.o_proj": "rowwise",
-    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
-    "mlp.down_proj": "rowwise",
-}
-
-
 def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     base = attached("llama2").base
     assert base is not None
@@ -176,7 +143,7 @@ def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(without_mlp))
-    given = read_tp_plan(path)
+    given = PlanOptions(tp=2, tp_plan=path).styles
     assert given == without_mlp
     found = parallelize(base, base, 2, tp_plan=given)
     # The MLP is whole on each rank: its sum is gone.
@@ -264,7 +231,7 @@ def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
     path.write_text('{"self_attn.q_proj": ["colwise"]}')
     message = r"tp_plan .*plan\.json: self_attn.q_proj is \['colwise'\]; use one of colwise, rowwi"
     with pytest.raises(ParallelError, match=message):
-        read_tp_plan(path)
+        _ = PlanOptions(tp=2, tp_plan=path).styles
 
 
 def test_explain_of_ranks() -> None:

@@ -12,8 +12,8 @@ from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.prune import prune
-from tests.passes.test_differentiate import STEPS, chain
 from tests.support.bypasses import lora
+from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model
 
 UP = "model.layers.{layer}.up"
@@ -57,7 +57,10 @@ def test_the_relu_that_only_the_frozen_product_read_is_no_longer_needed() -> Non
 
 def ancestors(graph: Graph) -> set[str]:
     """The values that an output depends on, by networkx's own search."""
-    view = graph.to_networkx()
+    view: networkx.DiGraph[str] = networkx.DiGraph()
+    view.add_nodes_from(graph.types)
+    for node in graph.nodes:
+        view.add_edges_from((name, value.name) for value in node.outputs for name in node.inputs)
     found = set(graph.outputs)
     for name in graph.outputs:
         found |= networkx.ancestors(view, name)

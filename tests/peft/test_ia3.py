@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.printer import print_graph
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.fusion.fuse import fuse
@@ -19,12 +20,12 @@ from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Bypass, IA3Confi
 from pcg.peft.lora import LoraBypass
 from pcg.peft.registry import recipe_from
 from pcg.peft.targets import FAMILY_TARGETS as LORA_TARGETS
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import mlp_model
 from tests.support.peft_cases import make_models, wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 IA3, IN = Ia3Bypass(False), Ia3Bypass(True)
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
@@ -65,7 +66,7 @@ def test_what_is_refused() -> None:
 def test_attached_as_text() -> None:
     bypasses = Bypasses({UP: (IA3,), DOWN: (IN,)})
     (block,) = attach(mlp_model(), bypasses).blocks
-    text = str(block)
+    text = print_graph(block)
     assert "%up_scaled: f32[T, 6] = scale(%up, %up.ia3_l)  @up" in text
     assert "%down_scaled_x: f32[T, 6] = scale(%relu, %down.ia3_l_in)  @down" in text
     assert "linear(%down_scaled_x, %down.weight, %down.bias)" in text

@@ -18,12 +18,12 @@ from pcg.passes.fusion.fuse import fuse
 from pcg.peft.registry import recipe_from
 from pcg.peft.vera import VeraBypass, VeraConfig
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
 from tests.support.peft_cases import wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 VERA = (VeraBypass(2),)
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"

@@ -8,12 +8,12 @@ import pytest
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
-from tests.runtime.engine.test_engine import DATA, LORA, OPTIONS, make_engine, make_executor
+from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 
 WORKLOAD = Workload(
     (

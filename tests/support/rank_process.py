@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pcg.errors import FinetuneInterrupted
-from pcg.parallel.ranks.group import join
+from pcg.parallel.ranks.group import join_group
 from pcg.runtime.training.result import StepRecord
 
 DEGREE = 2
@@ -50,7 +50,7 @@ def job(output: str, sequence_parallel: bool) -> None:
 
 def lose_one() -> None:
     """Rank 1 is killed while the others wait for it."""
-    ranks = join(DEGREE, torch.device("cpu"))
+    ranks = join_group(DEGREE, torch.device("cpu"))
     ranks.all_reduce(torch.ones(1))
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -59,7 +59,7 @@ def lose_one() -> None:
 
 def lose_one_meanwhile() -> None:
     """Rank 1 is killed while a collective that the others have begun goes on."""
-    ranks = join(DEGREE, torch.device("cpu"))
+    ranks = join_group(DEGREE, torch.device("cpu"))
     first, second = (
         ranks.begin("all_reduce", torch.ones(1)),
         ranks.begin("all_gather", torch.ones(2)),
@@ -72,8 +72,8 @@ def lose_one_meanwhile() -> None:
 
 def predict_peaks() -> None:
     """What collectives hold while they go on is in the peak of a step."""
-    from tests.ir.test_saved_memory import peak_error
     from tests.support.families import BY_NAME
+    from tests.support.measured_memory import peak_error
 
     for budget, sequence_parallel in ((1.0, False), (0.0, True)):
         options = {"tp": DEGREE, "sequence_parallel": sequence_parallel}
@@ -85,7 +85,7 @@ def fail_on_one() -> None:
     """Rank 1 ends with an error of its own."""
     from pcg.errors import WeightsError
 
-    ranks = join(DEGREE, torch.device("cpu"))
+    ranks = join_group(DEGREE, torch.device("cpu"))
     if ranks.rank == 1:
         raise WeightsError("model.safetensors cannot be read here")
     ranks.all_reduce(torch.ones(1))

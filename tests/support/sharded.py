@@ -11,8 +11,8 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.layouts import Layout, State
 from pcg.ir.types import TOKENS
 from pcg.ir.verifier import verify
-from pcg.parallel.parallel_plan import Plan
-from pcg.parallel.search import Found, Search
+from pcg.parallel.parallel_plan import ParallelPlan
+from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
 from pcg.passes.memory.rematerialize import SaveProblem
@@ -112,7 +112,7 @@ def rows_held(tensor: Tensor, is_parted: bool, ranks: ThreadRanks | None) -> Ten
 def errors(
     graph: Graph,
     degree: int,
-    plan: Plan,
+    plan: ParallelPlan,
     sent: dict[str, int] | None = None,
     messages: dict[str, int] | None = None,
     lengths: Sequence[int] = LENGTHS,
@@ -209,7 +209,7 @@ def _own(tensor: Tensor, parameter: Parameter, ranks: ThreadRanks) -> Tensor:
 
 
 def check_candidates(
-    search: Search, found: Found, site: str, lengths: Sequence[int] = LENGTHS
+    search: Search, found: SearchResult, site: str, lengths: Sequence[int] = LENGTHS
 ) -> None:
     """Every candidate of a site is right on ranks, and sends the bytes and messages it says."""
     choices = [choice for choice in found.sites if choice.site.name.endswith(site)]

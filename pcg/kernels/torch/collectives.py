@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.torch.bypass import MadeWeight
-from pcg.parallel.ranks.group import Begun, Ranks
-from pcg.parallel.ranks.token_parts import joined_rows, placed_rows, rows_of_rank
+from pcg.parallel.ranks.group import PendingCollective, Ranks
+from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 
 
 class Spread(Protocol):
@@ -66,7 +66,7 @@ class Collective:
         del found  # and what was sent
         return made(came)
 
-    def begin(self, *arguments: Any, **options: Any) -> Begun:
+    def begin(self, *arguments: Any, **options: Any) -> PendingCollective:
         """Begin; what it returns waits for it, and gives the result."""
         found = self._exchange(*arguments, **options)
         if not isinstance(found, Exchange):
@@ -96,7 +96,7 @@ def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Exchang
         return None
 
     def joined(parts: list[Tensor]) -> Tensor:
-        return joined_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+        return gathered_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
 
     if isinstance(x, Tensor):
         return Exchange(batch.ranks, "all_gather", x.contiguous(), joined)

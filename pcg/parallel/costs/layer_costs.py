@@ -4,23 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import sympy
 
-from pcg.ir.graph import Attribute, Builder, Graph, Node, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import FLOPS_PER_BYTE
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.operators.operator import Attributes, Gradient, Types
-from pcg.ir.types import TOKENS, TensorType
-from pcg.parallel.costs.model import CostModel
+from pcg.ir.operators.base import Attributes, Gradient, Types
+from pcg.ir.operators.collectives import FLOPS_PER_BYTE
+from pcg.ir.types import CONTEXT, TOKENS, TensorType
+from pcg.parallel.costs.cost_model import CostModel
 
 CONTEXT_TOKENS = 1024
 """That a token attends to, where operations of attention are counted and no device is known."""
 
 OPEN_RANK = 16
 """That adapters have where programs serve any."""
+
+
+class LayerCosts(Protocol):
+    """What ranks pay. In any unit: only sums are compared."""
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        """To run a node of a graph of whole tensors, and its gradients, on one rank.
+
+        `needs` says which inputs need a gradient.
+        """
+
+    def send(self, kind: str, *types: TensorType) -> float:
+        """An `all_reduce` or `reduce_scatter` of tensors, or an `all_gather` to the wholes.
+
+        One message; of no tensor it costs what a message does that carries nothing.
+        """
+
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        """By each rank in it."""
+
+    def place(self, type_: TensorType, dim: int) -> float:
+        """To write a rank's part of a whole tensor among zeros."""
+
+    def sum_gradient(self, type_: TensorType) -> float:
+        """A batch's share of the sum of an adapter weight's gradient over the ranks."""
 
 
 class ByteCosts:

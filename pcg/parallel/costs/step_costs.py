@@ -24,15 +24,15 @@ from typing import NamedTuple, Protocol
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import Collective
-from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.operators.base import Attributes, Types
+from pcg.ir.operators.collectives import Collective
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
-from pcg.parallel.costs.model import CostModel
+from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
 
 
-class Piece(NamedTuple):
+class SequenceChunk(NamedTuple):
     """Tokens of one sequence in a step.
 
     Attributes:
@@ -79,7 +79,7 @@ class StepShape:
     ranks: int = 0
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> StepShape:
+    def of(cls, pieces: Iterable[SequenceChunk]) -> StepShape:
         """Of the pieces of a step."""
         tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
         ranks: dict[Hashable, int] = {}

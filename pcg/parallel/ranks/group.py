@@ -31,7 +31,7 @@ ROLL_CALL_S = 2.0
 AXIS = "tp"
 
 
-Begun: TypeAlias = Callable[[], Any]
+PendingCollective: TypeAlias = Callable[[], Any]
 """A collective that has begun: called, once, it waits for it and gives its result."""
 
 
@@ -61,7 +61,7 @@ class Ranks(Protocol):
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
 
-    def begin(self, collective: str, x: Any) -> Begun:
+    def begin(self, collective: str, x: Any) -> PendingCollective:
         """Begin one of the three by its name, which goes on while this rank does other work.
 
         What it is given has to stay as it is until it is waited for.
@@ -88,7 +88,7 @@ class OneRank:
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
 
-    def begin(self, collective: str, x: Any) -> Begun:
+    def begin(self, collective: str, x: Any) -> PendingCollective:
         return partial(getattr(self, collective), x)
 
 
@@ -128,26 +128,26 @@ class ProcessRanks:
         own: Tensor = self._reduce_scatter(parts, False)()
         return own
 
-    def begin(self, collective: str, x: Any) -> Begun:
+    def begin(self, collective: str, x: Any) -> PendingCollective:
         """Begin a collective; on a GPU, waiting for it is done by the stream, not by the host.
 
         RankLostError, then or when it is waited for: another rank is gone.
         """
-        begin: dict[str, Callable[[Any, bool], Begun]] = {
+        begin: dict[str, Callable[[Any, bool], PendingCollective]] = {
             "all_gather": self._all_gather,
             "all_reduce": self._all_reduce,
             "reduce_scatter": self._reduce_scatter,
         }
         return begin[collective](x, True)
 
-    def _all_reduce(self, x: Tensor, meanwhile: bool) -> Begun:
+    def _all_reduce(self, x: Tensor, meanwhile: bool) -> PendingCollective:
         self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
         self.messages["all_reduce"] += 1
         total = x.clone(memory_format=torch.contiguous_format)
         run = partial(dist.all_reduce, total, group=self._group, async_op=meanwhile)
         return self._begun(run, total, "an all-reduce")
 
-    def _all_gather(self, x: Tensor, meanwhile: bool) -> Begun:
+    def _all_gather(self, x: Tensor, meanwhile: bool) -> PendingCollective:
         self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
         self.messages["all_gather"] += 1
         x = x.contiguous()
@@ -155,14 +155,16 @@ class ProcessRanks:
         run = partial(dist.all_gather, parts, x, group=self._group, async_op=meanwhile)
         return self._begun(run, parts, "an all-gather")
 
-    def _reduce_scatter(self, parts: list[Tensor], meanwhile: bool) -> Begun:
+    def _reduce_scatter(self, parts: list[Tensor], meanwhile: bool) -> PendingCollective:
         own = torch.empty_like(parts[self.rank])
         self.moved_bytes["reduce_scatter"] += own.nbytes * (self.size - 1)
         self.messages["reduce_scatter"] += 1
         run = partial(dist.reduce_scatter, own, parts, group=self._group, async_op=meanwhile)
         return self._begun(run, own, "a reduce-scatter")
 
-    def _begun(self, run: Callable[[], dist.Work | None], result: Any, what: str) -> Begun:
+    def _begun(
+        self, run: Callable[[], dist.Work | None], result: Any, what: str
+    ) -> PendingCollective:
         """Begin what `run` does; the tensors that are its arguments are held until it is done."""
         with self._naming_lost(what):
             work = run()
@@ -210,7 +212,7 @@ def _word(rank: int) -> str:
     return f"pcg/still-there/{rank}"
 
 
-def join(degree: int, device: torch.device) -> Ranks:
+def join_group(degree: int, device: torch.device) -> Ranks:
     """Join the group of so many ranks, of which this process is one.
 
     Args:
@@ -316,7 +318,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def on_first(ranks: Ranks, act: Callable[[], object]) -> None:
+def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
     """Do something on the first rank, as writing a file, while the others wait for it.
 
     Raises:
@@ -335,7 +337,7 @@ def on_first(ranks: Ranks, act: Callable[[], object]) -> None:
         raise ParallelError("rank 0 could not do its work for all ranks; its own message says why")
 
 
-def of_first(ranks: Ranks, values: Tensor) -> Tensor:
+def broadcast_from_first(ranks: Ranks, values: Tensor) -> Tensor:
     """The first rank's values, on every rank: what decides how they go on has to be one."""
     if ranks.size == 1:
         return values

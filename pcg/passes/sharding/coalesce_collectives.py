@@ -3,7 +3,7 @@
     s_q = all_gather(x_q), s_k = all_gather(x_k)      s_q, s_k = all_gathers(x_q, x_k)
 
 The message stands where the last of them stood; what reads another of them moves behind it, and
-nothing else moves. Which can go together is said by `pcg.parallel.messages`.
+nothing else moves. Which can go together is said by `pcg.parallel.coalescing`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import cast
 
 from pcg.ir.graph import Graph, Node
-from pcg.parallel.messages import moves_of, runs
+from pcg.parallel.coalescing import moves_of, runs
 
 
 def coalesce_collectives(graph: Graph) -> Graph:

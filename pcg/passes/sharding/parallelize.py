@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN, base_plan, parted_attentions
-from pcg.parallel.costs.layer_costs import ByteCosts
-from pcg.parallel.graph_facts import nodes_of_tokens
-from pcg.parallel.parallel_plan import Costs, Fixed, Plan, token_ends
+from pcg.parallel.base_plan import COLUMN, base_plan, partitioned_attentions
+from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
+from pcg.parallel.parallel_plan import Constraints, ParallelPlan
 from pcg.parallel.planner import plan
 from pcg.parallel.search import Search
+from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
 from pcg.passes.sharding.localize import localize
 from pcg.passes.sharding.repeat_heads import repeat_heads
@@ -39,7 +39,7 @@ class Sharded:
     typed: ModelGraph
     local: ModelGraph
     searches: tuple[Search, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[ParallelPlan, ...]
 
     @property
     def parts_tokens(self) -> bool:
@@ -51,7 +51,7 @@ def parallelize(
     model: ModelGraph,
     base: ModelGraph,
     degree: int,
-    costs: Costs | None = None,
+    costs: LayerCosts | None = None,
     trains: bool = True,
     tp_plan: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
@@ -82,11 +82,11 @@ def parallelize(
     ends = []
     for graph, is_first in ((model.prologue, True), (model.epilogue, False)):
         layouts = _vocabulary(base, degree, is_first=is_first)
-        ends_of = _handed(model, is_first=is_first) if sequence_parallel else Fixed()
+        ends_of = _handed(model, is_first=is_first) if sequence_parallel else Constraints()
         fixed = dataclasses.replace(ends_of, layouts=layouts)
         nodes: frozenset[str] = frozenset()
         if sequence_parallel:
-            nodes = nodes_of_tokens(graph, not trains, graph.outputs[: len(blocks[0].outputs)])
+            nodes = token_sharded_nodes(graph, not trains, graph.outputs[: len(blocks[0].outputs)])
         found = plan(graph, degree, ByteCosts(degree, sequence_parallel), fixed, trains, nodes)
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
@@ -98,7 +98,7 @@ def search_layer(
     block: Graph,
     plain: Graph,
     degree: int,
-    costs: Costs,
+    costs: LayerCosts,
     trains: bool = True,
     tp_plan: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
@@ -106,24 +106,26 @@ def search_layer(
     """The search for a layer's bypass networks, under the plan of the base's own layer."""
     base = split_fused_projections(plain)
     layouts = base_plan(base, degree, tp_plan)
-    attentions = parted_attentions(base, layouts)
+    attentions = partitioned_attentions(base, layouts)
     base = repeat_heads(base, degree, attentions)
-    ends = token_ends(base) if sequence_parallel else Fixed()
+    ends = token_sharded_ends(base) if sequence_parallel else Constraints()
     fixed = dataclasses.replace(ends, layouts=layouts)
-    nodes = nodes_of_tokens(base, many_adapters=False) if sequence_parallel else frozenset()
+    nodes = token_sharded_nodes(base, many_adapters=False) if sequence_parallel else frozenset()
     found = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, token_nodes=nodes)
     whole = repeat_heads(split_fused_projections(block), degree, attentions)
     rules = {name: choice.rule for name, choice in found.choices.items()}
     return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel)
 
 
-def _handed(model: ModelGraph, *, is_first: bool) -> Fixed:
+def _handed(model: ModelGraph, *, is_first: bool) -> Constraints:
     """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
     count = len(model.blocks[0].outputs)
     if is_first:
         types = model.prologue.types
-        return Fixed(outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]})
-    return Fixed(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
+        return Constraints(
+            outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]}
+        )
+    return Constraints(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
 
 
 def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pcg.parallel.ranks.group import ALONE, Ranks, of_first
+from pcg.parallel.ranks.group import ALONE, Ranks, broadcast_from_first
 
 
 class Clock(Protocol):
@@ -33,7 +33,7 @@ class MachineClock:
         now_s = time.monotonic() - self._start
         if self._ranks.size == 1:
             return now_s
-        return float(of_first(self._ranks, torch.tensor([now_s], dtype=torch.float64)))
+        return float(broadcast_from_first(self._ranks, torch.tensor([now_s], dtype=torch.float64)))
 
 
 class SimulatedClock:

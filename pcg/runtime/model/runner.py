@@ -17,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.parallel.ranks.token_parts import chosen_rows, rows_of_rank
+from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
@@ -175,9 +175,9 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
         """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
-        return run_single(self.asking_hidden(batch, adapters))
+        return run_single(self.hidden_requests(batch, adapters))
 
-    def asking_hidden(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
+    def hidden_requests(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
         """The same, asking the caller for the base's products."""
         batch.ranks = self.ranks
         batch.chosen = None

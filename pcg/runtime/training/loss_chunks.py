@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.token_parts import part_rows
+from pcg.parallel.ranks.token_shards import shard_rows
 from pcg.runtime.training.data import IGNORED
 
 
@@ -66,7 +66,7 @@ def loss_chunks(
         for chunk in rows.split(size):
             yield LossChunk(chunk, targets[chunk], chunk, len(chunk))
         return
-    held = part_rows(len(targets), ranks.size)
+    held = shard_rows(len(targets), ranks.size)
     own = [rows[rows // held == rank] for rank in range(ranks.size)]
     each = max(1, size // ranks.size)
     for start in range(0, max(map(len, own)), each):

@@ -1,0 +1,99 @@
+"""Groups of nodes that one kernel runs, and the order in which groups and other nodes run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class KernelGroup:
+    """Nodes that one kernel runs.
+
+    Attributes:
+        graph: the graph that the nodes are part of.
+        nodes: the nodes in the graph's order.
+        parts: groups that stand side by side in the kernel; empty where it is one function.
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    parts: tuple[KernelGroup, ...] = ()
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """All values that it makes."""
+        return frozenset(node.name for node in self.nodes)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Values that it reads, in the order in which they are read first."""
+        read = (name for node in self.nodes for name in node.inputs)
+        return tuple(dict.fromkeys(name for name in read if name not in self.made))
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Values that others read, in order; those of each part behind those of the one before."""
+        if self.parts:
+            return tuple(name for part in self.parts for name in part.outputs)
+        return tuple(node.name for node in self.nodes if self.leaves(node))
+
+    def leaves(self, node: Node) -> bool:
+        """Whether what a node makes is read outside."""
+        readers = self.graph.consumers.get(node.name, ())
+        return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
+
+    def appended(self, name: str) -> Node | None:
+        """The node that appends an output to the cache; None for what is a tensor."""
+        node = self.graph.producers[name]
+        return node if node.op == "append" else None
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Inputs [T, heads, d] whose heads may not lie side by side: slices of a joined product."""
+        found = []
+        for name in self.inputs:
+            node, type_ = self.graph.producers.get(name), self.graph.types[name]
+            if node is not None and node.op == "slice" and type_.is_token_wise:
+                found += [name] * (len(type_.features) == 2 and type_.features[0] > 1)
+        return tuple(found)
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether a program has to hold whole rows."""
+        return any(operator(node.op).sums_rows for node in self.nodes)
+
+    @property
+    def type(self) -> TensorType:
+        """Of the first output."""
+        return self.graph.types[self.outputs[0]]
+
+
+def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
+    """The group of a kernel with these parts, each by the names of its nodes."""
+    found = [
+        KernelGroup(graph, tuple(n for n in graph.nodes if n.name in names))
+        for names in map(frozenset, parts)
+    ]
+    if len(found) == 1:
+        return found[0]
+    every = {name for part in found for name in part.made}
+    return KernelGroup(graph, tuple(n for n in graph.nodes if n.name in every), tuple(found))
+
+
+def names_of(group: KernelGroup) -> tuple[tuple[str, ...], ...]:
+    """The names of a group's nodes, part by part, as a `KernelGraph` has them."""
+    return tuple(tuple(n.name for n in part.nodes) for part in group.parts or (group,))
+
+
+def items_of(graph: KernelGraph) -> tuple[Node | KernelGroup, ...]:
+    """The groups and the other nodes, each at the place of its first node."""
+    groups = [group_of(graph, parts) for parts in graph.kernels]
+    group_of_node = {name: group for group in groups for name in group.made}
+    items = (group_of_node.get(node.name, node) for node in graph.nodes)
+    return tuple({id(item): item for item in items}.values())

@@ -1,0 +1,325 @@
+"""The base class of the table's operators, and the context in which gradients are built.
+
+A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
+expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
+gradient as nodes of the backward graph (`gradient`: the values that it reads are what backward
+needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save (`eager_saves`), how the
+ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
+(`flops`, `moved_bytes`). Operators that kernels fuse also state an element of theirs in Triton
+(`tile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import sympy
+
+from pcg.errors import TypeCheckError, UnsupportedError
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.operators.tile import Tile
+from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
+
+Types: TypeAlias = tuple[TensorType, ...]
+Attributes: TypeAlias = Mapping[str, Any]
+"""A node's attributes by name; each operator knows the types of its own."""
+Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
+
+
+class Operator:
+    """One entry of the operator table."""
+
+    name: ClassVar[str]
+    template: ClassVar[str] = "K.{name}({inputs})"
+    """The PyTorch expression: `{0}` is the first input, `{inputs}` are all of them, and attributes
+    go by their names. K are the functions of `pcg.kernels`."""
+    inputs: ClassVar[tuple[int, int]] = (1, 1)
+    """Fewest and most inputs."""
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    """Of the outputs' names; operators with more outputs than suffixes number them."""
+    returns_sequence: ClassVar[bool] = False
+    """True if the expression is a sequence even of one output."""
+    is_view: ClassVar[bool] = False
+    """True if eager PyTorch gives a view of the first input, which costs no memory."""
+    is_product: ClassVar[bool] = False
+    """True of matrix products and attention, which a memory budget of 1 never recomputes."""
+    is_random: ClassVar[bool] = False
+    """True if it draws numbers; drawn again for the same step and layer, they are the same."""
+    sees_sequences: ClassVar[bool] = False
+    """True if a token's result depends on other tokens, as in attention alone."""
+    sees_rows: ClassVar[bool] = False
+    """True if it asks the batch which token a row is, as where some are virtual."""
+    sums_rows: ClassVar[bool] = False
+    """True if an element depends on all of its row, the last dim."""
+    linear_in: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    """Sets of inputs in which it is linear, taken together, the others being fixed."""
+    constant_in: ClassVar[tuple[int, ...]] = ()
+    """Inputs that it takes for constants: no gradient flows back to them."""
+    has_kernel: ClassVar[bool] = False
+    """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
+    executable: ClassVar[bool] = True
+    """False if a program with this operator can only be explained."""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        """Types of the outputs.
+
+        Raises:
+            TypeCheckError: the operator does not take these types.
+        """
+        return (types[0],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        """The PyTorch expression of the operator over Python expressions of its inputs."""
+        if not self.executable:
+            raise UnsupportedError(
+                f"operator {self.name!r} cannot run yet; it can only be explained"
+            )
+        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **attributes)
+
+    def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        """The same in a function that requests products by the base's weights from its caller.
+
+        None if the operator has no such product (`pcg.kernels.torch.products`).
+        """
+        return None
+
+    def tiles(self, attributes: Attributes) -> bool:
+        """Return whether `tile` states an element: by default, if the operator defines it."""
+        return type(self).tile is not Operator.tile
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        """The Triton expression of an element of the first output."""
+        raise UnsupportedError(f"operator {self.name!r} is no part of a fused kernel")
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        """Add the backward nodes; returns the gradient of each input, None where not needed."""
+        raise UnsupportedError(f"operator {self.name!r} has no gradient")
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        """The values that PyTorch's autograd saves: i for input i, ~j for output j.
+
+        Args:
+            requires: for each input, whether it requires a gradient; at least one does.
+            attributes: the node's.
+        Source: torch's derivatives.yaml.
+        """
+        return ()
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Feature dims along which it treats each entry alike, whatever the others are."""
+        return iter(())
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        """The ways in which ranks can run it without communication.
+
+        All whole, all replicated, parts of a dim along which it treats each entry alike, summands
+        of what it is linear in. Operators that sum over a dim add theirs.
+        """
+        outputs = self.infer(types, attributes)
+        for layout in (WHOLE, REPLICATED):
+            yield Sharding((layout,) * len(types), (layout,) * len(outputs))
+        for summed in self.linear_in:
+            if max(summed) < len(types):
+                layouts = [PRE_REDUCE if i in summed else REPLICATED for i in range(len(types))]
+                yield Sharding(tuple(layouts), (PRE_REDUCE,) * len(outputs))
+        dims = list(self.aligned(types, attributes))
+        if not (self.sees_sequences or self.sees_rows or self.is_random):
+            dims.append((_token_dims(types), _token_dims(outputs)))
+        for ins, outs in dims:
+            if all(outs):
+                yield Sharding(
+                    tuple(partitioned(dim) if dim else REPLICATED for dim in ins),
+                    tuple(map(partitioned, outs)),
+                )
+
+    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+        """The attributes on one rank, whose outputs have these types."""
+        return attributes
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Floating-point operations, a formula in `T`; elementwise unless overridden."""
+        return sympy.Integer(0) if self.is_view else outputs[0].elements
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Bytes that a kernel reads and writes at least, a formula in `T`.
+
+        Each input and each output once, but for operators that touch a part; a view moves none.
+        """
+        if self.is_view:
+            return sympy.Integer(0)
+        return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
+
+    def compute_dtype(self, inputs: Types) -> str:
+        """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
+        floats = [type_.dtype for type_ in inputs if type_.is_float]
+        return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.
+
+        A formula in `T`; what is of the order of a number a token is left out.
+        """
+        return sympy.Integer(0)
+
+    def output_suffixes(self, count: int) -> tuple[str, ...]:
+        """The suffixes of the names of so many outputs."""
+        if count > len(self.suffixes):
+            return ("", *map(str, range(1, count)))
+        return self.suffixes[:count]
+
+    def check_arity(self, types: Types) -> None:
+        """Raise TypeCheckError if it takes another number of inputs."""
+        fewest, most = self.inputs
+        if not fewest <= len(types) <= most:
+            expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            raise TypeCheckError(f"{self.name} takes {expected} inputs, not {len(types)}")
+
+
+def _token_dims(types: Types) -> tuple[int, ...]:
+    return tuple(-len(type_.dims) if type_.is_token_wise else 0 for type_ in types)
+
+
+def same_dims(type_: TensorType, count: int = 1) -> Iterator[Aligned]:
+    """Each feature dim, the same in so many inputs and in the output."""
+    for dim in range(-len(type_.features), 0):
+        yield (dim,) * count, (dim,)
+
+
+def broadcast_dims(types: Types, output: TensorType) -> Iterator[Aligned]:
+    """Each feature dim of the output, with the inputs' that are not repeated along it."""
+    for dim in range(-len(output.features), 0):
+        size = output.shape[dim]
+        yield tuple(dim if _has(type_, dim, size) else 0 for type_ in types), (dim,)
+
+
+def _has(type_: TensorType, dim: int, size: object) -> bool:
+    return len(type_.features) >= -dim and type_.shape[dim] == size
+
+
+class GraphBuilder(Protocol):
+    """The part of `pcg.ir.builder.Builder` that gradient rules use."""
+
+    types: dict[str, TensorType]
+    reserved: Container[str]
+
+    def input(self, name: str, type_: TensorType) -> str: ...
+
+    def parameter(self, parameter: Parameter) -> str: ...
+
+    def add(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> str: ...
+
+    def add_many(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The context in which a gradient rule adds its nodes.
+
+    Attributes:
+        builder: the builder of the backward graph.
+        forward: the graph that is differentiated.
+        node: its node whose gradient is built.
+        upstream: gradient of each output of the node; None where nothing flows back.
+        needs: for each input of the node, whether its gradient is needed.
+    """
+
+    builder: GraphBuilder
+    forward: Graph
+    node: Node
+    upstream: tuple[str | None, ...]
+    needs: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        # A forward value keeps its name in the backward graph, so no node of that may take it.
+        self.builder.reserved = self.forward.types
+
+    @property
+    def incoming(self) -> str:
+        """Gradient of the first output."""
+        gradient = self.upstream[0]
+        if gradient is None:
+            raise TypeCheckError(f"no gradient flows into %{self.node.name}")
+        return gradient
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(self.node.attributes)
+
+    def input_type(self, index: int) -> TensorType:
+        return self.forward.types[self.node.inputs[index]]
+
+    def input(self, index: int) -> str:
+        """An input of the forward node, read by the backward graph."""
+        return self.saved(self.node.inputs[index])
+
+    def output(self, index: int = 0) -> str:
+        """An output of the forward node, read by the backward graph."""
+        return self.saved(self.node.outputs[index].name)
+
+    def saved(self, name: str) -> str:
+        """A forward value: a parameter stays one, everything else becomes an input."""
+        if name in self.builder.types:
+            return name
+        parameter = self.forward.parameters_by_name.get(name)
+        if parameter is not None:
+            return self.builder.parameter(parameter)
+        return self.builder.input(name, self.forward.types[name])
+
+    def add(self, op: str, *inputs: str, **attributes: Attribute) -> str:
+        return self.builder.add(op, inputs, name=op, scope=self.node.scope, **attributes)
+
+    def add_many(self, op: str, *inputs: str, **attributes: Attribute) -> tuple[str, ...]:
+        return self.builder.add_many(op, inputs, name=op, scope=self.node.scope, **attributes)
+
+    def reduced(self, gradient: str, index: int) -> str:
+        """The gradient summed over dims that input `index` was broadcast along, in its dtype."""
+        wanted = self.input_type(index)
+        have = self.builder.types[gradient]
+        if wanted.is_token_wise != have.is_token_wise:
+            raise UnsupportedError(
+                f"the gradient of {wanted} %{self.node.inputs[index]} in {self.node.op} sums over "
+                "tokens, which only a bypass network's own operators do"
+            )
+        padded = (1,) * (len(have.shape) - len(wanted.shape)) + wanted.shape
+        for dim, (size, target) in enumerate(zip(have.shape, padded, strict=True)):
+            if size != target:
+                gradient = self.add("sum", gradient, dim=dim - len(have.shape), keepdim=True)
+        if self.builder.types[gradient].shape != wanted.shape:
+            gradient = self.add("reshape", gradient, shape=wanted.reshape_sizes)
+        return self.cast(gradient, wanted.dtype)
+
+    def cast(self, name: str, dtype: str) -> str:
+        """The value in another dtype; itself where it has it."""
+        if self.builder.types[name].dtype == dtype:
+            return name
+        return self.add("cast", name, dtype=dtype)
+
+
+def widened(type_: TensorType) -> TensorType:
+    """The type in which norms and losses compute: fp32 for half precision."""
+    return type_ if type_.dtype in ("f32", "f64") else type_.with_dtype("f32")
+
+
+def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
+    """Bytes of a copy in another dtype; none where it has it."""
+    return sympy.Integer(0) if type_.dtype == dtype else type_.with_dtype(dtype).size_bytes
+
+
+def feature_dim(type_: TensorType, dim: int) -> int:
+    """A dim counted from the end, checked to be no token dim.
+
+    Raises:
+        TypeCheckError: the dim is out of range, or the token dim.
+    """
+    rank = len(type_.dims)
+    if not -rank <= dim < 0 or counts_tokens(type_.shape[dim]):
+        raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")
+    return dim

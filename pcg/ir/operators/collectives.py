@@ -1,0 +1,364 @@
+"""Parallelization operators, and the collectives that a rank runs in their place.
+
+A parallel computation graph has the transitions, on the left, whose types say how ranks hold a
+tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's graph has the operators on the right in
+their place, and their gradients in its backward:
+
+    replicate    - → =     replicate      backward: all_reduce
+    reduce       + → -     all_reduce     backward: replicate
+    partition    - → |d    own_part       backward: all_gather
+    combine      |d → -    all_gather     backward: own_part
+    take         = → |d    taken_part     backward: placed_part
+    place        |d → +    placed_part    backward: taken_part
+    scatter      + → |d    reduce_scatter backward: all_gather
+    gather       |d → =    gathered_copy  backward: reduce_scatter
+
+take and place move nothing: each rank can take its part of a tensor that all hold, and a part among
+zeros is a summand of the whole. scatter and gather are of the token dim alone, whose parts have as
+many rows on all ranks: where the number of ranks does not divide T, the last rows are zeros, which
+a whole tensor is without (`pcg.parallel.ranks.token_shards`).
+
+`coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
+each step of its ring, whatever it carries: all_reduces and all_gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
+from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
+from pcg.ir.types import TOKENS, Size, TensorType, counts_tokens, part_of_tokens
+
+
+class Transition(Operator):
+    """The same tensor in another layout; it has no shardings of its own.
+
+    A graph with layouts does not run; a rank's graph, which has collectives instead, does.
+    """
+
+    executable = False
+    before: ClassVar[Layout | None] = WHOLE
+    after: ClassVar[Layout | None] = WHOLE
+    """Layouts of its input and output; None for parts of the dim that the attribute `dim` names."""
+
+    def layouts(self, attributes: Attributes) -> tuple[Layout, Layout]:
+        """The layouts of its input and of its output."""
+        dim = attributes.get("dim", 0)
+        return self.before or partitioned(dim), self.after or partitioned(dim)
+
+
+class Replicate(Transition):
+    """x, of which each rank has a part of the gradient from here on."""
+
+    name = "replicate"
+    template = "{0}"
+    executable = True
+    is_view = True
+    after = REPLICATED
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("all_reduce", context.incoming)]
+
+
+class Reduce(Transition):
+    """The sum of what the ranks hold."""
+
+    name = "reduce"
+    before = PRE_REDUCE
+
+
+class Partition(Transition):
+    """An equal part for each rank of dim `dim`, counted from the end."""
+
+    name = "partition"
+    after = None
+
+
+class Combine(Transition):
+    """The ranks' parts of dim `dim`, joined."""
+
+    name = "combine"
+    before = None
+
+
+class Take(Transition):
+    """A rank's part of dim `dim` of what each holds a copy of."""
+
+    name = "take"
+    before = REPLICATED
+    after = None
+
+
+class Place(Transition):
+    """A rank's part of dim `dim` among zeros: a summand."""
+
+    name = "place"
+    before = None
+    after = PRE_REDUCE
+
+
+class Scatter(Transition):
+    """A rank's part of the tokens, dim `dim`, of the sum of what the ranks hold."""
+
+    name = "scatter"
+    before = PRE_REDUCE
+    after = None
+
+
+class Gather(Transition):
+    """The ranks' parts of the tokens joined: a copy on each, which has a part of the gradient."""
+
+    name = "gather"
+    before = None
+    after = REPLICATED
+
+
+FLOPS_PER_BYTE = 1000
+"""Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
+in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
+15,461 (sheets of `pcg.parallel.costs.accelerators`)."""
+
+
+class Collective(Operator):
+    """Communication of all ranks; it counts as the FLOPs that fit into its time."""
+
+    is_product = True
+    rounds: ClassVar[int] = 1
+    """The number of times that a ring passes the output on: once to gather it, twice to sum it."""
+    holds_inputs: ClassVar[bool] = True
+    """True if its inputs, or as much, are held until all has come; a sum is made in a copy."""
+
+    def begun_source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        """The expression that begins it; its value, called, waits for it and gives the result."""
+        return self.source(inputs, attributes).replace("(", ".begin(", 1)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes
+
+
+class AllReduce(Collective):
+    """The sum of the ranks' tensors, on each."""
+
+    name = "all_reduce"
+    template = "K.{name}({inputs}, batch)"
+    rounds = 2
+    holds_inputs = False
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.incoming]
+
+
+class OwnPart(Operator):
+    """The rank's part of dim `dim`, one of `degree` equal ones; with `tokens`, of the tokens.
+
+    With `kept` it is saved for backward: then it is a copy, since a view would keep the whole.
+    """
+
+    name = "own_part"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if attributes.get("kept", True) is not True:
+            raise TypeCheckError(f"the attribute kept of {self.name} is True or missing")
+        return (_parted(types, attributes),)
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return sympy.Integer(0)  # PyTorch gives a view
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        kept = ", kept=True" if attributes.get("kept") else ""
+        return f"K.own_part({_part_arguments(inputs, attributes)}{kept})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("all_gather", context.incoming, **context.attributes)]
+
+
+class TakenPart(OwnPart):
+    """The rank's part of a copy: the other ranks' parts have gradients of their own."""
+
+    name = "taken_part"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("placed_part", context.incoming, **context.attributes)]
+
+
+class AllGather(Collective):
+    """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens."""
+
+    name = "all_gather"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (_joined(types, attributes),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.all_gather({_part_arguments(inputs, attributes)})"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Every rank's rows, before they are joined.
+        rows = attributes["degree"] * inputs[0].size_bytes
+        return rows if attributes.get("tokens") else sympy.Integer(0)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("own_part", context.incoming, **context.attributes)]
+
+
+class PlacedPart(AllGather):
+    """The rank's part among zeros in the place of the others'."""
+
+    name = "placed_part"
+    is_product = False
+    rounds = 0
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].size_bytes + outputs[0].size_bytes  # zeros, then the part over them
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.placed_part({_part_arguments(inputs, attributes)})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("taken_part", context.incoming, **context.attributes)]
+
+
+class GatheredCopy(AllGather):
+    """The parts of `degree` ranks of the tokens, joined; each copy has a part of the gradient.
+
+    It is not saved for backward, which gathers it again: whole on each rank it would be all that
+    sequence parallelism saves (Korthikanti et al. 2022, §4.2.2).
+    """
+
+    name = "gathered_copy"
+    is_product = False
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = {k: v for k, v in context.attributes.items() if k != "tokens"}
+        return [context.add("reduce_scatter", context.incoming, **attributes)]
+
+
+class ReduceScatter(Collective):
+    """The rank's part of the tokens, one of `degree` along dim `dim`, of the sum of all tensors."""
+
+    name = "reduce_scatter"
+    template = "K.{name}({inputs}, batch)"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (_parted(types, {**attributes, "tokens": True}),)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("all_gather", context.incoming, tokens=True, **context.attributes)]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * inputs[0].size_bytes
+
+
+def _parted(types: Types, attributes: Attributes) -> TensorType:
+    """The type of one rank's part of a tensor."""
+    dim, degree = _dim_and_degree(types, attributes, TOKENS)
+    sizes = list(types[0].shape)
+    size = sizes[dim]
+    if isinstance(size, int) and size % degree:
+        raise TypeCheckError(f"{types[0]}: {degree} does not divide dim {dim}")
+    if size == TOKENS:
+        sizes[dim] = part_of_tokens(degree)
+    else:
+        sizes[dim] = size // degree if isinstance(size, int) else size / degree
+    return types[0].with_shape(tuple(sizes))
+
+
+def _joined(types: Types, attributes: Attributes) -> TensorType:
+    """The type of the ranks' parts together."""
+    dim, degree = _dim_and_degree(types, attributes, part_of_tokens(attributes["degree"]))
+    sizes = list(types[0].shape)
+    sizes[dim] = TOKENS if counts_tokens(sizes[dim]) else sizes[dim] * degree
+    return types[0].with_shape(tuple(sizes))
+
+
+def _dim_and_degree(types: Types, attributes: Attributes, tokens: Size) -> tuple[int, int]:
+    """The dim and the degree, checked; `tokens` is the size that a token dim has to have."""
+    dim, degree = attributes["dim"], attributes["degree"]
+    if not -len(types[0].dims) <= dim < 0 or degree < 2:
+        raise TypeCheckError(f"{types[0]} has no {degree} parts of dim {dim}")
+    size = types[0].shape[dim]
+    if attributes.get("tokens", False) != counts_tokens(size) or (
+        counts_tokens(size) and size != tokens
+    ):
+        raise TypeCheckError(
+            f"dim {dim} of {types[0]} is of size {size}; of tokens it is {tokens}, and the "
+            "attribute tokens is True, else it is missing"
+        )
+    return dim, degree
+
+
+def _part_arguments(inputs: Sequence[str], attributes: Attributes) -> str:
+    tokens = ", tokens=True" if attributes.get("tokens") else ""
+    return f"{inputs[0]}, {attributes['dim']}, batch{tokens}"
+
+
+MOST_JOINED = 4096
+"""Tensors of a message: more than a layer has."""
+
+
+class JoinedCollective(Collective):
+    """One message of several tensors of one dtype."""
+
+    inputs = (2, MOST_JOINED)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
+
+    def _check(self, types: Types) -> None:
+        dtypes = {type_.dtype for type_ in types}
+        if len(dtypes) > 1:
+            raise TypeCheckError(f"{self.name} of {', '.join(sorted(dtypes))}; use one dtype")
+
+
+class AllReduces(JoinedCollective):
+    """The sums of the ranks' tensors, on each."""
+
+    name = "all_reduces"
+    template = "K.{name}([{inputs}], batch)"
+    rounds = AllReduce.rounds
+    holds_inputs = False
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        self._check(types)
+        return types
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * _bytes(inputs)  # what is sent, and what came
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return list(context.upstream)
+
+
+class AllGathers(JoinedCollective):
+    """The parts of `degree` ranks, each tensor's joined along its own of `dims`."""
+
+    name = "all_gathers"
+    template = "K.{name}([{inputs}], {dims}, batch)"
+    rounds = AllGather.rounds
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        self._check(types)
+        dims, degree = attributes["dims"], attributes["degree"]
+        if len(dims) != len(types):
+            raise TypeCheckError(f"all_gathers of {len(types)} tensors along {len(dims)} dims")
+        pairs = zip(types, dims, strict=True)
+        return tuple(_joined((type_,), {"dim": dim, "degree": degree}) for type_, dim in pairs)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _bytes(inputs) + _bytes(outputs)  # what is sent, and what came
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dims, degree = context.attributes["dims"], context.attributes["degree"]
+        return [
+            None if d is None else context.add("own_part", d, dim=dim, degree=degree)
+            for d, dim in zip(context.upstream, dims, strict=True)
+        ]
+
+
+def _bytes(types: Types) -> sympy.Expr:
+    return sympy.Add(*(type_.size_bytes for type_ in types))

@@ -1,0 +1,288 @@
+"""Accelerators by name: the memory that a program finds on them, and what their data sheets say.
+
+A sheet's numbers are those of the vendor, each with where it stands; what share of them programs
+achieve is an assumption of ours, kept apart (`ASSUMED`). Devices without a sheet have a memory that
+programs can be fit to, but no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from pcg.errors import UnsupportedError
+
+MIB = 2**20
+GB = 1e9
+TERA = 1e12
+MICROSECOND = 1e-6
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks of a group.
+
+    Attributes:
+        latency_s: α, of one step of a ring.
+        bytes_per_s: β, that a rank sends in one direction.
+        source: of both.
+        is_measured: whether β is what programs reach, and not a peak.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    source: str
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceSheet:
+    """What a device can do at most.
+
+    Attributes:
+        product_flops_per_s: of dense matrix products by dtype; fp32 without TF32, as PyTorch's
+            default is.
+        vector_flops_per_s: of everything else, by dtype; half precision and integers count as f32.
+        memory_bytes_per_s: bandwidth of the device's memory.
+        launch_s: added by each operator.
+        links: by name; the first is the device's own.
+        source: of the peaks and the bandwidth.
+        launch_source: of `launch_s`.
+    """
+
+    product_flops_per_s: Mapping[str, float]
+    vector_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    launch_s: float
+    links: Mapping[str, Link]
+    source: str
+    launch_source: str
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Shares of a sheet's peaks that programs reach.
+
+    Attributes:
+        product: of a large matrix product.
+        vector: of other arithmetic.
+        memory: of the memory's bandwidth.
+        link: of a link's.
+    """
+
+    product: float
+    vector: float
+    memory: float
+    link: float
+
+
+ASSUMED = Achieved(product=0.7, vector=0.5, memory=0.8, link=0.8)
+"""Assumptions, not measurements: `pcg profile` measures. Large bf16 products, streaming kernels and
+nccl-tests' bus bandwidth are commonly reported at about these shares on A100 and H100."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator.
+
+    Attributes:
+        name: as people write it.
+        memory_bytes: that the driver reports as the total.
+        sheet: what costs are estimated from; None where there is none.
+    """
+
+    name: str
+    memory_bytes: int
+    sheet: DeviceSheet | None = None
+
+
+RESERVED_BYTES = 2**30
+"""Left free on a device: the CUDA context, libraries' workspaces, and what fragments."""
+
+# ---------------------------------------------------------------------------------------- links
+
+# NCCL counts so many microseconds a step of a ring in its Simple protocol: the table hwLat in
+# src/graph/tuning.cc, rows NVLINK and PCI. Data sheets give both directions of a link together.
+_NVLINK_STEP_S = 3.4 * MICROSECOND
+_PCI_STEP_S = 5.7 * MICROSECOND
+_NCCL = "NCCL src/graph/tuning.cc, hwLat of Ring/Simple"
+
+NVLINK_3 = Link(
+    _NVLINK_STEP_S, 600 * GB / 2, f"{_NCCL}: 3.4 µs; NVIDIA A100 data sheet: NVLink 600 GB/s"
+)
+NVLINK_4 = Link(
+    _NVLINK_STEP_S, 900 * GB / 2, f"{_NCCL}: 3.4 µs; NVIDIA H100 data sheet: NVLink 900 GB/s"
+)
+PCIE_4 = Link(_PCI_STEP_S, 64 * GB / 2, f"{_NCCL}: 5.7 µs; NVIDIA A100 data sheet: PCIe 64 GB/s")
+PCIE_5 = Link(_PCI_STEP_S, 128 * GB / 2, f"{_NCCL}: 5.7 µs; NVIDIA H100 data sheet: PCIe 128 GB/s")
+GLOO_LOOPBACK = Link(
+    300 * MICROSECOND,
+    0.7 * GB,
+    "pcg profile --quick --tp 2, all_reduce: torch 2.13.0+cpu, two cores of an AMD EPYC",
+    is_measured=True,
+)
+
+# --------------------------------------------------------------------------------------- sheets
+
+_GPU_LAUNCH_S = 3.8 * MICROSECOND
+_GPU_LAUNCH_SOURCE = (
+    "NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 µs a kernel, small ones launched one "
+    "behind the other"
+)
+
+
+def _gpu(
+    *,
+    half_tflops: float,
+    fp32_tflops: float,
+    memory_gb_per_s: float,
+    links: Mapping[str, Link],
+    source: str,
+    fp64_tflops: tuple[float, float] | None = None,
+) -> DeviceSheet:
+    """A GPU's sheet.
+
+    Args:
+        half_tflops: dense bf16 and fp16 on tensor cores.
+        fp32_tflops: without tensor cores.
+        memory_gb_per_s: bandwidth.
+        links: by name.
+        source: data sheet and its words.
+        fp64_tflops: on tensor cores and without, where the data sheet has them.
+    """
+    half, fp32 = half_tflops * TERA, fp32_tflops * TERA
+    products = {"bf16": half, "f16": half, "f32": fp32}
+    vectors = {"f32": fp32}
+    if fp64_tflops is not None:
+        products["f64"], vectors["f64"] = (number * TERA for number in fp64_tflops)
+    return DeviceSheet(
+        products,
+        vectors,
+        memory_gb_per_s * GB,
+        _GPU_LAUNCH_S,
+        links,
+        source,
+        _GPU_LAUNCH_SOURCE,
+    )
+
+
+_A100 = (
+    "NVIDIA A100 data sheet, SXM: BF16 Tensor Core 312 TFLOPS, FP32 19.5, FP64 9.7, FP64 Tensor "
+    "Core 19.5"
+)
+_HOPPER = (
+    "BF16 Tensor Core 1,979 teraFLOPS with sparsity, half of it dense, FP32 67, FP64 34, FP64 "
+    "Tensor Core 67"
+)
+_SHEETS = {
+    "A10G": _gpu(
+        half_tflops=70,
+        fp32_tflops=31.52,
+        memory_gb_per_s=600,
+        links={"PCIe 4": PCIE_4},
+        source="NVIDIA A10G data sheet (for AWS): BF16 Tensor Core 70 TF, FP32 31.52 TF, 600 GB/s",
+    ),
+    "A100-40": _gpu(
+        half_tflops=312,
+        fp32_tflops=19.5,
+        fp64_tflops=(19.5, 9.7),
+        memory_gb_per_s=1_555,
+        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
+        source=f"{_A100}; 40 GB HBM2: 1,555 GB/s",
+    ),
+    "A100-80": _gpu(
+        half_tflops=312,
+        fp32_tflops=19.5,
+        fp64_tflops=(19.5, 9.7),
+        memory_gb_per_s=2_039,
+        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
+        source=f"{_A100}; 80 GB HBM2e: 2,039 GB/s",
+    ),
+    "H100": _gpu(
+        half_tflops=1_979 / 2,
+        fp32_tflops=67,
+        fp64_tflops=(67, 34),
+        memory_gb_per_s=3_350,
+        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
+        source=f"NVIDIA H100 data sheet, SXM: {_HOPPER}; 3.35 TB/s",
+    ),
+    "H200": _gpu(
+        half_tflops=1_979 / 2,
+        fp32_tflops=67,
+        fp64_tflops=(67, 34),
+        memory_gb_per_s=4_800,
+        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
+        source=f"NVIDIA H200 data sheet, SXM: {_HOPPER}; 4.8 TB/s",
+    ),
+    "L40S": _gpu(
+        half_tflops=362.05,
+        fp32_tflops=91.6,
+        memory_gb_per_s=864,
+        links={"PCIe 4": PCIE_4},
+        source="NVIDIA L40S data sheet: BFLOAT16 Tensor Core 362.05 TFLOPS, FP32 91.6, 864 GB/s",
+    ),
+}
+
+# One socket of an Intel Xeon Platinum 8480+: cores · base clock.
+_CYCLES_PER_S = 56 * 2.0e9
+CPU = DeviceSheet(
+    product_flops_per_s={
+        "bf16": _CYCLES_PER_S * 1_024,
+        "f32": _CYCLES_PER_S * 64,
+        "f64": _CYCLES_PER_S * 32,
+    },
+    vector_flops_per_s={"f32": _CYCLES_PER_S * 64, "f64": _CYCLES_PER_S * 32},
+    memory_bytes_per_s=8 * 4_800e6 * 8,
+    launch_s=1.5 * MICROSECOND,
+    links={"gloo loopback": GLOO_LOOPBACK},
+    source="Intel ARK, Xeon Platinum 8480+: 56 cores, 2.0 GHz base, 8 channels of DDR5-4800 of 8 "
+    "bytes; a core's operations in a cycle: AMX 1,024 on bf16, AVX-512 with two units of multiply "
+    "and add 64 in fp32 and 32 in fp64 (Intel 64 and IA-32 Optimization Reference Manual)",
+    launch_source="an addition of 8 numbers: torch 2.13.0+cpu, one thread of an AMD EPYC",
+)
+"""No GPU: a server's socket, for models that are split over CPUs."""
+
+# --------------------------------------------------------------------------------------- devices
+
+# Totals as nvidia-smi (rocm-smi) reports them, in MiB; with ECC where it is on by default.
+_TOTALS_MIB = {
+    "A10G": 23_028,
+    "A100-40": 40_960,
+    "A100-80": 81_920,
+    "A6000": 49_140,
+    "B200": 183_359,
+    "H100": 81_559,
+    "H100-NVL": 95_830,
+    "H200": 143_771,
+    "L4": 23_034,
+    "L40S": 46_068,
+    "MI300X": 196_592,
+    "RTX-3090": 24_576,
+    "RTX-4090": 24_564,
+    "T4": 15_360,
+    "V100-32": 32_768,
+}
+ACCELERATORS: Mapping[str, Accelerator] = {
+    name: Accelerator(name, total * MIB, _SHEETS.get(name)) for name, total in _TOTALS_MIB.items()
+}
+
+SHEETS: Mapping[str, DeviceSheet] = {
+    **{name: one.sheet for name, one in ACCELERATORS.items() if one.sheet is not None},
+    "CPU": CPU,
+}
+"""Data sheets by name; accelerators that are known by their memory alone have none."""
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """The accelerator of a name, in any case.
+
+    Raises:
+        UnsupportedError: pcg knows none of that name; lists them.
+    """
+    for known, device in ACCELERATORS.items():
+        if known.lower() == name.lower():
+            return device
+    close = get_close_matches(name.upper(), ACCELERATORS, 1)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")

@@ -1,0 +1,100 @@
+"""Measure collectives between ranks of one machine: NCCL on GPUs, else gloo on the loopback."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from pcg.errors import CostModelError
+from pcg.parallel.costs.device_profile import CollectiveTime
+
+SIZES = tuple(2**power for power in range(6, 25, 3))
+"""Bytes of the whole tensor, up to 16 MiB."""
+QUICK_SIZES = (2**8, 2**14, 2**20)
+
+_WARM = 3
+_REPEATS = 10
+
+
+def measure_collectives(
+    degree: int, device: torch.device, *, quick: bool = False
+) -> tuple[tuple[CollectiveTime, ...], str]:
+    """Collectives over so many ranks, each a process of its own, and the backend that they use.
+
+    Raises:
+        CostModelError: fewer GPUs than ranks.
+    """
+    if degree < 2:
+        raise CostModelError(f"collectives of {degree} rank cost nothing; measure at least 2")
+    on_gpus = device.type == "cuda"
+    if on_gpus and torch.cuda.device_count() < degree:
+        raise CostModelError(
+            f"{degree} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}; "
+            "measure fewer, or on the CPU with --device cpu"
+        )
+    backend = "nccl" if on_gpus else "gloo"
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (degree, backend, directory, QUICK_SIZES if quick else SIZES)
+        spawn(_rank, arguments, nprocs=degree)
+        rows: list[dict[str, Any]] = json.loads((Path(directory) / "found").read_text())
+    return tuple(CollectiveTime(**row) for row in rows), backend
+
+
+def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int, ...]) -> None:
+    """One rank; the first writes what it found."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = f"file://{directory}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=degree)
+    try:
+        found = []
+        for size in sizes:
+            # Whole parts of fp32 for each rank.
+            part = torch.ones(-(-size // (4 * degree)), device=device)
+            whole = part.repeat(degree)
+            size_bytes = 4 * whole.numel()
+            for kind, call in _calls(part, whole, degree).items():
+                found.append(CollectiveTime(kind, size_bytes, degree, _seconds(call, device)))
+        if rank == 0:
+            (Path(directory) / "found").write_text(json.dumps([asdict(one) for one in found]))
+    finally:
+        dist.destroy_process_group()
+
+
+def _calls(part: Tensor, whole: Tensor, degree: int) -> dict[str, Callable[[], Any]]:
+    parts, own = list(whole.chunk(degree)), torch.empty_like(part)
+    return {
+        "all_gather": lambda: dist.all_gather(parts, part),
+        "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+        "reduce_scatter": lambda: dist.reduce_scatter(own, parts, dist.ReduceOp.MAX),
+    }
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call in a row, the median of three rows."""
+    for _ in range(_WARM):
+        call()
+    rows = []
+    for _ in range(3):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_REPEATS):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rows.append((time.perf_counter() - start) / _REPEATS)
+    return sorted(rows)[1]

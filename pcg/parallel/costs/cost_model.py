@@ -1,0 +1,141 @@
+"""What operators and collectives cost, from a device's sheet or from what was measured on it.
+
+    operator      max(operations / peak, bytes / bandwidth) + launch       the roofline
+    all_reduce    2 (n - 1) (α + size / (n β))                             a ring, n ranks
+    all_gather      (n - 1) (α + size / (n β))
+    reduce_scatter  (n - 1) (α + size / (n β))
+
+A data sheet's peaks are those of its vendor times the shares in `accelerators.ASSUMED`; a profile
+(`device_profile`) has the seconds of measured shapes, and the roofline between them. What has no
+cost is an error, never a default.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from pcg.errors import CostModelError
+from pcg.ir.graph import Attribute
+from pcg.ir.operators.base import Attributes, Types
+from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
+from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
+
+_ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
+_Key = tuple[str, Types, Types, tuple[tuple[str, Attribute], ...], int, int]
+
+
+class CostModel(ABC):
+    """Seconds of operators and collectives on one kind of device.
+
+    Attributes:
+        name: of the device.
+    """
+
+    name: str
+
+    @abstractmethod
+    def operator_seconds(
+        self,
+        op: str,
+        inputs: Types,
+        outputs: Types,
+        attributes: Attributes,
+        tokens: int,
+        context: int,
+    ) -> float:
+        """Seconds of an operator on one rank; 0 of a view.
+
+        Args:
+            op: of a rank's graph, no collective.
+            inputs: types of one rank, in `T` and `S` alone.
+            outputs: likewise.
+            attributes: of the node.
+            tokens: T, of the step.
+            context: S, tokens of a sequence.
+        Raises:
+            CostModelError: no cost is known.
+        """
+
+    @abstractmethod
+    def work_seconds(self, work: Work) -> float:
+        """Seconds of one call of an operator that moves bytes."""
+
+    @abstractmethod
+    def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
+        """Seconds of a collective; 0 of one rank.
+
+        Args:
+            kind: all_reduce, all_gather or reduce_scatter.
+            size_bytes: of the tensor that is summed, or of the whole that is gathered.
+            degree: number of ranks.
+        Raises:
+            CostModelError: no link is known, or no such collective.
+        """
+
+
+class WorkModel(CostModel):
+    """Operators cost what their work does, looked up if asked for before; collectives are rings."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._known: dict[_Key, float] = {}
+
+    def operator_seconds(
+        self,
+        op: str,
+        inputs: Types,
+        outputs: Types,
+        attributes: Attributes,
+        tokens: int,
+        context: int,
+    ) -> float:
+        key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = 0.0
+            if not is_free(op):
+                for part in parts_of(op, inputs, outputs, attributes):
+                    seconds += self.work_seconds(work_of(*part, tokens, context))
+            self._known[key] = seconds
+        return seconds
+
+    def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
+        if kind not in _ROUNDS:
+            raise CostModelError(f"no cost is known of {kind!r}; of {', '.join(_ROUNDS)} there is")
+        if degree < 1 or size_bytes < 0:
+            raise CostModelError(f"{kind} of {size_bytes} bytes over {degree} ranks has no cost")
+        if degree == 1:
+            return 0.0
+        return ring_seconds(kind, size_bytes, degree, self._link(kind, degree))
+
+    @abstractmethod
+    def _link(self, kind: str, degree: int) -> Link:
+        """The link that so many ranks use, with the bandwidth that they reach."""
+
+
+def ring_seconds(kind: str, size_bytes: float, degree: int, link: Link) -> float:
+    """Seconds of a collective: `(n - 1) (α + size / (n β))`, twice that of an all_reduce."""
+    step = link.latency_s + size_bytes / (degree * link.bytes_per_s)
+    return _ROUNDS[kind] * (degree - 1) * step
+
+
+def roofline_seconds(work: Work, sheet: DeviceSheet, achieved: Achieved, name: str) -> float:
+    """Seconds of a call at best: by operations or by bytes, and its launch.
+
+    Raises:
+        CostModelError: the sheet has no peak for the dtype.
+    """
+    if work.is_product:
+        peaks, share, dtype = sheet.product_flops_per_s, achieved.product, work.dtype
+    else:
+        # Half precision is computed in fp32; integers are as wide at most.
+        peaks, share = sheet.vector_flops_per_s, achieved.vector
+        dtype = "f64" if work.dtype == "f64" else "f32"
+    if dtype not in peaks:
+        raise CostModelError(
+            f"{name} has no peak for {work.kernel} in {work.dtype}; it has {', '.join(peaks)}. "
+            "Measure on the device with pcg profile -o FILE"
+        )
+    by_flops = work.flops / (peaks[dtype] * share)
+    by_bytes = work.moved_bytes / (sheet.memory_bytes_per_s * achieved.memory)
+    return max(by_flops, by_bytes) + sheet.launch_s

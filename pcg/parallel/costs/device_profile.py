@@ -1,0 +1,241 @@
+"""What was measured on a device, and costs from it.
+
+A shape that was measured costs what was measured. Another one costs its roofline times how much
+longer than their rooflines the nearest measured shapes of the same kernel and dtype took:
+
+    seconds(w) = roofline(w) · exp Σ_i c_i log(seconds_i / roofline(w_i)),    c_i ∝ 1 / d(w, w_i)²
+
+over the four nearest points, d being the distance of the logarithms of rows, bytes and operations.
+The roofline's peaks are the best rates that were measured, its launch the shortest time. A kernel
+without a point has no cost. Links have α and β by least squares of relative errors:
+
+    minimize Σ_i ((a_i α + b_i / β - t_i) / t_i)²,   a = rounds · (n - 1),   b = a · size / n
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import CostModelError
+from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
+from pcg.parallel.costs.cost_model import WorkModel, ring_seconds, roofline_seconds
+from pcg.parallel.costs.work import Work
+
+FORMAT = 1
+"""Of the file; another one is refused."""
+
+NEAREST = 4
+"""Measured points that a shape between them is estimated from."""
+
+_ALL = Achieved(1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """An operator that was measured.
+
+    Attributes:
+        work: of one call.
+        seconds: of one call.
+    """
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A collective that was measured: `size_bytes` as for `CostModel.collective_seconds`."""
+
+    kind: str
+    size_bytes: int
+    degree: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Measurements of one device.
+
+    Attributes:
+        device: its name.
+        versions: of pcg and torch.
+        points: of operators.
+        exchanges: of collectives; none where one rank was measured.
+        backend: of torch.distributed that made them.
+    """
+
+    device: str
+    versions: Mapping[str, str]
+    points: tuple[OperatorTime, ...]
+    exchanges: tuple[CollectiveTime, ...] = ()
+    backend: str = ""
+
+    @cached_property
+    def sheet(self) -> DeviceSheet:
+        """The best rates that were measured."""
+        products: dict[str, float] = {}
+        vectors: dict[str, float] = {}
+        for point in self.points:
+            work = point.work
+            dtype = work.dtype
+            if not work.is_product and dtype != "f64":
+                dtype = "f32"
+            peaks = products if work.is_product else vectors
+            peaks[dtype] = max(peaks.get(dtype, 0.0), work.flops / point.seconds)
+        return DeviceSheet(
+            products,
+            vectors,
+            max(point.work.moved_bytes / point.seconds for point in self.points),
+            min(point.seconds for point in self.points),
+            {},
+            "measured",
+            "measured",
+        )
+
+    @cached_property
+    def links(self) -> Mapping[str, Link]:
+        """By collective."""
+        kinds = sorted({exchange.kind for exchange in self.exchanges})
+        return {
+            kind: fitted_link([e for e in self.exchanges if e.kind == kind], self.backend)
+            for kind in kinds
+        }
+
+    @property
+    def degree(self) -> int:
+        """Ranks that collectives were measured over; 1 where none were."""
+        return max((exchange.degree for exchange in self.exchanges), default=1)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, with one line a point."""
+        head = {
+            "format": FORMAT,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "backend": self.backend,
+        }
+        lines = [f'  "{key}": {json.dumps(value)}' for key, value in head.items()]
+        points = [{**asdict(point.work), "seconds": point.seconds} for point in self.points]
+        for key, rows in (("points", points), ("exchanges", map(asdict, self.exchanges))):
+            text = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)
+            lines.append(f'  "{key}": [\n{text}\n  ]' if text else f'  "{key}": []')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> DeviceProfile:
+        """A profile that was written.
+
+        Raises:
+            CostModelError: the file is none, or of another version.
+        """
+        fix = f"make it again with pcg profile -o {path}"
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise CostModelError(
+                    f"{path} is a profile of format {found['format']}, not {FORMAT}; {fix}"
+                )
+            rows = [dict(row) for row in found["points"]]
+            points = tuple(
+                OperatorTime(seconds=row.pop("seconds"), work=Work(**row)) for row in rows
+            )
+            exchanges = tuple(CollectiveTime(**row) for row in found["exchanges"])
+            if not points or min([p.seconds for p in points] + [e.seconds for e in exchanges]) <= 0:
+                raise ValueError("no points, or one of no time")
+            return cls(found["device"], found["versions"], points, exchanges, found["backend"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CostModelError(
+                f"{path} is no profile ({type(error).__name__}: {error}); {fix}"
+            ) from None
+
+
+def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
+    """α and β of the least squares above, both at least 0."""
+    rows = []
+    for exchange in exchanges:
+        steps = ring_seconds(exchange.kind, 0, exchange.degree, Link(1.0, 1.0, ""))
+        sent = steps * exchange.size_bytes / exchange.degree
+        rows.append((steps / exchange.seconds, sent / exchange.seconds))
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(r[i] for r in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    latency, per_byte = 0.0, 0.0
+    if determinant > 1e-9 * aa * bb:  # of at least two sizes
+        latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency <= 0 or per_byte <= 0:
+        # The better of the two with one of them alone; their errors are the squares not explained.
+        only_bytes = bb > 0 and b * b / bb >= a * a / aa
+        latency, per_byte = (0.0, b / bb) if only_bytes else (a / aa, 0.0)
+    speed = 1 / per_byte if per_byte else math.inf
+    return Link(latency, speed, f"measured over {backend}", is_measured=True)
+
+
+class ProfileModel(WorkModel):
+    """Costs from a profile."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        super().__init__(profile.device)
+        self.profile = profile
+        self._exact = {_exactly(point.work): point.seconds for point in profile.points}
+        self._near: dict[tuple[str, str], list[tuple[tuple[float, ...], float]]] = {}
+        for point in profile.points:
+            slowness = math.log(point.seconds / self._roofline(point.work))
+            where = (point.work.kernel, point.work.dtype)
+            self._near.setdefault(where, []).append((_place(point.work), slowness))
+
+    def work_seconds(self, work: Work) -> float:
+        exact = self._exact.get(_exactly(work))
+        if exact is not None:
+            return exact
+        points = self._near.get((work.kernel, work.dtype))
+        if points is None:
+            raise CostModelError(self._refusal(work))
+        here = _place(work)
+        nearest = sorted((math.dist(here, place), slowness) for place, slowness in points)[:NEAREST]
+        if nearest[0][0] == 0.0:
+            slowness = nearest[0][1]
+        else:
+            weights = [1 / distance**2 for distance, _ in nearest]
+            found = zip(weights, nearest, strict=True)
+            slowness = sum(w * s for w, (_, s) in found) / sum(weights)
+        return self._roofline(work) * math.exp(slowness)
+
+    def _roofline(self, work: Work) -> float:
+        return roofline_seconds(work, self.profile.sheet, _ALL, self.name)
+
+    def _link(self, kind: str, degree: int) -> Link:
+        profile = self.profile
+        if kind in profile.links and degree <= profile.degree:
+            return profile.links[kind]
+        have = f"collectives of {profile.degree} ranks" if profile.exchanges else "no link"
+        raise CostModelError(
+            f"the profile of {self.name} has {have}, so {kind} over {degree} has no cost; measure "
+            f"with pcg profile --tp {degree} -o FILE"
+        )
+
+    def _refusal(self, work: Work) -> str:
+        dtypes = sorted(dtype for kernel, dtype in self._near if kernel == work.kernel)
+        what = f"{work.kernel} in {work.dtype} was not measured on {self.name}"
+        if dtypes:
+            return f"{what}, only in {', '.join(dtypes)}; pcg profile --dtype measures others"
+        close = get_close_matches(work.kernel, {kernel for kernel, _ in self._near}, 2)
+        hint = f" (measured are {' and '.join(close)})" if close else ""
+        return f"{what}{hint}; pcg profile -o FILE measures all operators that it can run"
+
+
+def _exactly(work: Work) -> tuple[str, str]:
+    return work.kernel, work.shapes
+
+
+def _place(work: Work) -> tuple[float, ...]:
+    """Where a shape lies among others of its kernel."""
+    return math.log(work.rows), math.log(work.moved_bytes), math.log(1 + work.flops)
