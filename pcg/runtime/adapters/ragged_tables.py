@@ -12,12 +12,13 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.adapter_batch import TokenSpans
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.joined_sites import bottlenecks_of
 from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory, TokenSpans
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sources import model_sources, served_sources
 from pcg.runtime.adapters.stacked_weights import Sites

@@ -17,70 +17,23 @@ when others need them and it does not run (`pcg/runtime/adapters/row_allocator.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.ir.program.program import python_name
+from pcg.kernels.adapter_batch import LoraRows, TokenSpans
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.joined_sites import JoinedSite
 from pcg.runtime.adapters.row_allocator import RowAllocator
 from pcg.runtime.adapters.stacked_weights import Cutter
 
-_ALIGNMENT = 8
-"""Elements that rows are a multiple of, so that kernels load 16 bytes of bf16 at once."""
 _LEAST_SLOTS = 16
-_RANK_STEP = 16
-"""Ranks of the tables are a multiple of it, as kernels take so many at once."""
-
-
-@dataclass(frozen=True)
-class TokenSpans:
-    """Whose the tokens of a batch are.
-
-    Attributes:
-        spans: first token, tokens and slot of neighbours with one adapter.
-        known: what kernels make of it, kept for all layers.
-    """
-
-    spans: tuple[tuple[int, int, int], ...]
-    known: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LoraRows:
-    """The LoRA of a batch's adapters at linear operators of one input, or their bottlenecks.
-
-    Attributes:
-        memory: flat, of the adapters' dtype.
-        a_rows: first element of each row of A, [outputs, slots, most_rank].
-        b_rows: of scaled Bᵀ.
-        ranks: of each output and slot, [outputs, slots].
-        in_size: of the input.
-        out_starts: of the outputs, in their product with those that have no LoRA.
-        out_sizes: of the outputs.
-        bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
-        biases: how many there are, [1, slots].
-        tokens: whose they are.
-        known: what kernels make of the tables, kept for all steps.
-    """
-
-    memory: Tensor
-    a_rows: Tensor
-    b_rows: Tensor
-    ranks: Tensor
-    in_size: int
-    out_starts: tuple[int, ...]
-    out_sizes: tuple[int, ...]
-    bias_rows: Tensor
-    biases: Tensor
-    tokens: TokenSpans
-    known: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,7 +55,7 @@ class LoraSite:
         """Whether they can read its rows, and sum in fp32."""
         modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
         places += [place for one in modules for place in (one.column, one.size)]
-        is_aligned = not any(place % _ALIGNMENT for place in places)
+        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
         return is_aligned and modules[0].a.type.dtype != "f64"
 
     @property
@@ -148,7 +101,7 @@ class RowMemory:
         self._coming: dict[int, int] = {}
         self._running: set[int] = set()
         self._free_slots: list[int] = []
-        self._rows = torch.zeros((matrices, 0, _RANK_STEP), dtype=torch.int64, device=device)
+        self._rows = torch.zeros((matrices, 0, RANK_STEP), dtype=torch.int64, device=device)
         self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
         self._views: list[LoraRows] = []
         self._views_of: object = None
@@ -367,7 +320,7 @@ class RowMemory:
         """Have the tables take a rank."""
         most = self._rows.shape[2]
         if rank > most:
-            more = -(-rank // _RANK_STEP) * _RANK_STEP - most
+            more = -(-rank // RANK_STEP) * RANK_STEP - most
             self._rows = torch.nn.functional.pad(self._rows, (0, more))
 
 
@@ -380,4 +333,4 @@ def _aligned(part: Tensor | None) -> Tensor | None:
 
 def _aligned_size(size: int) -> int:
     """Elements of a row of so many, with those that it is filled up with."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

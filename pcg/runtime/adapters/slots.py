@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from pcg.kernels.adapter_batch import Segments
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
-from pcg.runtime.adapters.segments import Segments
 from pcg.runtime.adapters.stacked_weights import Cutter, Sites, Stack
 
 _LEAST_SLOTS = 4

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import python_name
+from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import is_piece
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.joined_sites import JoinedSite, Lora
-from pcg.runtime.adapters.segments import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, piece_of_stack
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -106,31 +107,3 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
     """Bytes of one page, in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
-
-
-class KvGradients:
-    """One layer's gradients of the keys and values of all tokens of a training pass.
-
-    They are those of keys after rotary embedding, and add up from the last window to the first;
-    what a window finds of its own tokens is final (FlexLLM v2 §6.1, figure 8).
-
-    Attributes:
-        keys: [tokens, kv_heads, head_dim], in fp32 at least.
-        values: likewise.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Start with zeros.
-
-        Args:
-            keys: of the layer's cache.
-            values: likewise.
-            tokens: of the pass.
-        """
-        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
-
-
-def _zeros(rows: Tensor, tokens: int) -> Tensor:
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    heads, _, size = rows.shape[-3:]
-    return torch.zeros((tokens, heads, size), dtype=wide, device=rows.device)

@@ -4,91 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
+from pcg.kernels.uploads import uploaded
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.runtime.memory.kv_cache import KvCache, KvGradients
-from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.memory.uploads import uploaded
-from pcg.runtime.model.decode_groups import DecodeGroup, Singles, decode_groups
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.model.decode_groups import Singles, decode_groups
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence that dropout draws random numbers for at a time."""
+"""Tokens of a sequence that dropout draws random numbers for at a time, so that those of a token do
+not depend on how its sequence is cut into windows."""
 ANY_TOKEN = 0
 """What stands for the id of a virtual token; every vocabulary has it."""
 
 
-class Span(NamedTuple):
-    """One sequence's tokens in a batch.
+class Batch(ProgramBatch):
+    """Tokens, positions and spans of one step; see `ProgramBatch` for what programs read.
 
     Attributes:
-        start: index of its first token in the batch.
-        length: tokens in the batch.
-        context: tokens before them, in the KV cache.
-        table: pages of the sequence in the KV cache; None without one.
-        virtual: how many of its tokens, the first, are virtual: those of its adapter's prompt, and
-            their ids mean nothing.
-        origin: in training, tokens of the pass before the sequence's first.
-        number: in training, which sequence of the pass it is.
-    """
-
-    start: int
-    length: int
-    context: int = 0
-    table: PageTable | None = None
-    virtual: int = 0
-    origin: int = 0
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedPart:
-    """Tokens that dropout draws random numbers for together.
-
-    Random numbers are drawn for `DROPOUT_TOKENS` tokens of a sequence at a time, so that those of a
-    token do not depend on how its sequence is cut into windows.
-
-    Attributes:
-        start: index of the first in the batch.
-        count: how many are in the batch.
-        skipped: tokens of the part that come before them.
-        whole: tokens of the part.
-        generator: of the part's random numbers.
-    """
-
-    start: int
-    count: int
-    skipped: int
-    whole: int
-    generator: torch.Generator
-
-
-class Batch:
-    """Tokens, positions and spans of one step; what emitted attention asks of a batch.
-
-    Attributes:
-        input_ids: [T], int64.
         positions: of each token in its sequence, [T], int64.
-        spans: cover all tokens, in order.
-        longer_spans: those of more than one token.
-        layer: the layer that runs; the runner sets it.
-        ranks: that run it, each on what it holds; the runner sets them.
-        uniform_length: the spans' length where all are whole sequences of one length, else 0.
-        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
-        virtual_places: which token of its prompt each of them is, [v]; None likewise.
-        dropout_seed: of the batch's random numbers; None where nothing is dropped.
-        chosen: which tokens the epilogue gets, where it gets some; None for all.
-        keeps: whether it is trained on, so that attention hands out what backward reads.
-        gradients: of the keys and values of the layer whose backward runs; None where whole
-            sequences are trained on, without a cache.
-        rows: of the cache, where the tokens' keys and values lie, [T]; None without a cache.
-        known: what kernels make of the batch, kept for all layers.
+        dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -115,7 +56,7 @@ class Batch:
         # Each of these is one call, however many sequences there are: they change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
-        self._tables: Sequence[PageTable] = tables
+        self._tables: Sequence[BlockTable] = tables
         self._starts, self._lengths, self._contexts = map(_column, (starts, lengths, contexts))
         places = np.arange(len(input_ids))
         positions = places + (self._contexts - self._starts).repeat(self._lengths)
@@ -130,7 +71,7 @@ class Batch:
             numbers = torch.tensor(list(zip(*found, strict=True)))
             self.virtual_rows, self.virtual_places = uploaded(numbers, input_ids.device)
         whole = len(set(lengths)) == 1 and not any(contexts)
-        self.uniform_length: int = lengths[0] if whole else 0
+        self.uniform_length = lengths[0] if whole else 0
         self.longer_spans = [self.spans[i] for i in np.flatnonzero(self._lengths != 1).tolist()]
 
     @property
@@ -234,7 +175,7 @@ def _column(numbers: Sequence[int]) -> Numbers:
     return np.array(numbers, dtype=np.int64)
 
 
-def _table(span: Span) -> PageTable:
+def _table(span: Span) -> BlockTable:
     assert span.table is not None
     return span.table
 

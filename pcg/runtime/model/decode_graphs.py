@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.batch import DecodeTokens
 from pcg.parallel.ranks.group import ALONE
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
@@ -79,23 +80,6 @@ class CudaRecorder:
         ):
             run()
         return graph.replay
-
-
-@dataclass(frozen=True)
-class DecodeTokens:
-    """The tokens of a step, one of each sequence; each attribute has one item a token.
-
-    Attributes:
-        ids: of the tokens.
-        contexts: tokens before each, in the cache.
-        tables: pages of each sequence.
-        slots: of their adapters; -1 without one.
-    """
-
-    ids: Sequence[int]
-    contexts: Sequence[int]
-    tables: Sequence[PageTable]
-    slots: Sequence[int]
 
 
 class DecodeBatch(Batch):

@@ -1,35 +1,18 @@
-"""Drive emitted functions that ask for the base's products, run_single or several run_merged.
+"""Drive emitted functions that request the base's products, one by itself or several merged.
 
-What is particular to a part of a step, such as its adapters, its attention and what it keeps for
-backward, it does itself; a product by a weight of the base that several parts ask for at the same
-time is run once, over the tokens of all of them.
+A part of a step does itself what is particular to it, such as its adapters, its attention and what
+it saves for backward; a product by a weight of the base that several parts request at the same time
+is run once, over the tokens of all of them.
 
 Source: Symbiosis (split execution: a base executor shared by clients).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-Result = TypeVar("Result")
-
-
-class Product(Protocol):
-    """What emitted functions ask for; see `pcg.kernels.torch.products`."""
-
-    key: tuple[object, ...]
-    is_own: bool
-
-    def run(self) -> None:
-        """Run it by itself."""
-
-    def run_with(self, others: Sequence[Self]) -> None:
-        """Run it and others of the same key as one."""
-
-
-ProductRequest: TypeAlias = Generator[Product, None, Result]
-"""A function that asks for products."""
+from pcg.kernels.torch.products import Product, ProductRequest, Result
 
 
 def run_single(function: ProductRequest[Result]) -> Result:
@@ -43,10 +26,10 @@ def run_single(function: ProductRequest[Result]) -> Result:
 
 
 def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side; products of one key that they ask for in turn are one.
+    """Run functions side by side; products of one key that they request in turn are one.
 
-    Who asks for the base's waits while others ask for products of their own, which not all have: so
-    they come to the base's next one run_merged.
+    A function that requests a base's product waits while others request products of their own,
+    which not all have: so they come to the base's next one together.
 
     Returns:
         What each returns.

@@ -16,12 +16,13 @@ from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import ProductRequest, run_single
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.sampling import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -49,7 +50,7 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
     """The weights as serving multiplies by them.
 
     Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
-    faster for the few tokens of a decode step (benchmarks/generation.py).
+    faster for the few tokens of a decode step (`benchmarks/bench_generation.py`).
     """
     packed: dict[tuple[int, ...], Tensor] = {}
 
