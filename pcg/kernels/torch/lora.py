@@ -16,7 +16,7 @@ from pcg.kernels.adapter_batch import JoinedLora, LoraRun, Segments
 from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.torch.collectives import own_part
 from pcg.kernels.torch.products import linear
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 
 
 def as_weight(weight: Any) -> Any:

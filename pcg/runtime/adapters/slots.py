@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pcg.kernels.adapter_batch import Segments
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import Copies
 from pcg.runtime.adapters.stacked_weights import Cutter, Sites, Stack
 

@@ -18,10 +18,12 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import python_name
 from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import TRANSPOSED, is_piece, open_dims, parted_dim, piece_of_stack
-from pcg.peft.adapters import Adapter
+from pcg.parallel.ranks.shards import is_piece
+from pcg.peft.adapter import Adapter
+from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.joined_sites import JoinedSite, Lora
 from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, piece_of_stack
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Cutter:
         multiples = [1, 1]
         for dim in open_dims(parameter):
             multiples[dim] = self.ranks.size
-        stack = _padded(parts, _absent(parameter.source), multiples, least)
+        stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
         piece = piece_of_stack(stack, parameter, self.ranks)
@@ -146,13 +148,13 @@ class Cutter:
         if view is None:
             return False if part is None else None
         if part is None:
-            view.fill_(_absent(parameter.source))
+            view.fill_(parameter_kind(parameter.source).fill)
             return has
         rows, columns = part.shape
         if rows > view.shape[0] or columns > view.shape[1]:
             return None
         if part.shape != view.shape:
-            view.fill_(_absent(parameter.source))
+            view.fill_(parameter_kind(parameter.source).fill)
         view[:rows, :columns].copy_(part)
         return has
 
@@ -197,9 +199,10 @@ class _SingleStack:
     ) -> None:
         self._parameter = parameter
         self._stack, self._present = cutter.stack(adapters, parameter, layer)
-        if self._stack is not None and parameter.source.endswith(TRANSPOSED):
+        kind = parameter_kind(parameter.source)
+        if self._stack is not None and kind.is_up:
             self._stack = _turned(self._stack)
-        self._is_a = parameter.source.endswith((".lora_A", "_adapter_down"))
+        self._is_a = kind.is_down
 
     def put(self, slot: int, adapter: Adapter, layer: int, cutter: Cutter) -> bool:
         view = None if self._stack is None else self._stack[slot]
@@ -369,15 +372,6 @@ def _runs(ranks: Sequence[int], modules: Sequence[Lora]) -> list[_Run]:
 def _turned(stack: Tensor) -> Tensor:
     """The stack, as a view of one whose matrices are transposed."""
     return stack.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-SCALES = ("ia3_l", "ia3_l_in", "lora_factor")
-"""Vectors that a program multiplies by; without an adapter's own, by one."""
-
-
-def _absent(source: str) -> float:
-    """What stands for the weight of an adapter without one, and changes nothing."""
-    return 1.0 if source.endswith(SCALES) else 0.0
 
 
 def _padded(

@@ -322,7 +322,7 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.fixture
 def with_words(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Executor:
-    monkeypatch.setattr(executor, "tokenizer", Words.make())
+    monkeypatch.setattr(executor.state, "tokenizer", Words.make())
     return executor
 
 
