@@ -1,4 +1,4 @@
-"""Which tokens of a batch use which adapter, and the weights as emitted programs take them.
+"""Segments: which tokens of a batch use which adapter, and the weights as programs read them.
 
 Where adapters of several widths run, a site's weights are a tuple of these, one for each width, and
 None for a width of which no adapter has a weight there.
@@ -20,22 +20,22 @@ from pcg.runtime.memory.uploads import uploaded
 
 @dataclass(frozen=True)
 class Segments:
-    """Which tokens use which adapter.
+    """The segments of tokens that use one adapter each.
 
-    Segments of the size that most have are one batched product, whose weights are read where they
-    lie; what it computes for the slots of others is dropped. The others are products of their own.
+    Segments of the most common size are one batched product, whose weights are read in place; its
+    results for the slots of other adapters are dropped. Each other segment is a product of its own.
 
     Attributes:
-        start: of the tokens that use any; those before use none of these.
-        stop: of these tokens.
-        sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
-        size: of the segments in the batched product; 0 where none is.
-        gather: [adapters · size], token, from start, of each row of the batched product; None where
-            all tokens are in it, in order.
-        tokens: those that are in the batched product, from start; None likewise.
-        places: the row of each of these; None likewise.
-        loose: index in the stacks, first token and end, from start, of each other segment.
-        known: what kernels make of them, kept for all layers.
+        start: the first token that uses an adapter of these.
+        stop: the end of these tokens.
+        sizes: tokens of each adapter, in the order of the stacks; 0 if it does not run.
+        size: the size of the segments in the batched product; 0 if there is none.
+        gather: [adapters · size], the token, counted from start, of each row of the batched
+            product; None if it has all tokens in order.
+        tokens: the tokens of the batched product, counted from start; None likewise.
+        places: the row of each of these tokens; None likewise.
+        loose: index in the stacks, first token and end, counted from start, of each other segment.
+        known: data that kernels derive from the segments, kept for all layers.
     """
 
     start: int
@@ -50,20 +50,19 @@ class Segments:
 
     @property
     def is_batched(self) -> bool:
-        """Whether all its tokens are in the batched product, in order."""
+        """Whether all tokens are in the batched product, in order."""
         return bool(self.size) and self.gather is None
 
 
 @dataclass(frozen=True)
 class SegmentedWeight:
-    """One site's weights of the batch's adapters.
+    """The weights of a batch's adapters at one site.
 
     Attributes:
-        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
-            view: what one output is made of lies together.
-        segments: which tokens use which.
-        present: of each adapter, whether it has a weight here; its part of the stack is zeros else,
-            or ones where the program scales by it.
+        weight: [adapters, in, out], scaled; a bias is [adapters, 1, out]. A matrix is a transposed
+            view, so that the weights of one output lie together.
+        segments: which tokens use which adapter.
+        present: whether each adapter has a weight here; its part of the stack is neutral otherwise.
     """
 
     weight: Tensor
@@ -77,9 +76,9 @@ class LoraRun:
 
     Attributes:
         b: [adapters, outputs, out, rank], scaled.
-        column: of the columns with LoRA, where the first output begins.
-        row: of the joined A's products, where the first output's begin.
-        is_whole: whether these are all columns and all rows.
+        column: the first output's first column, among the columns with LoRA.
+        row: the first output's first row, among the rows of the joined A's product.
+        is_whole: whether the run covers all columns and all rows.
     """
 
     b: Tensor
@@ -90,14 +89,14 @@ class LoraRun:
 
 @dataclass(frozen=True)
 class JoinedLora:
-    """The LoRA of the batch's adapters at linear operators of one input.
+    """The LoRA of a batch's adapters at linear operators of one input.
 
     Attributes:
-        column: of the joined product, where the first output begins that can have LoRA.
-        columns: from there on, to the end of the last.
-        a: [adapters, ranks, in], the ranks of all outputs one behind the other.
-        runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
-        parts: the same without such zeros.
+        column: the first column of the joined product that can have LoRA.
+        columns: number of columns from there to the end of the last that can.
+        a: [adapters, ranks, in], the ranks of all outputs one after the other.
+        runs: B in as few runs as possible, including zeros between outputs.
+        parts: B of each output by itself, without such zeros.
         segments: which tokens use which adapter.
     """
 
@@ -110,7 +109,7 @@ class JoinedLora:
 
 
 def segments_of(start: int, sizes: Sequence[int], device: torch.device) -> Segments:
-    """Segments of these sizes; tokens before `start` have no adapter, and a size may be 0."""
+    """Make segments of these sizes, 0 included; tokens before `start` have no adapter."""
     stop = start + sum(sizes)
     counts = Counter(sizes)
     counts.pop(0, None)

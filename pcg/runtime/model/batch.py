@@ -1,4 +1,4 @@
-"""A token-flat batch: the tokens of one step, of whatever sequence, one behind the other."""
+"""A token-flat batch: the tokens of one step, of all its sequences one after the other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pcg.runtime.memory.uploads import uploaded
 from pcg.runtime.model.decode_groups import DecodeGroup, Singles, decode_groups
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence that dropout draws random numbers for at a time."""
+"""Tokens of a sequence for which dropout draws random numbers at a time."""
 ANY_TOKEN = 0
-"""What stands for the id of a virtual token; every vocabulary has it."""
+"""The id that stands for a virtual token; every vocabulary has it."""
 
 
 class Span(NamedTuple):
@@ -29,13 +29,12 @@ class Span(NamedTuple):
 
     Attributes:
         start: index of its first token in the batch.
-        length: tokens in the batch.
-        context: tokens before them, in the KV cache.
+        length: number of its tokens in the batch.
+        context: number of tokens before them, in the KV cache.
         table: pages of the sequence in the KV cache; None without one.
-        virtual: how many of its tokens, the first, are virtual: those of its adapter's prompt, and
-            their ids mean nothing.
-        origin: in training, tokens of the pass before the sequence's first.
-        number: in training, which sequence of the pass it is.
+        virtual: number of virtual tokens among the first: the adapter's, whose ids mean nothing.
+        origin: in training, number of tokens of the pass before the sequence's first.
+        number: in training, index of the sequence in the pass.
     """
 
     start: int
@@ -49,17 +48,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DroppedPart:
-    """Tokens that dropout draws random numbers for together.
+    """Tokens for which dropout draws random numbers together.
 
     Random numbers are drawn for `DROPOUT_TOKENS` tokens of a sequence at a time, so that those of a
     token do not depend on how its sequence is cut into windows.
 
     Attributes:
         start: index of the first in the batch.
-        count: how many are in the batch.
+        count: number of tokens in the batch.
         skipped: tokens of the part that come before them.
         whole: tokens of the part.
-        generator: of the part's random numbers.
+        generator: the generator of the part's random numbers.
     """
 
     start: int
@@ -70,25 +69,25 @@ class DroppedPart:
 
 
 class Batch:
-    """Tokens, positions and spans of one step; what emitted attention asks of a batch.
+    """The tokens, positions and spans of one step, as emitted attention reads them.
 
     Attributes:
         input_ids: [T], int64.
-        positions: of each token in its sequence, [T], int64.
-        spans: cover all tokens, in order.
-        longer_spans: those of more than one token.
+        positions: position of each token in its sequence, [T], int64.
+        spans: the spans in order, which cover all tokens.
+        longer_spans: the spans of more than one token.
         layer: the layer that runs; the runner sets it.
-        ranks: that run it, each on what it holds; the runner sets them.
-        uniform_length: the spans' length where all are whole sequences of one length, else 0.
-        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
-        virtual_places: which token of its prompt each of them is, [v]; None likewise.
-        dropout_seed: of the batch's random numbers; None where nothing is dropped.
-        chosen: which tokens the epilogue gets, where it gets some; None for all.
-        keeps: whether it is trained on, so that attention hands out what backward reads.
-        gradients: of the keys and values of the layer whose backward runs; None where whole
+        ranks: the group; the runner sets it.
+        uniform_length: the spans' length if all are whole sequences of one length, else 0.
+        virtual_rows: indices of the virtual tokens, [v]; None if there are none.
+        virtual_places: index of each of them in its prompt, [v]; None likewise.
+        dropout_seed: seed of the batch's random numbers; None if nothing is dropped.
+        chosen: the tokens that the epilogue reads; None for all.
+        keeps: whether it is trained on, so that attention returns what backward reads.
+        gradients: gradients of keys and values of the layer whose backward runs; None if whole
             sequences are trained on, without a cache.
-        rows: of the cache, where the tokens' keys and values lie, [T]; None without a cache.
-        known: what kernels make of the batch, kept for all layers.
+        rows: rows of the cache where the tokens' keys and values lie, [T]; None without a cache.
+        known: data that kernels derive from the batch, kept for all layers.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Batch:
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        # Each of these is one call, however many sequences there are: they change every step.
+        # One call for all sequences each, as they change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
         self._tables: Sequence[PageTable] = tables
@@ -135,14 +134,14 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """T of what runs: all tokens, or those that the epilogue gets."""
+        """Number of tokens that run: all, or those that the epilogue reads."""
         return len(self.input_ids if self.chosen is None else self.chosen)
 
     def _on_device(self, numbers: Numbers) -> Tensor:
         return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
-        """Where the tokens lie in the cache, [T]."""
+        """Return the rows of the tokens in the cache, [T]."""
         rows = positions + self._first_rows.repeat(self._lengths)
         for i in np.flatnonzero(self._first_rows < 0):
             span = self.spans[i]
@@ -151,12 +150,12 @@ class Batch:
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """What a random operator of the layer draws from, the same each time it asks.
+        """Return the parts that a random operator of the layer draws for, always the same.
 
         Args:
-            key: of the operator in its layer.
+            key: the operator's key in its layer.
         Returns:
-            Parts that cover all tokens in order; none where nothing is dropped.
+            Parts that cover all tokens in order; none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -174,15 +173,15 @@ class Batch:
         return found
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:
-        """Index of the last token of each of some spans, [places]."""
+        """Return the index of the last token of each of some spans, [places]."""
         chosen = _column(places)
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """The spans of one token, in groups that attention can take in one call each.
+        """Return the spans of one token, in groups that attention takes in one call each.
 
         Args:
-            window: rows that a token attends to at most; 0 for all.
+            window: the most rows that a token attends to; 0 for all.
         """
         if window not in self._groups:
             assert self._cache is not None
@@ -198,7 +197,7 @@ class Batch:
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:
-        """The rows of the cache that hold a sequence up to the end of its span."""
+        """Return the rows of the cache that hold a sequence up to the end of its span."""
         found = self._seen.get(span.start)
         if found is None:
             rows = _rows(span, 0, span.context + span.length)
@@ -211,7 +210,7 @@ class Batch:
 
     @property
     def cached(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of all rows, [K, rows, D], of this layer; None uncached."""
+        """Keys and values of this layer's rows, [K, rows, D]; None without a cache."""
         if self._cache is None:
             return None
         return self._cache.keys[self.layer], self._cache.values[self.layer]
@@ -234,13 +233,9 @@ def _column(numbers: Sequence[int]) -> Numbers:
     return np.array(numbers, dtype=np.int64)
 
 
-def _table(span: Span) -> PageTable:
-    assert span.table is not None
-    return span.table
-
-
 def _rows(span: Span, start: int, stop: int) -> range | list[int]:
-    return _table(span).rows(start, stop)
+    assert span.table is not None
+    return span.table.rows(start, stop)
 
 
 def whole_sequences(
@@ -250,12 +245,12 @@ def whole_sequences(
     *,
     keeps: bool = False,
 ) -> Batch:
-    """A batch of whole sequences without a KV cache, for logits and finetuning.
+    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
         sequences: token ids.
-        device: of the batch.
-        virtual: virtual tokens before each sequence; none by default.
+        device: the device of the batch.
+        virtual: number of virtual tokens before each sequence; none by default.
         keeps: whether they are trained on.
     """
     spans: list[Span] = []
@@ -268,6 +263,6 @@ def whole_sequences(
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed that tells any two sequences of numbers apart, the same on every platform."""
+    """Mix numbers into a seed that differs for any two sequences, alike on every platform."""
     digest = hashlib.sha256(":".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

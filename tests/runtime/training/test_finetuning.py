@@ -322,7 +322,7 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.fixture
 def with_words(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Executor:
-    monkeypatch.setattr(executor, "tokenizer", Words.make())
+    monkeypatch.setattr(executor.state, "tokenizer", Words.make())
     return executor
 
 
@@ -421,8 +421,8 @@ def test_not_a_number_names_the_line(with_words: Executor, tmp_path: Path) -> No
     rows = [{"text": f"w{i} w3 w4"} for i in range(10, 18)]
     rows[5]["text"] = "w99 w3 w4"
     file = write_lines(tmp_path / "train.jsonl", rows)
-    sources = dict(with_words.base_weights.by_source(with_words.program.base))
-    row = sources["model.embed_tokens.weight"][99]
+    store, name = with_words.state.weight_store, "model.embed_tokens.weight"
+    row = store.whole(name, dict(store.frozen())[name])[99]
     before, seen = row.clone(), [{}]
     row.fill_(float("nan"))
     try:
