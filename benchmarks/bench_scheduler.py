@@ -51,6 +51,7 @@ from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence as Running
@@ -173,9 +174,8 @@ class Load:
         limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
         scheduler = Scheduler(pool, pages_of_adapters, limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
-        self.engine = EngineLoop(
-            device, scheduler, MachineClock(), log=EventLog(10_000), latencies=latencies
-        )
+        options = EngineOptions(log=EventLog(10_000), latencies=latencies)
+        self.engine = EngineLoop(device, scheduler, MachineClock(), options)
         self._adapters = [StubAdapter(f"adapter {i}") for i in range(adapters)]
         self._shares = [1 / (i + 1) for i in range(adapters)]
         for _ in range(running + 8):

@@ -31,9 +31,8 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TORCH_NAMES, tokens_at
+from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
 from pcg.peft.adalora import AdaLoraRecipe
 from pcg.peft.lora import LoraRecipe

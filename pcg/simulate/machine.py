@@ -11,10 +11,9 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
-from pcg.options import check_degree
+from pcg.ir.types import CONTEXT
+from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
@@ -123,7 +122,7 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    check_degree(tp)
+    PlanOptions(tp=tp)
     memory, costs = find_accelerator(device), find_cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")

@@ -21,8 +21,7 @@ from pcg.explain.eager.memory import EagerMemory, eager_memory
 from pcg.explain.eager.saved_storages import EagerRun
 from pcg.ir.analysis.storages import SEQUENCES, Storages
 from pcg.ir.builder import Builder
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
+from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, tensor
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.peft.bitfit import BitfitRecipe

@@ -18,7 +18,7 @@ import torch
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS, operator
-from pcg.ir.operators.collective import FLOPS_PER_BYTE
+from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.parallel.costs import collective_profiler
 from pcg.parallel.costs.accelerators import (
@@ -42,7 +42,7 @@ from pcg.parallel.costs.operator_profiler import measured
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import differentiate
 from pcg.passes.prune import prune
-from tests.passes.test_parallelize import sharded
+from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
 SHEET = DeviceSheet(

@@ -16,8 +16,7 @@ import sympy
 
 from pcg.ir.analysis.storages import SEQUENCES, Storage, Storages
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import DTYPE_BYTES
+from pcg.ir.types import CONTEXT, DTYPE_BYTES
 from pcg.peft.prefix import PrefixSite
 from pcg.peft.prompt import PromptSite
 

@@ -6,13 +6,14 @@ Shapes and what an adapter's weight is: `torch_ops`, through which emitted progr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pcg.peft.module_weights import AdapterWeight
 
 
 def dropout(batch: Any, x: Tensor, p: float, key: int) -> Tensor:
@@ -167,15 +168,6 @@ def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Te
     return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
 
 
-@dataclass(frozen=True, slots=True)
-class MadeWeight:
-    """A weight that the program made of an adapter's parameters, as functions take an adapter's."""
-
-    weight: Tensor
-    scale: float = 1.0
-    segments: None = None
-
-
 def as_weight(weight: Any) -> Any:
     """An adapter's weight as it is; one that the program made, wrapped likewise."""
-    return MadeWeight(weight) if isinstance(weight, Tensor) else weight
+    return AdapterWeight(weight) if isinstance(weight, Tensor) else weight

@@ -197,5 +197,5 @@ def _is_worth_a_kernel(group: KernelGroup) -> bool:
     # What is a function of ours there is several of PyTorch's; it does not append to the cache.
     return node.op == "append" or (
         operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
-        and not operator(node.op).has_template
+        and not operator(node.op).has_kernel
     )

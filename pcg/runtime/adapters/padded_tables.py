@@ -22,10 +22,10 @@ from torch import Tensor
 
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
+from pcg.kernels.adapter_batch import Segments
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
-from pcg.runtime.adapters.segments import segments_of
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.slots import AdapterSlots
@@ -199,7 +199,7 @@ class PaddedTables:
         for width, by_place in found.items():
             slots = slice(min(by_place), max(by_place) + 1)
             sizes = [by_place.get(place, 0) for place in range(slots.start, slots.stop)]
-            segments = segments_of(start, sizes, self._device)
+            segments = Segments.of(start, sizes, self._device)
             by_width.append(self._by_width[width].bound(slots, segments))
             start = segments.stop
         *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.adapter_batch import TokenSpans
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
@@ -24,7 +25,7 @@ from pcg.runtime.adapters.row_allocator import (
     RowAllocator,
     pages_of_rows,
 )
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory, TokenSpans
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of
 from pcg.runtime.adapters.sources import model_sources, served_sources

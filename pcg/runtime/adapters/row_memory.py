@@ -17,70 +17,23 @@ up when others need them and it does not run (`row_allocator.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.ir.program.program import python_name
+from pcg.kernels.adapter_batch import LoraRows, TokenSpans
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.row_allocator import RowAllocator
 from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
-_ALIGNMENT = 8
-"""Elements that rows are padded to a multiple of, so that kernels load 16 bytes of bf16 at once."""
 _LEAST_SLOTS = 16
-_RANK_STEP = 16
-"""The tables' ranks are a multiple of it, as kernels read so many at once."""
-
-
-@dataclass(frozen=True)
-class TokenSpans:
-    """The adapters of a batch's tokens.
-
-    Attributes:
-        spans: first token, number of tokens and slot of neighbours with one adapter.
-        known: data that kernels derive from the spans, kept for all layers.
-    """
-
-    spans: tuple[tuple[int, int, int], ...]
-    known: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LoraRows:
-    """The LoRA of a batch's adapters at linear operators of one input, or their bottlenecks.
-
-    Attributes:
-        memory: flat, in the adapters' dtype.
-        a_rows: first element of each row of A, [outputs, slots, most_rank].
-        b_rows: first element of each row of scaled Bᵀ.
-        ranks: the rank of each output and slot, [outputs, slots].
-        in_size: size of the input.
-        out_starts: first column of each output, in the joined product with those without LoRA.
-        out_sizes: sizes of the outputs.
-        bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; [0, …] for LoRA.
-        biases: number of biases of each slot, [1, slots].
-        tokens: the adapters of the tokens.
-        known: data that kernels derive from the tables, kept for all steps.
-    """
-
-    memory: Tensor
-    a_rows: Tensor
-    b_rows: Tensor
-    ranks: Tensor
-    in_size: int
-    out_starts: tuple[int, ...]
-    out_sizes: tuple[int, ...]
-    bias_rows: Tensor
-    biases: Tensor
-    tokens: TokenSpans
-    known: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,7 +55,7 @@ class LoraSite:
         """Whether kernels can read its rows, and sum in fp32."""
         modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
         places += [place for one in modules for place in (one.column, one.size)]
-        is_aligned = not any(place % _ALIGNMENT for place in places)
+        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
         return is_aligned and modules[0].a.type.dtype != "f64"
 
     @property
@@ -150,7 +103,7 @@ class RowMemory:
         self._copying: dict[int, int] = {}
         self._running: set[int] = set()
         self._free_slots: list[int] = []
-        self._rows = torch.zeros((matrices, 0, _RANK_STEP), dtype=torch.int64, device=device)
+        self._rows = torch.zeros((matrices, 0, RANK_STEP), dtype=torch.int64, device=device)
         self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
         self._views: list[LoraRows] = []
         self._views_of: object = None
@@ -371,7 +324,7 @@ class RowMemory:
         """Widen the tables for a rank."""
         most = self._rows.shape[2]
         if rank > most:
-            more = -(-rank // _RANK_STEP) * _RANK_STEP - most
+            more = -(-rank // RANK_STEP) * RANK_STEP - most
             self._rows = torch.nn.functional.pad(self._rows, (0, more))
 
 
@@ -384,4 +337,4 @@ def _aligned(part: Tensor | None) -> Tensor | None:
 
 def _aligned_size(size: int) -> int:
     """Return the size of a row after padding."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

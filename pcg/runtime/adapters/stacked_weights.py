@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
+from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.parallel.ranks.shards import TRANSPOSED
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.segments import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.runtime.adapters.sites import GraphSites, LoraModule
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
@@ -25,7 +25,7 @@ from pcg.runtime.adapters.weight_stacker import WeightStacker
 def stack_sites(
     sites: GraphSites, adapters: Sequence[Adapter | None], layer: int, stacker: WeightStacker
 ) -> dict[str, StackedWeight]:
-    """StackedWeight the adapters' weights at each site of a layer, by attribute."""
+    """Stack the adapters' weights at each site of a layer, by attribute."""
     stacks: dict[str, StackedWeight] = {}
     for name, parameter in sites.single:
         stacks[name] = _StackedParameter(adapters, parameter, layer, stacker)

@@ -18,13 +18,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from itertools import islice
 
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.step_plan import StepPlan
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable, pages_for
+from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.kernels.batch import Span
+from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
@@ -19,10 +22,9 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.memory.uploads import uploaded_list
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.decode_graphs import decode_graphs
-from pcg.runtime.model.merged_execution import ProductRequest, run_merged, run_single
+from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
 from pcg.runtime.model.side_stream import SideStream
 from pcg.runtime.model.specialised import ServingProgram

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -104,29 +105,3 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
     """Return the bytes of one page, in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
-
-
-class KvGradients:
-    """Gradients of one layer's keys and values, of all tokens of a training pass.
-
-    They are of keys after rotary embedding, and add up from the last window to the first: the
-    gradients of a window's own tokens are final after its backward (FlexLLM v2 §6.1, figure 8).
-
-    Args:
-        keys: the layer's cached keys.
-        values: the layer's cached values.
-        tokens: tokens of the pass.
-
-    Attributes:
-        keys: [tokens, kv_heads, head_dim], in fp32 at least.
-        values: likewise.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
-
-
-def _zeros(rows: Tensor, tokens: int) -> Tensor:
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    heads, _, size = rows.shape[-3:]
-    return torch.zeros((tokens, heads, size), dtype=wide, device=rows.device)

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pcg.errors import OutOfMemoryError
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.shared_pages import SharedPages
 
-PAGE_TOKENS = 16
-"""Tokens of a page: vLLM's block size."""
 UNREAD_SHARE = 0.5
 """The largest share of all pages that is kept unread: runs are made of the others."""
 

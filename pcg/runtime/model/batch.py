@@ -4,90 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
+from pcg.kernels.uploads import uploaded
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.runtime.memory.kv_cache import KvCache, KvGradients
-from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.memory.uploads import uploaded
-from pcg.runtime.model.decode_groups import DecodeGroup, Singles, decode_groups
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.model.decode_groups import Singles, decode_groups
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence for which dropout draws random numbers at a time."""
+"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
+do not depend on how its sequence is cut into windows."""
 ANY_TOKEN = 0
 """The id that stands for a virtual token; every vocabulary has it."""
 
 
-class Span(NamedTuple):
-    """One sequence's tokens in a batch.
+class Batch(ProgramBatch):
+    """Tokens, positions and spans of one step; see `ProgramBatch` for what programs read.
 
     Attributes:
-        start: index of its first token in the batch.
-        length: number of its tokens in the batch.
-        context: number of tokens before them, in the KV cache.
-        table: pages of the sequence in the KV cache; None without one.
-        virtual: number of virtual tokens among the first: the adapter's, whose ids mean nothing.
-        origin: in training, number of tokens of the pass before the sequence's first.
-        number: in training, index of the sequence in the pass.
-    """
-
-    start: int
-    length: int
-    context: int = 0
-    table: PageTable | None = None
-    virtual: int = 0
-    origin: int = 0
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedPart:
-    """Tokens for which dropout draws random numbers together.
-
-    Random numbers are drawn for `DROPOUT_TOKENS` tokens of a sequence at a time, so that those of a
-    token do not depend on how its sequence is cut into windows.
-
-    Attributes:
-        start: index of the first in the batch.
-        count: number of tokens in the batch.
-        skipped: tokens of the part that come before them.
-        whole: tokens of the part.
-        generator: the generator of the part's random numbers.
-    """
-
-    start: int
-    count: int
-    skipped: int
-    whole: int
-    generator: torch.Generator
-
-
-class Batch:
-    """The tokens, positions and spans of one step, as emitted attention reads them.
-
-    Attributes:
-        input_ids: [T], int64.
-        positions: position of each token in its sequence, [T], int64.
-        spans: the spans in order, which cover all tokens.
-        longer_spans: the spans of more than one token.
-        layer: the layer that runs; the runner sets it.
-        ranks: the group; the runner sets it.
-        uniform_length: the spans' length if all are whole sequences of one length, else 0.
-        virtual_rows: indices of the virtual tokens, [v]; None if there are none.
-        virtual_places: index of each of them in its prompt, [v]; None likewise.
-        dropout_seed: seed of the batch's random numbers; None if nothing is dropped.
-        chosen: the tokens that the epilogue reads; None for all.
-        keeps: whether it is trained on, so that attention returns what backward reads.
-        gradients: gradients of keys and values of the layer whose backward runs; None if whole
-            sequences are trained on, without a cache.
-        rows: rows of the cache where the tokens' keys and values lie, [T]; None without a cache.
-        known: data that kernels derive from the batch, kept for all layers.
+        positions: of each token in its sequence, [T], int64.
+        dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -114,7 +56,7 @@ class Batch:
         # One call for all sequences each, as they change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
-        self._tables: Sequence[PageTable] = tables
+        self._tables: Sequence[BlockTable] = tables
         self._starts, self._lengths, self._contexts = map(_column, (starts, lengths, contexts))
         places = np.arange(len(input_ids))
         positions = places + (self._contexts - self._starts).repeat(self._lengths)
@@ -129,7 +71,7 @@ class Batch:
             numbers = torch.tensor(list(zip(*found, strict=True)))
             self.virtual_rows, self.virtual_places = uploaded(numbers, input_ids.device)
         whole = len(set(lengths)) == 1 and not any(contexts)
-        self.uniform_length: int = lengths[0] if whole else 0
+        self.uniform_length = lengths[0] if whole else 0
         self.longer_spans = [self.spans[i] for i in np.flatnonzero(self._lengths != 1).tolist()]
 
     @property

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.batch import DecodeTokens
 from pcg.parallel.ranks.group import ALONE
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
@@ -80,23 +81,6 @@ class CudaRecorder:
         ):
             run()
         return graph.replay
-
-
-@dataclass(frozen=True)
-class DecodeTokens:
-    """The tokens of a step, one of each sequence; each attribute has one item a token.
-
-    Attributes:
-        ids: the tokens.
-        contexts: number of tokens before each, in the cache.
-        tables: the pages of each sequence.
-        slots: the slots of their adapters; -1 without one.
-    """
-
-    ids: Sequence[int]
-    contexts: Sequence[int]
-    tables: Sequence[PageTable]
-    slots: Sequence[int]
 
 
 class DecodeBatch(Batch):

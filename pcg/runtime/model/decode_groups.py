@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+from pcg.kernels.batch import BlockTable, DecodeGroup
+from pcg.kernels.sizes import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +34,7 @@ class Singles:
     tokens: NDArray[np.int64]
     first_rows: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    tables: Sequence[PageTable]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of one new token each that attention takes in one call.
-
-    Attributes:
-        tokens: their indices in the batch, [count].
-        row: the first row that the first one attends to.
-        stride: rows from one sequence's first to the next one's.
-        longest: number of rows that the longest attends to.
-        mask: [count, 1, 1, longest], added to the logits; None if all are equally long.
-        rows: [count, longest], the rows that they attend to; None if these lie at equal distances.
-    """
-
-    tokens: Tensor
-    row: int
-    stride: int
-    longest: int
-    mask: Tensor | None
-    rows: Tensor | None = None
+    tables: Sequence[BlockTable]
 
 
 def decode_groups(
@@ -143,7 +123,9 @@ def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterat
     yield _Run(first, size, stride, longest, total)
 
 
-def _gathered(ends: Iterable[tuple[PageTable, int]], counts: Sequence[int], longest: int) -> Tensor:
+def _gathered(
+    ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
+) -> Tensor:
     """Return the rows that sequences attend to, [count, longest], padded by row 0.
 
     Args:

@@ -10,27 +10,10 @@ Source: Symbiosis (split execution: a base executor shared by clients).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-Result = TypeVar("Result")
-
-
-class Product(Protocol):
-    """A product that an emitted function requests; see `pcg.kernels.torch.products`."""
-
-    key: tuple[object, ...]
-    is_own: bool
-
-    def run(self) -> None:
-        """Run it by itself."""
-
-    def run_with(self, others: Sequence[Self]) -> None:
-        """Run it and others of the same key as one product."""
-
-
-ProductRequest: TypeAlias = Generator[Product, None, Result]
-"""A function that requests products and returns a result."""
+from pcg.kernels.torch.products import Product, ProductRequest, Result
 
 
 def run_single(function: ProductRequest[Result]) -> Result:

@@ -16,12 +16,13 @@ from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import ProductRequest, run_single
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.sampling import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.runtime.memory.uploads import uploaded_list
+from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.model.sampling_params import SamplingParams
 
 UNDRAWN = -1

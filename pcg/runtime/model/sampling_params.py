@@ -2,11 +2,27 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from pcg.errors import GenerationError
+from pcg.keywords import check_names
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords: a value, or a list with one for each prompt."""
+
+    temperature: float | list[float]
+    top_k: int | list[int | None] | None
+    top_p: float | list[float | None] | None
+    min_p: float | list[float | None] | None
+    repetition_penalty: float | list[float]
+    seed: int | list[int | None] | None
+    max_new_tokens: int | list[int]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool | list[bool]
 
 
 @dataclass(frozen=True)
@@ -74,12 +90,7 @@ class SamplingParams:
         Raises:
             GenerationError: there is no such field, or a value is out of its range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise GenerationError(
-                f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
-            )
+        check_names(options, [field.name for field in dataclasses.fields(cls)], GenerationError)
         mine = {}
         for name, value in options.items():
             per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS

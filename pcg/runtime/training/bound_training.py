@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import Training, python_name
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapters import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
@@ -21,7 +22,6 @@ from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.adapters.binding import bind
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
 from pcg.runtime.training.data import IGNORED, Example
 from pcg.runtime.training.loss_chunks import loss_chunks

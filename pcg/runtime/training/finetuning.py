@@ -24,7 +24,7 @@ from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, Traine
 from pcg.runtime.training.data import Dataset
 from pcg.runtime.training.data_order import Batches
 from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
-from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import progress_bar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
@@ -38,19 +38,13 @@ from pcg.runtime.training.work_units import Work, run_to_end
 _LOG = logging.getLogger("pcg.finetuning")
 
 
-def finetune(
-    state: ModelState,
-    data: Data,
-    name: str,
-    options: FinetuneOptions,
-    peft: object = None,
-    on_step: OnStep | None = None,
-) -> FinetuneResult:
+def finetune(state: ModelState, given: FinetuneArguments) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
+    name = given.adapter
     is_new = name not in state.adapters
-    job = FinetuneJob(InPlacePublisher(state, name), data, name, options, peft)
+    job = FinetuneJob(InPlacePublisher(state, name), given)
     try:
-        return job.run(on_step)
+        return job.run(given.on_step)
     except UnsupportedError:  # at the first step
         if is_new:
             state.remove_adapter(name)
@@ -60,29 +54,19 @@ def finetune(
 class FinetuneJob:
     """A finetuning job while it runs."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        data: Data,
-        name: str,
-        options: FinetuneOptions,
-        peft: object = None,
-    ) -> None:
+    def __init__(self, publisher: Publisher, options: FinetuneArguments) -> None:
         """Read the data, find the checkpoint to go on from, and make the adapter.
 
         Args:
             publisher: decides which version of the adapter is served.
-            data: the training data.
-            name: the adapter's name.
-            options: the job's options.
-            peft: the recipe of a new adapter.
+            options: the data, the adapter's name, its recipe, and the job's options.
         """
         self._publisher = publisher
         self._model = publisher.state
         self._ranks = publisher.state.ranks
-        self._name = name
+        self._name = options.adapter
         self._options = options
-        self._data = self._read(data)
+        self._data = self._read(options.data)
         self._eval = None if options.eval_data is None else self._read(options.eval_data)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
@@ -98,7 +82,7 @@ class FinetuneJob:
         self._resumed_from: int | None = None
         self._saved: tuple[int, int] | None = None
         self._checkpoint: Path | None = None
-        self._start(peft)
+        self._start(options.peft)
         self._started = time.monotonic()
         self._seconds_before = self._state.seconds
         self._tokens_before = self._state.tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from pcg.runtime.training.data import Example
 from pcg.runtime.training.data_rows import Source
 from pcg.runtime.training.optimizer import check_optimizer
 from pcg.runtime.training.optimizer_table import FIELDS, Optimizer
+from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 
 Data = Source | Iterable[Example]
@@ -120,19 +119,6 @@ class FinetuneOptions:
     resume: Literal["auto"] | bool = "auto"
     log_every: int | None = None
     progress: bool = True
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> FinetuneOptions:
-        """Options by name. FinetuneError: one is not known; close ones are named."""
-        known = [option.name for option in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f", did you mean {close[0]!r}?" if close else ";"
-                raise FinetuneError(
-                    f"unknown option {name!r}{hint} the options are {', '.join(known)}"
-                )
-        return cls(**options)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -258,6 +244,39 @@ class FinetuneOptions:
                 raise FinetuneError(
                     f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, too"
                 )
+
+
+@dataclass(frozen=True)
+class FinetuneArguments(FinetuneOptions):
+    """Arguments of `Executor.finetune`.
+
+    Attributes:
+        data: a .jsonl or .txt file, rows, or `Example`s, which are tokens already.
+        adapter: the adapter's name; one that does not exist is made.
+        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
+            program was compiled for under that name, else "lora".
+        on_step: a function that is called after each step, once it is evaluated and saved.
+    """
+
+    data: Data = field(repr=False, compare=False)
+    adapter: str = "default"
+    peft: object = field(default=None, kw_only=True)
+    on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class JobArguments(FinetuneArguments):
+    """Arguments of `Engine.finetune`.
+
+    Attributes:
+        publish_every: steps from one version that is served to the next; 0 serves the last alone.
+        on_step: a function that the engine's thread calls after each step, once it is evaluated and
+            saved.
+        progress: show a progress bar where standard error is a terminal.
+    """
+
+    publish_every: int = field(default=0, kw_only=True)
+    progress: bool = field(default=False, kw_only=True)
 
 
 _COUNTS = (

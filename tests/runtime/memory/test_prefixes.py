@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, pages_for
+from pcg.runtime.memory.pool import PagePool, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.device import SimulatedAdapter
