@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 
 
 def dropout(batch: Any, x: Tensor, p: float, key: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from pcg.kernels.batch import ProgramBatch
 from pcg.parallel.ranks.group import PendingCollective, Ranks
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from pcg.parallel.ranks.group import Ranks
 Ranges = tuple[tuple[int, int], ...]
 """The first entry and the end of the part of each dim of a tensor."""
 
-TRANSPOSED = ("lora_B", "_adapter_up")
-"""Kinds of weights that serving reads as the transpose of what training reads."""
-
 
 def is_sharded(parameter: Parameter) -> bool:
     """Return whether a rank holds a tensor otherwise than as a whole."""
@@ -53,37 +50,3 @@ def shard_of(whole: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
     ranges = ranges_of(parameter, whole.shape, ranks)
     piece = whole[tuple(slice(*bounds) for bounds in ranges)]
     return torch.zeros_like(piece) if has_zeros(parameter, ranks) else piece
-
-
-def shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
-    """Return a rank's shard of a stack of adapters' tensors, as serving reads them.
-
-    Args:
-        stack: [adapters, …], of matrices, some transposed, or of vectors as [1, n].
-        parameter: the parameter of the rank's program.
-        ranks: the group.
-    """
-    if parameter.rows:
-        start, stop = parameter.rows
-        stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
-    if parameter.part.dim:
-        dim = parted_dim(parameter)
-        size = stack.shape[dim] // ranks.size
-        stack = stack.narrow(dim, ranks.rank * size, size)
-    return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
-
-
-def parted_dim(parameter: Parameter) -> int:
-    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
-    return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
-
-
-def open_dims(parameter: Parameter) -> tuple[int, ...]:
-    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
-    dims = len(parameter.type.dims)
-    sizes = enumerate(parameter.type.shape)
-    return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
-
-
-def _stack_dim(parameter: Parameter, dim: int) -> int:
-    return -3 - dim if parameter.source.endswith(TRANSPOSED) else dim

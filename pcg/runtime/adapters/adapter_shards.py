@@ -28,8 +28,8 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import Ranges, ranges_of, shard_of
-from pcg.peft.adapters import Adapter
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.adapter import Adapter
+from pcg.peft.weights import AdapterWeight
 
 
 class AdapterShards:

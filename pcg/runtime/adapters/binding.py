@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from pcg.ir.graph import Parameter
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.registry import parameter_kind
+from pcg.peft.weights import AdapterWeight
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 
 
@@ -48,32 +49,14 @@ def _neutral(
         frozen = {(p.source, p.rows): p.name for p in parameters if p.role == "frozen"}
         own: Tensor = getattr(weights, python_name(frozen[parameter.source, parameter.rows]))
         return own
-    dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
-    if kind == "lora_magnitude_vector":
+    dtype, of = getattr(torch, TORCH_NAMES[parameter.type.dtype]), parameter_kind(kind)
+    if of.of_base is not None:
         source = f"{parameter.source.removesuffix(kind)}weight"
         (name,) = (p.name for p in parameters if p.role == "frozen" and p.source == source)
         own = getattr(weights, python_name(name))
-        norm: Tensor = torch.linalg.vector_norm(own.to(dtype), dim=1)
-        return norm
+        return of.of_base(own.to(dtype))
     sizes = [int(size) for size in parameter.type.shape]
+    if of.rank_dim is not None:
+        sizes[of.rank_dim] = 0
     device = next(iter(vars(weights).values())).device
-    kind = kind[max(kind.find("adapter_"), 0) :]  # bottlenecks have prefixes
-    return _NEUTRAL[kind](sizes).to(device, dtype)
-
-
-_NEUTRAL: Mapping[str, Callable[[list[int]], Tensor]] = {
-    "adapter_down": lambda sizes: torch.empty(0, sizes[1]),
-    "adapter_down_bias": lambda sizes: torch.empty(0),
-    "adapter_up": lambda sizes: torch.empty(sizes[0], 0),
-    "adapter_up_bias": torch.zeros,
-    "adalora_A": lambda sizes: torch.empty(0, sizes[1]),
-    "adalora_B": lambda sizes: torch.empty(sizes[0], 0),
-    "adalora_E": lambda sizes: torch.empty(0, 1),
-    "ia3_l": torch.ones,
-    "ia3_l_in": torch.ones,
-    "lora_A": lambda sizes: torch.empty(0, sizes[1]),
-    "lora_B": lambda sizes: torch.empty(sizes[0], 0),
-    "lora_B_bias": torch.zeros,
-    "vera_lambda_b": torch.zeros,
-    "vera_lambda_d": torch.zeros,
-}
+    return torch.full(sizes, of.fill, dtype=dtype, device=device)

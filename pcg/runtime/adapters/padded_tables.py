@@ -24,7 +24,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.kernels.adapter_batch import Segments
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites

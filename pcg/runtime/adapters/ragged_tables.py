@@ -17,7 +17,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import TokenSpans
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import (
     OwnRowAllocator,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from pcg.ir.program.program import python_name
 from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.row_allocator import RowAllocator
 from pcg.runtime.adapters.sites import JoinedSite

@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from pcg.peft.adapters import Adapter
-from pcg.peft.module_weights import Around, ModuleWeights, Shape
-
-_KEPT = ("lora_factor",)
-"""Kinds that cost a pass over the base's weight, and are computed once for each adapter."""
+from pcg.peft.adapter import Adapter
+from pcg.peft.method import Shape
+from pcg.peft.registry import parameter_kind
+from pcg.peft.weights import Around, ModuleWeights
 
 
 class ServedWeights:
@@ -47,7 +46,7 @@ class ServedWeights:
             return None
         base = partial(self._base.__getitem__, module)
         around = Around(base, adapter.shared, self._shapes[module])
-        if kind not in _KEPT:
+        if not parameter_kind(kind).is_costly:
             return make(around)
         kept = self._kept.setdefault(weights, {})
         if kind not in kept:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
-from pcg.parallel.ranks.shards import TRANSPOSED
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.sites import GraphSites, LoraModule
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
@@ -56,9 +56,10 @@ class _StackedParameter:
     ) -> None:
         self._parameter = parameter
         self._stack, self._present = stacker.stack(adapters, parameter, layer)
-        if self._stack is not None and parameter.source.endswith(TRANSPOSED):
+        kind = parameter_kind(parameter.source)
+        if self._stack is not None and kind.is_up:
             self._stack = _turned(self._stack)
-        self._is_a = parameter.source.endswith((".lora_A", "_adapter_down"))
+        self._is_a = kind.is_down
 
     def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
         view = None if self._stack is None else self._stack[slot]

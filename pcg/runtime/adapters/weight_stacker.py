@@ -10,9 +10,11 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import is_sharded, open_dims, parted_dim, shard_of_stack
-from pcg.peft.adapters import Adapter
+from pcg.parallel.ranks.shards import is_sharded
+from pcg.peft.adapter import Adapter
+from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, shard_of_stack
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class WeightStacker:
         multiples = [1, 1]
         for dim in open_dims(parameter):
             multiples[dim] = self.ranks.size
-        stack = _padded(parts, _absent(parameter.source), multiples, least)
+        stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
         piece = shard_of_stack(stack, parameter, self.ranks)
@@ -108,13 +110,13 @@ class WeightStacker:
         if view is None:
             return False if part is None else None
         if part is None:
-            view.fill_(_absent(parameter.source))
+            view.fill_(parameter_kind(parameter.source).fill)
             return has
         rows, columns = part.shape
         if rows > view.shape[0] or columns > view.shape[1]:
             return None
         if part.shape != view.shape:
-            view.fill_(_absent(parameter.source))
+            view.fill_(parameter_kind(parameter.source).fill)
         view[:rows, :columns].copy_(part)
         return has
 
@@ -131,15 +133,6 @@ class WeightStacker:
                 is_parted = dim == parted_dim(parameter)
                 least[dim] = view.shape[dim] * (self.ranks.size if is_parted else 1)
         return least[0], least[1]
-
-
-SCALES = ("ia3_l", "ia3_l_in", "lora_factor")
-"""Vectors that a program multiplies by: their neutral value is one."""
-
-
-def _absent(source: str) -> float:
-    """Return the neutral value of a weight that an adapter does not have."""
-    return 1.0 if source.endswith(SCALES) else 0.0
 
 
 def _padded(

@@ -14,7 +14,7 @@ from pcg.kernels.batch import Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.engine.device import Side

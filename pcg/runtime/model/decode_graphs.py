@@ -32,7 +32,7 @@ from torch import Tensor
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.batch import DecodeTokens
 from pcg.parallel.ranks.group import ALONE
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache

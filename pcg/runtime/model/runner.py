@@ -50,7 +50,7 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
     """Return the weights in the layout that serving multiplies by.
 
     Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
-    faster for the few tokens of a decode step (benchmarks/generation.py).
+    faster for the few tokens of a decode step (`benchmarks/bench_generation.py`).
     """
     packed: dict[tuple[int, ...], Tensor] = {}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.adapters.binding import bind

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.data import IGNORED, Example

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.peft.adapters import Adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import Adapter
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.adapters.row_allocator import (
     OwnRowAllocator,
     PagedRowAllocator,
@@ -27,7 +27,7 @@ matrices = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([8, 16, 24, 64]
 
 
 def adapter() -> Adapter:
-    return Adapter("a", LoraRecipe(), {})
+    return Adapter("a", LoraConfig(), {})
 
 
 def made(shapes: list[tuple[int, int]], seed: int) -> list[Tensor]:

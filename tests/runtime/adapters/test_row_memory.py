@@ -11,7 +11,7 @@ import pcg.compiler as compiler
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.kernels.adapter_batch import LoraRows, TokenSpans
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
