@@ -1,4 +1,4 @@
-"""Stack shards: the part that one rank holds of adapters' stacked tensors, as serving reads them."""
+"""Stack shards: the part of adapters' stacked tensors that one rank holds."""
 
 from __future__ import annotations
 
