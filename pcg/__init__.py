@@ -18,7 +18,7 @@ from pcg.errors import PcgError
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
-    from pcg.peft.lora import LoraRecipe
+    from pcg.peft.lora import LoraConfig
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
@@ -32,7 +32,7 @@ __all__ = [
     "Engine",
     "Executor",
     "Limits",
-    "LoraRecipe",
+    "LoraConfig",
     "PcgError",
     "SamplingParams",
     "__version__",
@@ -47,7 +47,7 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
-    "LoraRecipe": "pcg.peft.lora",
+    "LoraConfig": "pcg.peft.lora",
     "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",
     "load": "pcg.compiler",
