@@ -3,7 +3,7 @@
 A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`. Where adapters
 of several widths run, it is a tuple of these, with None for a width that has none at the site; it
 is None where no adapter of the batch has a weight there. In training it is the one
-adapter's `pcg.peft.module_weights.AdapterWeight`, or a tensor that the program made of some.
+adapter's `pcg.peft.weights.AdapterWeight`, or a tensor that the program made of some.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 class ServedAdapter(Protocol):
-    """What scheduling needs to know of an adapter; `pcg.peft.adapters.Adapter` is one."""
+    """What scheduling needs to know of an adapter; `pcg.peft.adapter.Adapter` is one."""
 
     @property
     def name(self) -> str:
