@@ -160,7 +160,8 @@ def test_recipes_are_public_and_documented(recipe: type[Recipe]) -> None:
 
 def test_recipes_are_read_without_what_is_heavy() -> None:
     code = (
-        "import sys, pcg.peft.registry; heavy = 'torch', 'transformers', 'peft', 'triton', 'sympy'; "
+        "import sys, pcg.peft.registry; "
+        "heavy = 'torch', 'transformers', 'peft', 'triton', 'sympy'; "
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
