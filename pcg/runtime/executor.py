@@ -13,7 +13,8 @@ from pcg.errors import FinetuneError, GenerationError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.parallel.ranks.group import Ranks, run_on_first
-from pcg.peft.adapters import Adapter, write_adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.engine.prompts import make_request, make_requests

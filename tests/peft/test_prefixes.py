@@ -14,7 +14,7 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
 from pcg.ir.program.folder import save_program
-from pcg.peft.adapters import recipe_from
+from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from tests.support import oracle

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.explain import explain as explaining
-from pcg.peft.adapters import recipe_from
-from pcg.peft.virtual_token_encoder import PromptEncoder
+from pcg.peft.prompt_encoder import PromptEncoder
+from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from tests.support import oracle

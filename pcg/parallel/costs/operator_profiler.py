@@ -29,7 +29,7 @@ from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
 from pcg.parallel.ranks.group import PendingCollective
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 
 HALVES = ("bf16", "f16")
 

@@ -26,7 +26,7 @@ import torch
 
 from pcg.errors import EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.prompts import make_request

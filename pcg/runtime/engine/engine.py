@@ -8,7 +8,7 @@ from typing import Self, cast
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import takes
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated

@@ -18,7 +18,7 @@ import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
 from pcg.runtime.training.data import Dataset
@@ -198,8 +198,8 @@ class FinetuneJob:
         adapter = self._settled()
         if self._best is not None:
             overwrite(adapter, self._best)
-        if self._steps.allocator is not None:
-            adapter = self._steps.allocator.allocated(adapter)
+        if self._steps.beside is not None:
+            adapter = self._steps.beside.finished(adapter)
         self._publisher.finish(adapter)
         return FinetuneResult(
             adapter=self._name,
@@ -299,10 +299,10 @@ class FinetuneJob:
         with deferred_interrupts():
             state.seconds = self._seconds
             optimizer = self._steps.state()
-            allocator = self._steps.allocator
-            allocation = {} if allocator is None else allocator.tensors
+            beside = self._steps.beside
+            tensors = {} if beside is None else beside.tensors
             adapter = self._settled()
-            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, allocation)
+            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, tensors)
             store = self._store
             run_on_first(self._ranks, lambda: store.save(made))
             self._checkpoint = store.latest()
@@ -364,8 +364,8 @@ class FinetuneJob:
         self._best = checkpoint.best
         if state.step:
             self._steps.load_state(checkpoint.optimizer)
-        if self._steps.allocator is not None:
-            self._steps.allocator.load(checkpoint.allocation)
+        if self._steps.beside is not None:
+            self._steps.beside.load(checkpoint.beside)
         self._resumed_from = state.step
         self._saved = (state.step, len(state.eval_losses))
 

@@ -11,7 +11,7 @@ import peft
 import pytest
 
 import pcg.compiler as compiler
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.limits import Limits

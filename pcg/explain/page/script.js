@@ -1,6 +1,4 @@
-"""What the page adds where scripts run: a line for what is pointed at, and the tensors' filter."""
-
-SCRIPT = """
+// What the page adds where scripts run: the words of what is pointed at, and the filter of tensors.
 "use strict";
 document.documentElement.classList.add("js");
 
@@ -18,9 +16,9 @@ for (const figure of document.querySelectorAll("figure")) {
 }
 
 // A graph wider than the page starts where most of its nodes are.
-for (const box of document.querySelectorAll("figure .scroll")) {
+for (const box of document.querySelectorAll("#graph .scroll")) {
   const middle = (part) => part.getBoundingClientRect().x + part.getBoundingClientRect().width / 2;
-  const nodes = [...box.querySelectorAll(".node")];
+  const nodes = [...box.querySelectorAll(".point")];
   box.scrollLeft += nodes.reduce((sum, node) => sum + middle(node), 0) / nodes.length - middle(box);
 }
 
@@ -33,7 +31,7 @@ if (form) {
   const apply = () => {
     const boxes = [...form.querySelectorAll("input[type=checkbox]")];
     const chosen = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
-    const words = form.elements.words.value.trim().toLowerCase().split(/\\s+/);
+    const words = form.elements.words.value.trim().toLowerCase().split(/\s+/);
     for (const row of rows) {
       const text = row.textContent.toLowerCase();
       row.hidden = !chosen.has(row.dataset.decision) || !words.every((w) => text.includes(w));
@@ -60,4 +58,3 @@ if (form) {
   window.addEventListener("hashchange", follow);
   follow();
 }
-"""

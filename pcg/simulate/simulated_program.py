@@ -17,10 +17,9 @@ from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.passes.pipeline import Compilation, made, run_passes
-from pcg.passes.sites import bypasses_of
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
@@ -28,8 +27,8 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
-from pcg.simulate.device import SimulatedAdapter
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve
 
 USED_MEMORY = 0.9
@@ -130,9 +129,9 @@ def simulated_program(
         achieved = replace(costs.achieved, product=product_share)
         costs = SheetModel(costs.name, costs.sheet, costs.link_name, achieved)
     source = resolve(model)
-    recipe = LoraRecipe(
-        rank=rank,
-        alpha=2 * rank,
+    recipe = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
         target_modules=targets if isinstance(targets, str) else tuple(targets),
     )
     model_type = str(source.config["model_type"])
@@ -195,7 +194,7 @@ def simulated_program(
         free // page_bytes,
         weights,
         kept_bytes,
-        tuple(_adapted(made(state.base), bypasses(made(state.base)).ranks)),
+        tuple(_adapted(made(state.base), bypasses(made(state.base)).at)),
     )
 
 
@@ -211,9 +210,9 @@ def _trained(backward: Graph | None, names: Sequence[str]) -> int:
     return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])
 
 
-def _adapted(base: ModelGraph, ranks: Iterable[str]) -> Iterable[tuple[int, int]]:
+def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:
     """(out, in) of the modules at some sites, in all layers."""
     sites = base.linear_sites()
-    for site in ranks:
+    for site in adapted:
         for _ in base.layers if "{layer}" in site else (0,):
             yield sites[site]
