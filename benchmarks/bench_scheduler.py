@@ -61,7 +61,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.machine import SimulatedProgram, simulated_program
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
@@ -90,10 +90,10 @@ class StubDevice:
     def open(self, request: Request, number: int) -> Running:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
-    def fetch(self, adapters: Any) -> None:
+    def prefetch(self, adapters: Any) -> None:
         """Adapters have no tensors."""
 
-    def is_coming(self, adapter: Any) -> bool:
+    def is_copying(self, adapter: Any) -> bool:
         return False
 
     def evict(self, adapter: Any) -> None:

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that the host does not wait for."""
+"""Uploads: copies from the host to a device that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device.
+    """Copy a CPU tensor to a device.
 
-    A GPU reads it from pinned memory in its own time; a copy from any other memory would be waited
-    for. Torch keeps the pinned memory until it was read.
+    A GPU reads it from pinned memory asynchronously, which torch keeps until then; the host would
+    wait for a copy from any other memory.
     """
     if device.type != "cuda":
         return x.to(device)
@@ -20,5 +20,5 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
 
 
 def uploaded_list(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, [n]."""
+    """Copy numbers to a device, [n]."""
     return uploaded(torch.tensor(values, dtype=dtype), device)

@@ -1,8 +1,8 @@
 """Shards: the part that one rank holds of a tensor that is whole in a file or in an adapter.
 
-A rank's parameter names it by `rows`, of the whole's first dim, and `part`, of those rows: with n
-ranks, the rank r has entries r m/n … (r + 1) m/n of the m of a dim that is partitioned. Of a tensor
-that is held as summands the first rank has all, the others zeros.
+A rank's parameter describes it by `rows` of the whole's first dim, and by the layout `part` of
+these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim of size m. A
+tensor that is held as summands is whole on the first rank and zeros on the others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Ranges = tuple[tuple[int, int], ...]
 """The first entry and the end of the part of each dim of a tensor."""
 
 
-def is_piece(parameter: Parameter) -> bool:
-    """Whether a rank holds less of it than all, or something else."""
+def is_sharded(parameter: Parameter) -> bool:
+    """Return whether a rank holds a tensor otherwise than as a whole."""
     return bool(parameter.rows or parameter.part.dim) or parameter.part == PRE_REDUCE
 
 
 def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Ranges:
-    """What a rank holds of each dim of a tensor that is of this shape as a whole."""
+    """Return the range that a rank holds of each dim of a whole tensor of this shape."""
     ranges = [(0, size) for size in shape]
     if parameter.rows:
         ranges[0] = parameter.rows
@@ -39,13 +39,13 @@ def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Range
 
 
 def has_zeros(parameter: Parameter, ranks: Ranks) -> bool:
-    """Whether a rank's summand is zeros."""
+    """Return whether a rank holds zeros, as a summand."""
     return parameter.part == PRE_REDUCE and ranks.rank > 0
 
 
-def piece_of(whole: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
-    """A rank's piece of a tensor; a view where it is not all of it."""
-    if not is_piece(parameter):
+def shard_of(whole: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a tensor; a view if it is a part of it."""
+    if not is_sharded(parameter):
         return whole
     ranges = ranges_of(parameter, whole.shape, ranks)
     piece = whole[tuple(slice(*bounds) for bounds in ranges)]

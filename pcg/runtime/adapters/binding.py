@@ -1,4 +1,4 @@
-"""One adapter's weights, as a training program reads them."""
+"""Binding: one adapter's weights as a training program reads them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pcg.runtime.adapters.adapter_shards import AdapterShards
 
 
 def bind(
-    parameters: Sequence[Parameter], pieces: AdapterShards, layer: int, weights: SimpleNamespace
+    parameters: Sequence[Parameter], shards: AdapterShards, layer: int, weights: SimpleNamespace
 ) -> SimpleNamespace:
-    """The adapter's weights by attribute.
+    """Return the adapter's weights in a layer, by attribute.
 
-    A layer that the adapter leaves out gets weights that change nothing, such as LoRA's of rank 0,
-    and the base's own biases.
+    A layer without the adapter gets neutral weights, such as LoRA of rank 0, and the base's own
+    biases.
 
     Args:
-        parameters: of the layer's graph.
-        pieces: of the adapter that is trained.
-        layer: its index.
-        weights: of the base, in that layer.
+        parameters: the parameters of the layer's graph.
+        shards: this rank's shards of the adapter.
+        layer: index of the layer.
+        weights: the base's weights in that layer.
     """
     bound = SimpleNamespace()
     for parameter in parameters:
         if parameter.role == "adapter":
-            weight = pieces.weight(parameter, layer)
+            weight = shards.weight(parameter, layer)
             if weight is None:
                 weight = AdapterWeight(_neutral(parameter, parameters, weights))
             setattr(bound, python_name(parameter.name), weight)
@@ -43,7 +43,7 @@ def bind(
 def _neutral(
     parameter: Parameter, parameters: Sequence[Parameter], weights: SimpleNamespace
 ) -> Tensor:
-    """What stands for a weight that the adapter does not have, and changes nothing."""
+    """Return a weight that changes nothing, for an adapter that has none there."""
     kind = parameter.source.rpartition(".")[2]
     if kind == "bias":
         frozen = {(p.source, p.rows): p.name for p in parameters if p.role == "frozen"}

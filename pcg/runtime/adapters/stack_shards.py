@@ -1,4 +1,4 @@
-"""The part that one rank of the group holds of adapters' tensors, stacked as serving has them."""
+"""Stack shards: the part of adapters' stacked tensors that one rank holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pcg.parallel.ranks.shards import has_zeros
 from pcg.peft.registry import parameter_kind
 
 
-def piece_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
-    """A rank's piece of adapters' tensors, as serving has them.
+def shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a stack of adapters' tensors.
 
     Args:
         stack: [adapters, …], of matrices, some transposed, or of vectors as [1, n].
-        parameter: that a rank's program reads.
+        parameter: the parameter of the rank's program.
         ranks: the group.
     """
     if parameter.rows:
@@ -30,17 +30,17 @@ def piece_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
 
 
 def parted_dim(parameter: Parameter) -> int:
-    """The dim of a stack of which each rank has a part; 0 for none."""
+    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
     return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
 
 
 def open_dims(parameter: Parameter) -> tuple[int, ...]:
-    """The dims of a stack that are as large as adapters have them, as their rank."""
+    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
     dims = len(parameter.type.dims)
     sizes = enumerate(parameter.type.shape)
     return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
 
 
 def _stack_dim(parameter: Parameter, dim: int) -> int:
-    """The dim of what serving has, which of B is the transpose of what training reads."""
+    """Return a dim of the stack, which holds B as the transpose of what training reads."""
     return -3 - dim if parameter_kind(parameter.source).is_up else dim

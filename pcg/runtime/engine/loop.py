@@ -85,7 +85,7 @@ class EngineLoop:
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
         scheduler.adapters.on_evict = _on_evict(device, note)
-        scheduler.fetch, scheduler.is_coming = device.fetch, device.is_coming
+        scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by what steps take."""

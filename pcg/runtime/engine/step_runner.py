@@ -99,13 +99,13 @@ class StepRunner:
         room = (self._max_positions or 2**62) - length
         return min(request.params.max_new_tokens, room)
 
-    def fetch(self, adapters: List[ServedAdapter]) -> None:
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
-        self._tables.fetch(cast("List[Adapter]", adapters))
+        self._tables.prefetch(cast("List[Adapter]", adapters))
 
-    def is_coming(self, adapter: ServedAdapter) -> bool:
+    def is_copying(self, adapter: ServedAdapter) -> bool:
         """Whether one is being copied, so that a step that runs it would wait."""
-        return self._tables.is_coming(cast("Adapter", adapter))
+        return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Have an adapter's pages free for others."""

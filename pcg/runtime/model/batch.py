@@ -1,4 +1,4 @@
-"""A token-flat batch: the tokens of one step, of whatever sequence, one behind the other."""
+"""A token-flat batch: the tokens of one step, of all its sequences one after the other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence that dropout draws random numbers for at a time, so that those of a token do
-not depend on how its sequence is cut into windows."""
+"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
+do not depend on how its sequence is cut into windows."""
 ANY_TOKEN = 0
-"""What stands for the id of a virtual token; every vocabulary has it."""
+"""The id that stands for a virtual token; every vocabulary has it."""
 
 
 class Batch(ProgramBatch):
@@ -53,7 +53,7 @@ class Batch(ProgramBatch):
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        # Each of these is one call, however many sequences there are: they change every step.
+        # One call for all sequences each, as they change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
         self._tables: Sequence[BlockTable] = tables
@@ -76,14 +76,14 @@ class Batch(ProgramBatch):
 
     @property
     def tokens(self) -> int:
-        """T of what runs: all tokens, or those that the epilogue gets."""
+        """Number of tokens that run: all, or those that the epilogue reads."""
         return len(self.input_ids if self.chosen is None else self.chosen)
 
     def _on_device(self, numbers: Numbers) -> Tensor:
         return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
-        """Where the tokens lie in the cache, [T]."""
+        """Return the rows of the tokens in the cache, [T]."""
         rows = positions + self._first_rows.repeat(self._lengths)
         for i in np.flatnonzero(self._first_rows < 0):
             span = self.spans[i]
@@ -92,12 +92,12 @@ class Batch(ProgramBatch):
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """What a random operator of the layer draws from, the same each time it asks.
+        """Return the parts that a random operator of the layer draws for, always the same.
 
         Args:
-            key: of the operator in its layer.
+            key: the operator's key in its layer.
         Returns:
-            Parts that cover all tokens in order; none where nothing is dropped.
+            Parts that cover all tokens in order; none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -115,15 +115,15 @@ class Batch(ProgramBatch):
         return found
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:
-        """Index of the last token of each of some spans, [places]."""
+        """Return the index of the last token of each of some spans, [places]."""
         chosen = _column(places)
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """The spans of one token, in groups that attention can take in one call each.
+        """Return the spans of one token, in groups that attention takes in one call each.
 
         Args:
-            window: rows that a token attends to at most; 0 for all.
+            window: the most rows that a token attends to; 0 for all.
         """
         if window not in self._groups:
             assert self._cache is not None
@@ -139,7 +139,7 @@ class Batch(ProgramBatch):
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:
-        """The rows of the cache that hold a sequence up to the end of its span."""
+        """Return the rows of the cache that hold a sequence up to the end of its span."""
         found = self._seen.get(span.start)
         if found is None:
             rows = _rows(span, 0, span.context + span.length)
@@ -152,7 +152,7 @@ class Batch(ProgramBatch):
 
     @property
     def cached(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of all rows, [K, rows, D], of this layer; None uncached."""
+        """Keys and values of this layer's rows, [K, rows, D]; None without a cache."""
         if self._cache is None:
             return None
         return self._cache.keys[self.layer], self._cache.values[self.layer]
@@ -175,13 +175,9 @@ def _column(numbers: Sequence[int]) -> Numbers:
     return np.array(numbers, dtype=np.int64)
 
 
-def _table(span: Span) -> BlockTable:
-    assert span.table is not None
-    return span.table
-
-
 def _rows(span: Span, start: int, stop: int) -> range | list[int]:
-    return _table(span).rows(start, stop)
+    assert span.table is not None
+    return span.table.rows(start, stop)
 
 
 def whole_sequences(
@@ -191,12 +187,12 @@ def whole_sequences(
     *,
     keeps: bool = False,
 ) -> Batch:
-    """A batch of whole sequences without a KV cache, for logits and finetuning.
+    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
         sequences: token ids.
-        device: of the batch.
-        virtual: virtual tokens before each sequence; none by default.
+        device: the device of the batch.
+        virtual: number of virtual tokens before each sequence; none by default.
         keeps: whether they are trained on.
     """
     spans: list[Span] = []
@@ -209,6 +205,6 @@ def whole_sequences(
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed that tells any two sequences of numbers apart, the same on every platform."""
+    """Mix numbers into a seed that differs for any two sequences, alike on every platform."""
     digest = hashlib.sha256(":".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,8 +1,9 @@
-"""Drive emitted functions that request the base's products, one by itself or several merged.
+"""Merged execution: functions that run side by side share the products by the base's weights.
 
-A part of a step does itself what is particular to it, such as its adapters, its attention and what
-it saves for backward; a product by a weight of the base that several parts request at the same time
-is run once, over the tokens of all of them.
+Emitted functions are generators. Each part of a step, such as some requests or a finetuning window,
+does its own work, such as adapters, attention and saving for backward, and yields requests for
+products by the base's weights; a product that several parts request at the same time runs once,
+over the tokens of all of them.
 
 Source: Symbiosis (split execution: a base executor shared by clients).
 """
@@ -16,7 +17,7 @@ from pcg.kernels.torch.products import Product, ProductRequest, Result
 
 
 def run_single(function: ProductRequest[Result]) -> Result:
-    """Run a function with nothing beside it."""
+    """Run a function by itself."""
     try:
         while True:
             next(function).run()
@@ -26,13 +27,13 @@ def run_single(function: ProductRequest[Result]) -> Result:
 
 
 def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side; products of one key that they request in turn are one.
+    """Run functions side by side, and merge the products of one key that they request in turn.
 
-    A function that requests a base's product waits while others request products of their own,
-    which not all have: so they come to the base's next one together.
+    Functions that request products of their own go first, while the others wait at a product by
+    the base's weights: so all reach their next one together.
 
     Returns:
-        What each returns.
+        The result of each function.
     """
     results: list[Any] = [None] * len(functions)
     left = dict(enumerate(functions))

@@ -88,7 +88,7 @@ class BoundTraining:
         """Run the recipe's encoder, if it has one, which makes the virtual tokens of a pass."""
         if self._encoder is not None:
             self._encoder.make()
-            self.shards.take()
+            self.shards.scatter()
 
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""

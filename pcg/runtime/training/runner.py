@@ -63,12 +63,12 @@ class TrainingRunner(BoundTraining):
         """Encode the virtual tokens anew, after the encoder's parameters have changed."""
         if self._encoder is not None:
             self._encoder.publish()
-            self.shards.take()
+            self.shards.scatter()
 
     def settle(self) -> None:
         """Gather what all ranks have trained into the adapter."""
         if self._encoder is None:
-            self.shards.publish()
+            self.shards.gather()
 
 
 def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:

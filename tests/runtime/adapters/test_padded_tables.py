@@ -115,14 +115,14 @@ def test_what_was_fetched_before_it_ran_is_whole(
     expected = {name: executor.logits(prompt, name) for name in RECIPES}
     stacks = executor.serving.tables
     for running, coming, gone in steps:
-        stacks.fetch([executor.adapters[name] for name in coming])
+        stacks.prefetch([executor.adapters[name] for name in coming])
         for name, ours in zip(
             running,
             executor.logits([prompt] * len(running), running) if running else (),
             strict=True,
         ):
             torch.testing.assert_close(ours, expected[name])
-        stacks.fetch([executor.adapters[name] for name in reversed(coming)])
+        stacks.prefetch([executor.adapters[name] for name in reversed(coming)])
         stacks.forget(executor.adapters[gone])
 
 

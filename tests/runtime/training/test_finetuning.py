@@ -412,7 +412,7 @@ def test_bad_options(executor: Executor, options: dict[str, Any], message: str) 
 
 
 def test_defaults_are_documented() -> None:
-    assert field_docs(FinetuneOptions).keys() == FinetuneOptions.__dataclass_fields__.keys()
+    assert set(field_docs(FinetuneOptions)) == set(FinetuneOptions.__dataclass_fields__)
     for name in FinetuneOptions.__dataclass_fields__:
         assert f"\n    {name}: " in (Executor.finetune.__doc__ or "")
 
@@ -421,8 +421,8 @@ def test_not_a_number_names_the_line(with_words: Executor, tmp_path: Path) -> No
     rows = [{"text": f"w{i} w3 w4"} for i in range(10, 18)]
     rows[5]["text"] = "w99 w3 w4"
     file = write_lines(tmp_path / "train.jsonl", rows)
-    sources = dict(with_words.base_weights.by_source(with_words.program.base))
-    row = sources["model.embed_tokens.weight"][99]
+    store, name = with_words.state.weight_store, "model.embed_tokens.weight"
+    row = store.whole(name, dict(store.frozen())[name])[99]
     before, seen = row.clone(), [{}]
     row.fill_(float("nan"))
     try:

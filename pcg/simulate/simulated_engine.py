@@ -17,8 +17,8 @@ from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.simulate.device import SimulatedDevice
-from pcg.simulate.job import simulated_steps
+from pcg.simulate.simulated_device import SimulatedDevice
+from pcg.simulate.simulated_training import simulated_steps
 
 
 @dataclass(frozen=True)

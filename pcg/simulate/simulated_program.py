@@ -27,8 +27,8 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
-from pcg.simulate.device import SimulatedAdapter
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve
 
 USED_MEMORY = 0.9

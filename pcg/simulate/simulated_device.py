@@ -23,7 +23,7 @@ from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
-from pcg.simulate.job import SimulatedBackward, SimulatedForward
+from pcg.simulate.simulated_training import SimulatedBackward, SimulatedForward
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class SimulatedDevice:
         limit = min(request.params.max_new_tokens, room)
         return Sequence(f"request {number}", number, request, limit, 0.0)
 
-    def fetch(self, adapters: List[ServedAdapter]) -> None:
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters to the device, behind copies that are under way."""
         for adapter in adapters:
             if id(adapter) not in self._copied_s:
@@ -98,7 +98,7 @@ class SimulatedDevice:
                 self._link_free_s = started + self._costs.copy_seconds(adapter.size_bytes)
                 self._copied_s[id(adapter)] = self._link_free_s
 
-    def is_coming(self, adapter: ServedAdapter) -> bool:
+    def is_copying(self, adapter: ServedAdapter) -> bool:
         """Whether it is being copied."""
         return self._copied_s.get(id(adapter), 0.0) > self._clock.now_s()
 
@@ -122,7 +122,7 @@ class SimulatedDevice:
             if adapter is None:
                 pieces.append(SequenceChunk(count, sequence.cached, is_sampled))
                 continue
-            self.fetch([adapter])
+            self.prefetch([adapter])
             there_s = max(there_s, self._copied_s[id(adapter)])
             rank = getattr(adapter, "rank", 0)
             pieces.append(
