@@ -4,6 +4,7 @@ Long because every option and every way a job can end is a test of its own.
 """
 
 import copy
+import dataclasses
 import io
 import json
 import logging
@@ -412,8 +413,9 @@ def test_bad_options(executor: Executor, options: dict[str, Any], message: str) 
 
 
 def test_defaults_are_documented() -> None:
-    assert set(field_docs(FinetuneOptions)) == set(FinetuneOptions.__dataclass_fields__)
-    for name in FinetuneOptions.__dataclass_fields__:
+    names = [field.name for field in dataclasses.fields(FinetuneOptions)]
+    assert field_docs(FinetuneOptions).keys() == set(names)
+    for name in names:
         assert f"\n    {name}: " in (Executor.finetune.__doc__ or "")
 
 
