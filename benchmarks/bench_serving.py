@@ -59,7 +59,7 @@ from pcg.runtime.engine.sharing import (
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed

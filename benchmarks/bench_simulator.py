@@ -34,7 +34,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation
