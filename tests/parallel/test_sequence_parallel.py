@@ -241,7 +241,7 @@ def test_a_part_of_a_copy_is_taken_again_where_the_copy_is_gathered_again() -> N
     sent: dict[str, int] = {}
     forced = search.force(plan, site, {a: partitioned(-1), b: partitioned(-2)})
     assert max(errors(search.graph, 2, forced, sent, lengths=ODD).values()) < 1e-12
-    said = search.bill.of(forced)
+    said = search.costs.of(forced)
     assert sum(sent.values()) == said.forward_bytes + said.backward_bytes
 
 
