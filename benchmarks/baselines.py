@@ -242,7 +242,9 @@ class Partitioner:
         kept, outside = _passed_on(forward.graph, head, resident)
         peak = _peak(found.backward.graph, resident)
         flops = found.forward_flops
-        return Partition(kept, outside, flops, node_flops(head), found.again_flops, peak, forward)
+        return Partition(
+            kept, outside, flops, node_flops(head), found.recomputed_flops, peak, forward
+        )
 
     def _is_head(self, node: fx.Node) -> bool:
         return node.target in PRODUCTS and node.meta["val"].shape[-1] == self.vocabulary

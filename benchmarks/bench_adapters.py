@@ -83,7 +83,7 @@ def touched(folder: Path) -> float:
 def added(executor: Executor, folder: Path, rounds: int, most: int) -> list[dict[str, Any]]:
     """Adding and first using one, with so many there before."""
     found = []
-    _, stacks = executor.serving
+    tables = executor.serving.tables
     for count in (c for c in COUNTS if c <= most):
         while len(executor.adapters) < count - 1:
             executor.add_adapter(f"x{len(executor.adapters)}", folder)
@@ -92,7 +92,7 @@ def added(executor: Executor, folder: Path, rounds: int, most: int) -> list[dict
             name = f"x{len(executor.adapters)}"
             times = [raw(folder), touched(folder)]
             times.append(seconds(partial(executor.add_adapter, name, folder)))
-            times.append(seconds(partial(stacks.order, [executor.adapters[name]])))
+            times.append(seconds(partial(tables.order, [executor.adapters[name]])))
             rows.append(times)
         raw_s, touched_s, add_s, use_s = (
             statistics.median(column) for column in zip(*rows, strict=True)

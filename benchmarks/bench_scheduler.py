@@ -25,6 +25,7 @@ time is taken, so that what runs beside it on the machine does not count; rounds
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import multiprocessing
 import random
@@ -46,11 +47,12 @@ from pcg.parallel.ranks.group import ALONE
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits, Scheduler
+from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence as Running
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
@@ -110,7 +112,7 @@ class StubProgram:
     drawing = None
     decoding = None
 
-    def asking_hidden(self, batch: Batch, adapters: Any) -> ProductRequest[list[torch.Tensor]]:
+    def hidden_requests(self, batch: Batch, adapters: Any) -> ProductRequest[list[torch.Tensor]]:
         batch.decode_groups(0)
         return [batch.input_ids]
         yield
@@ -144,11 +146,11 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
         vocab_size=8,
     )
     executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
-    runner, stacks = executor.serving
-    cache = KvCache(kv_types(runner.model), pages, executor.device)
-    program: Any = StubProgram()
+    cache = KvCache(kv_types(executor.serving.runner.model), pages, executor.device)
     adapters = adapter_pages(cache.pool)
-    device = StepRunner(program, stacks, cache, adapters, None, frozenset(), None, executor.device)
+    device = StepRunner(executor.state, cache, adapters)
+    program: Any = StubProgram()
+    device.use(dataclasses.replace(executor.serving, runner=program))
     return device, cache.pool, adapters
 
 
@@ -171,7 +173,7 @@ class Load:
         limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
         scheduler = Scheduler(pool, pages_of_adapters, limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
-        self.engine = Engine(
+        self.engine = EngineLoop(
             device, scheduler, MachineClock(), log=EventLog(10_000), latencies=latencies
         )
         self._adapters = [StubAdapter(f"adapter {i}") for i in range(adapters)]

@@ -47,9 +47,8 @@ from transformers import AutoModelForCausalLM
 import pcg
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.program_engine import ProgramEngine
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
     CoServing,
     InferenceOnly,
@@ -59,6 +58,7 @@ from pcg.runtime.engine.sharing import (
 )
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
+from pcg.runtime.model.load import Load
 from pcg.runtime.training.data import Example
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
@@ -96,11 +96,11 @@ def with_adapters(model: torch.nn.Module, count: int) -> Executor:
     return executor
 
 
-def served(engine: ProgramEngine, workload: Workload) -> ServingReport:
+def served(engine: Engine, workload: Workload) -> ServingReport:
     """Serve a workload to its end."""
-    executor = engine.executor
-    vocabulary = int(executor.program.config["vocab_size"])
-    return replay(engine, workload, executor.adapters, vocabulary)
+    state = engine.state
+    vocabulary = int(state.program.config["vocab_size"])
+    return replay(engine, workload, state.adapters, vocabulary)
 
 
 def over_adapters(executor: Executor, adapters: int, requests: int) -> float:
@@ -191,7 +191,7 @@ def examples() -> list[Example]:
     return [Example(row, row) for row in rows]
 
 
-def training(engine: ProgramEngine) -> None:
+def training(engine: Engine) -> None:
     """Give an engine a job that does not end."""
     engine.finetune(examples(), "trained", peft=JOB, max_steps=100_000, batch_size=2)
 
@@ -205,7 +205,7 @@ def alone_tokens_per_s(executor: Executor) -> float:
     return result.tokens / result.seconds
 
 
-def timed_steps(engine: ProgramEngine) -> list[float]:
+def timed_steps(engine: Engine) -> list[float]:
     """Seconds of each step that runs something, from now on."""
     took: list[float] = []
     step = engine.step
@@ -224,14 +224,13 @@ def timed_steps(engine: ProgramEngine) -> list[float]:
 def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     """Every rule under the same requests."""
     rate_per_s = 0.3 * capacity(executor)
-    runner, stacks = executor.serving
-    measured = calibrated(runner, stacks, executor.device, executor.max_positions, MachineClock())
+    measured = calibrated(executor.state, MachineClock())
     tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64, sampled=8))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
     workload = spread(workload, PowerLaw(8, 1.0), seed=3)
 
-    def engine_of(rule: Sharing) -> ProgramEngine:
+    def engine_of(rule: Sharing) -> Engine:
         return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
 
     alone = alone_tokens_per_s(executor)

@@ -29,7 +29,7 @@ from measure import write
 
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.simulate.engine import SimulatedEngine

@@ -28,8 +28,8 @@ import pcg
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
@@ -80,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     executor = pcg.compile(random_llama().eval())
-    model = executor.serving[0].model
+    model = executor.serving.runner.model
 
     def workload(seed: int) -> Workload:
         lengths = Between(16, 128), Between(16, 64)
@@ -88,8 +88,7 @@ def main() -> None:
         return synthetic(arrivals, *lengths, seed=seed, requests=arguments.requests)
 
     profile = StepProfile()
-    runner, stacks = executor.serving
-    first = calibrated(runner, stacks, executor.device, executor.max_positions, ProcessClock())
+    first = calibrated(executor.state, ProcessClock())
     run(executor, workload(1), "profiled", first, profile)
     costs = ProfiledCosts(profile, len(model.layers))
     page_bytes = bytes_of_page(kv_types(model))
@@ -114,7 +113,7 @@ def run(
     profile: StepProfile,
 ) -> tuple[list[Event], float]:
     """Serve a workload beside a job, noting what steps take; events, and seconds to the end."""
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     engine = executor.engine(LIMITS, kv_cache_bytes=PAGES * page_bytes, latencies=latencies)
     ids = random.Random(0).choices(range(5, 30_000), k=TRAINED)
     job = engine.finetune(

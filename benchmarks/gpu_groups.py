@@ -33,22 +33,21 @@ def group_graphs(model: Any) -> list[Any]:
     from pcg.codegen.group_kernel import group_kernel
     from pcg.compiler import compile_program
     from pcg.ir.graph import Value
-    from pcg.passes.fusion.kernel_group import Group
-    from pcg.passes.fusion.kernel_groups import schedule
+    from pcg.ir.kernel_group import group_of
+    from pcg.passes.fusion.group_kernels import GroupKernels
 
     program = compile_program(model, "lora", dtype="bfloat16")
     found: dict[str, Any] = {}
     for where, graph in _graphs(program):
-        for item in schedule(graph):
-            if not isinstance(item, Group):
-                continue
-            for group in item.parts or (item,):
-                inputs = tuple(Value(name, graph.types[name]) for name in group.inputs)
-                alone = graph.replace(
-                    name=f"{where}: {_operators(group.nodes)}",
-                    inputs=inputs, parameters=(), nodes=group.nodes, outputs=group.outputs,
-                )  # fmt: skip
-                found.setdefault(group_kernel(group, "fused").source, alone)
+        grouped = GroupKernels().run(graph)
+        for kernel in grouped.kernels:
+            group = group_of(grouped, kernel)
+            inputs = tuple(Value(name, graph.types[name]) for name in group.inputs)
+            alone = graph.replace(
+                name=f"{where}: {_operators(group.nodes)}",
+                inputs=inputs, parameters=(), nodes=group.nodes, outputs=group.outputs,
+            )  # fmt: skip
+            found.setdefault(group_kernel(group, "fused").source, alone)
     names = Counter[str]()
     graphs = []
     for graph in found.values():
@@ -76,11 +75,14 @@ def emitted(graph: Any, backend: str) -> Any:
     """A graph's function, of its inputs."""
     from pcg.codegen import function_emitter, torch_emitter, triton_emitter
     from pcg.ir.program.program import python_name
+    from pcg.passes.fusion.group_kernels import GroupKernels
+    from pcg.passes.fusion.order_kernels import OrderKernels
     from pcg.runtime.model.runner import load_functions
 
     module, write = torch_emitter, function_emitter.emit_function
     if backend == "triton":
         module, write = triton_emitter, triton_emitter.emit_function
+        graph = OrderKernels().run(GroupKernels().run(graph))
     name = "group"
     source = module.emit_module("One group.", "", [write(graph, name, "A group.")])
     function = load_functions(source, f"{python_name(backend)}_group")[name]

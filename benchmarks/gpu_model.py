@@ -120,7 +120,7 @@ def decode_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def _engine(executor: Any, tokens: int) -> Any:
-    from pcg.runtime.engine.scheduler import Limits
+    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.sharing import InferenceOnly
 
     gc.collect()  # the pool of the engine before this one
@@ -135,7 +135,7 @@ def _engine(executor: Any, tokens: int) -> Any:
 def _decode(
     bench: Bench, executor: Any, batch: int, names: Sequence[str], base_us: dict[int, float]
 ) -> Row:
-    from pcg.runtime.memory import decode_graphs
+    from pcg.runtime.model import decode_graphs
 
     engine = _engine(executor, 8192)
     for i, prompt in enumerate(_prompts(batch, CONTEXT)):
@@ -332,7 +332,7 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def _serve(executor: Any, trains: bool, adapters: int) -> Row:
-    from pcg.runtime.engine.scheduler import Limits
+    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.sharing import CoServing, InferenceOnly
     from pcg.runtime.training.data import Example
     from pcg.simulate.replay import replay

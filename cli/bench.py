@@ -18,8 +18,8 @@ from .console import busy, count_text, err, out, print_json
 from .executors import open_executor
 
 if TYPE_CHECKING:
+    from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.policies import Policy
-    from pcg.runtime.engine.program_engine import ProgramEngine
     from pcg.runtime.engine.sharing import Sharing
     from pcg.runtime.executor import Executor
     from pcg.runtime.metrics.metrics import ServingReport
@@ -426,8 +426,8 @@ def _engine(
     limits: dict[str, Any],
     kv_cache_gib: float,
     prefix_caching: bool,
-) -> ProgramEngine:
-    from pcg.runtime.engine.scheduler import Limits
+) -> Engine:
+    from pcg.runtime.engine.limits import Limits
 
     with busy("measuring how long steps take"):
         return executor.engine(
@@ -440,7 +440,7 @@ def _engine(
 
 
 def _finetune(
-    engine: ProgramEngine, source: str, length: int, batch_size: int, rank: int, seed: int
+    engine: Engine, source: str, length: int, batch_size: int, rank: int, seed: int
 ) -> None:
     """Give the engine a job that does not end by itself."""
     from random import Random
@@ -452,7 +452,7 @@ def _finetune(
 
     data: Any = Path(source)
     if source == "random":
-        random, vocabulary = Random(f"{seed} examples"), vocabulary_size(engine.executor.program)
+        random, vocabulary = Random(f"{seed} examples"), vocabulary_size(engine.state.program)
         rows = [random.choices(range(vocabulary), k=length) for _ in range(16 * batch_size)]
         data = [Example(row, row) for row in rows]
     engine.finetune(
@@ -461,7 +461,7 @@ def _finetune(
 
 
 def _run(
-    engine: ProgramEngine,
+    engine: Engine,
     served: Workload | None,
     workload: Workload,
     prefix_tokens: int,
@@ -471,7 +471,7 @@ def _run(
     from pcg.runtime.training.training_data import vocabulary_size
     from pcg.simulate.replay import replay, train
 
-    executor = engine.executor
+    state = engine.state
     try:
         if served is None:
             with busy("finetuning"):
@@ -480,11 +480,11 @@ def _run(
             return replay(
                 engine,
                 served,
-                executor.adapters,
-                vocabulary_size(executor.program),
+                state.adapters,
+                vocabulary_size(state.program),
                 seed=seed,
                 prefix_tokens=prefix_tokens,
-                most_positions=executor.max_positions,
+                most_positions=state.max_positions,
             )
     finally:
         for job in list(engine.jobs):

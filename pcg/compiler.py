@@ -360,6 +360,7 @@ def make_executor(
         ranks: that run it; those that torchrun has started by default.
     """
     from pcg.runtime.executor import Executor
+    from pcg.runtime.model.state import ModelState
 
     device = _device(device)
     check_device(program.backend, device)
@@ -370,8 +371,9 @@ def make_executor(
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory)
+    eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
-        program, weights, SPECIALISER, tokenizer, _eos_ids(program, tokenizer), device, ranks
+        ModelState(program, weights, SPECIALISER, tokenizer, eos_ids, device, ranks)
     )
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():

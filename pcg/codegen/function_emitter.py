@@ -157,8 +157,8 @@ def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -
     entry = operator(node.op)
     arguments = [expressions[name] for name in node.inputs]
     attributes = dict(node.attributes)
-    asked = entry.asked_source(arguments, attributes) if asks else None
-    source = entry.source(arguments, attributes) if asked is None else asked
+    request = entry.request_source(arguments, attributes) if asks else None
+    source = entry.source(arguments, attributes) if request is None else request
     targets = ", ".join(expressions[value.name] for value in node.outputs)
     if entry.returns_sequence and len(node.outputs) == 1:
         targets = f"({targets},)"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from pcg.codegen.lines import filled
 from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of
+from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.program.program import python_name
-from pcg.passes.fusion.kernel_group import Group
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class GroupKernel:
     appends: bool
 
 
-def group_kernel(group: Group, name: str) -> GroupKernel:
+def group_kernel(group: KernelGroup, name: str) -> GroupKernel:
     """The kernel of a group, under a name."""
     write = _side_by_side if group.parts else _alone
     appends = any(group.appended(output) for output in group.outputs)
     return GroupKernel(name, write(group, name), group.inputs, group.outputs, appends)
 
 
-def _alone(group: Group, name: str) -> str:
+def _alone(group: KernelGroup, name: str) -> str:
     shape = Shape.of(group)
     lines = [
         "@K.fused(",
@@ -56,7 +56,7 @@ def _alone(group: Group, name: str) -> str:
     return "\n".join(lines)
 
 
-def _side_by_side(group: Group, name: str) -> str:
+def _side_by_side(group: KernelGroup, name: str) -> str:
     elements = max(Shape.of(part).elements for part in group.parts)
     shapes = [Shape.of(part, elements) for part in group.parts]
     names = [f"{name}_of_{python_name(part.outputs[0])}" for part in group.parts]
@@ -88,7 +88,7 @@ def _side_by_side(group: Group, name: str) -> str:
     return "\n\n\n".join([*functions, "\n".join(kernel)])
 
 
-def _inputs(group: Group) -> str:
+def _inputs(group: KernelGroup) -> str:
     flags = ", ".join(str(group.graph.types[name].is_token_wise) for name in group.inputs)
     apart = ", ".join(str(group.inputs.index(name)) for name in group.apart)
     return f"token_wise=({flags},)" + (f", apart=({apart},)" if apart else "")
@@ -101,11 +101,11 @@ def _cut(shape: Shape) -> str:
     )
 
 
-def _outputs(part: Group, group: Group) -> str:
+def _outputs(part: KernelGroup, group: KernelGroup) -> str:
     return "".join(f'"{_output(name, group)}", ' for name in part.outputs).removesuffix(" ")
 
 
-def _output(name: str, group: Group) -> str:
+def _output(name: str, group: KernelGroup) -> str:
     """Its type without tokens; of what is appended where it goes, and what stands for it."""
     whole = group.graph.types[name]
     type_ = f"{whole.dtype}[{', '.join(map(str, whole.features))}]"
@@ -117,14 +117,14 @@ def _output(name: str, group: Group) -> str:
     return f"{node.attribute('to')} {type_}{given}"
 
 
-def _parts(group: Group, shapes: list[Shape]) -> Iterator[str]:
+def _parts(group: KernelGroup, shapes: list[Shape]) -> Iterator[str]:
     for part, shape in zip(group.parts, shapes, strict=True):
         yield "        K.FusedPart("
         yield from filled([f"{_cut(shape)},", f"outputs=({_outputs(part, group)}),"], 12)
         yield "        ),"
 
 
-def _operators(group: Group) -> str:
+def _operators(group: KernelGroup) -> str:
     return ", ".join(dict.fromkeys(node.op for node in group.nodes))
 
 
@@ -134,7 +134,7 @@ def _condition(number: int, count: int) -> str:
     return f"{'elif' if number else 'if'} program < first_{number + 1}"
 
 
-def _call(part: Group, name: str, shape: Shape, program: str) -> list[str]:
+def _call(part: KernelGroup, name: str, shape: Shape, program: str) -> list[str]:
     rows = "tokens" if shape.rows_a_token == 1 else f"tokens * {shape.rows_a_token}"
     constants = [f"ROWS={shape.row_block}", f"COLUMNS={shape.column_block}"]
     if any(part.appended(output) for output in part.outputs):

@@ -22,11 +22,11 @@ from math import prod
 
 from pcg.codegen.lines import filled, statement
 from pcg.ir.graph import Node
+from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
 from pcg.ir.operators.tile import Tile
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
-from pcg.passes.fusion.kernel_group import Group
 
 _WIDE = {"f16": "f32", "bf16": "f32"}
 _TRITON_NAMES = {
@@ -84,7 +84,7 @@ class Shape:
     warps: int
 
     @classmethod
-    def of(cls, group: Group, elements: int = _TILE) -> Shape:
+    def of(cls, group: KernelGroup, elements: int = _TILE) -> Shape:
         """A group's, with tiles of so many elements where its rows are shorter."""
         features = group.type.features
         if group.sums_rows:
@@ -118,7 +118,7 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def arguments_of(group: Group) -> list[str]:
+def arguments_of(group: KernelGroup) -> list[str]:
     """What a group's kernel is given: pointers, and distances of tokens, heads and in the cache."""
     names = [python_name(name) for name in (*group.inputs, *group.outputs)]
     token_wise = [name for name in group.inputs if group.graph.types[name].is_token_wise]
@@ -146,7 +146,7 @@ class TileWriter:
         taken: names in use.
     """
 
-    group: Group
+    group: KernelGroup
     name: str
     shape: Shape
     is_part: bool = False

@@ -13,11 +13,9 @@ from typing import Any
 from pcg.codegen import function_emitter
 from pcg.codegen.function_emitter import Item, Launch
 from pcg.codegen.group_kernel import group_kernel
-from pcg.ir.graph import Graph
-from pcg.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
-from pcg.passes.fusion.split_cache_append import split_append
+from pcg.errors import CodegenError
+from pcg.ir.graph import Graph, KernelGraph
+from pcg.ir.kernel_group import KernelGroup, items_of
 
 _HEADER = '''"""{title}
 
@@ -59,19 +57,19 @@ def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
     return "\n\n".join([_HEADER.format(title=title, note=note), *functions])
 
 
-def with_appends(graph: Graph) -> Graph:
-    """The graph that is emitted for one, whose kernels append keys and values to the cache."""
-    return split_append(graph, HEAD_SIZES, HEAD_DTYPES)
-
-
 def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
-    """One function, behind its kernels; the arguments are those for PyTorch."""
-    graph = with_appends(graph)
+    """One function, behind its kernels; the arguments are those for PyTorch.
+
+    Raises:
+        CodegenError: it has not been said which of the graph's nodes one kernel runs.
+    """
+    if not isinstance(graph, KernelGraph):
+        raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")
     kernels: list[str] = []
     items: list[Item] = []
     names: dict[str, int] = {}
-    for item in schedule(graph):
-        if not isinstance(item, Group):
+    for item in items_of(graph):
+        if not isinstance(item, KernelGroup):
             items.append(item)
             continue
         stem = "_".join([name, *_operators(item)])
@@ -84,12 +82,12 @@ def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
     return "\n\n".join([*kernels, function])
 
 
-def _operators(group: Group) -> list[str]:
+def _operators(group: KernelGroup) -> list[str]:
     every = list(dict.fromkeys(node.op for node in group.nodes))
     return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], "and_more"]
 
 
-def _scope(group: Group) -> str:
+def _scope(group: KernelGroup) -> str:
     """The path of the innermost module that holds all nodes."""
     levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

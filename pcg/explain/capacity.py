@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from pcg.errors import MemoryBudgetError
-from pcg.explain.report import Fit
-from pcg.explain.step_memory import Account, Asked, memory_bytes
+from pcg.explain.report_data import GpuCapacity
+from pcg.explain.step_memory import PlannedModel, Setup, memory_bytes
 from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
@@ -20,7 +20,7 @@ MOST = 2**20
 """Neither a batch nor a sequence length beyond this is looked for."""
 
 
-def fit(what: Account, asked: Asked, device: Accelerator) -> Fit:
+def capacity(planned: PlannedModel, setup: Setup, device: Accelerator) -> GpuCapacity:
     """What fits a device.
 
     Args:
@@ -29,36 +29,36 @@ def fit(what: Account, asked: Asked, device: Accelerator) -> Fit:
         device: the accelerator.
     """
     usable = device.memory_bytes - RESERVED_BYTES
-    now = memory_bytes(what, asked)["total"]
+    now = memory_bytes(planned, setup)["total"]
 
     def largest(field: str, budget: MemoryBudget) -> int:
         def total(size: int) -> int:
-            return _total(what, asked, dataclasses.replace(budget, **{field: size}))
+            return _total(planned, setup, dataclasses.replace(budget, **{field: size}))
 
         return _largest(total, usable)
 
-    least = dataclasses.replace(asked.budget, share=0.0, size_bytes=None)
-    found = Fit(
+    least = dataclasses.replace(setup.budget, share=0.0, size_bytes=None)
+    found = GpuCapacity(
         device.name,
         device.memory_bytes,
         usable,
         now <= usable,
-        largest("batch", asked.budget),
-        largest("seq", asked.budget),
+        largest("batch", setup.budget),
+        largest("seq", setup.budget),
         largest("batch", least),
         largest("seq", least),
         (),
     )
-    return dataclasses.replace(found, advice=tuple(_advice(what, asked, found)))
+    return dataclasses.replace(found, advice=tuple(_advice(planned, setup, found)))
 
 
-def _advice(what: Account, asked: Asked, found: Fit) -> list[str]:
+def _advice(planned: PlannedModel, setup: Setup, found: GpuCapacity) -> list[str]:
     """What to change so that the step fits."""
     if found.fits:
         return []
     advice = []
-    sizes = memory_bytes(what, asked)
-    budget = _budget_that_fits(what, asked, found.usable_bytes)
+    sizes = memory_bytes(planned, setup)
+    budget = _budget_that_fits(planned, setup, found.usable_bytes)
     if budget is not None:
         advice.append(f"--memory-budget {budget:g}")
     if found.largest_batch:
@@ -74,14 +74,14 @@ def _advice(what: Account, asked: Asked, found: Fit) -> list[str]:
     return advice
 
 
-def _budget_that_fits(what: Account, asked: Asked, usable_bytes: int) -> float | None:
+def _budget_that_fits(planned: PlannedModel, setup: Setup, usable_bytes: int) -> float | None:
     """The largest memory budget, in hundredths, with which the step fits; None for none."""
 
     def fits(hundredths: int) -> bool:
-        budget = dataclasses.replace(asked.budget, share=hundredths / 100, size_bytes=None)
-        return _total(what, asked, budget) <= usable_bytes
+        budget = dataclasses.replace(setup.budget, share=hundredths / 100, size_bytes=None)
+        return _total(planned, setup, budget) <= usable_bytes
 
-    if what.plan is None or not fits(0):
+    if planned.plan is None or not fits(0):
         return None
     low, high = 0, 100
     while high - low > 1:
@@ -90,13 +90,13 @@ def _budget_that_fits(what: Account, asked: Asked, usable_bytes: int) -> float |
     return low / 100
 
 
-def _total(what: Account, asked: Asked, budget: MemoryBudget) -> int:
+def _total(planned: PlannedModel, setup: Setup, budget: MemoryBudget) -> int:
     """Bytes of a step, planned for this budget and batch."""
-    other = dataclasses.replace(asked, budget=budget)
-    if what.plan is None or what.training is None or what.frontiers is None:
-        return memory_bytes(what, other)["total"]
-    found = frontiers(what.training, what.frontiers.kinds, budget.batch, budget.seq)
-    replanned = dataclasses.replace(what, frontiers=found, plan=found.plan(budget))
+    other = dataclasses.replace(setup, budget=budget)
+    if planned.plan is None or planned.training is None or planned.frontiers is None:
+        return memory_bytes(planned, other)["total"]
+    found = frontiers(planned.training, planned.frontiers.kinds, budget.batch, budget.seq)
+    replanned = dataclasses.replace(planned, frontiers=found, plan=found.plan(budget))
     return memory_bytes(replanned, other)["total"]
 
 

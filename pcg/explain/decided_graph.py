@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pcg.explain.decisions import decisions
-from pcg.explain.report import GraphNode
+from pcg.explain.report_data import GraphNode
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.program.program import TrainingGraph
 from pcg.passes.training_graphs import LayerKind

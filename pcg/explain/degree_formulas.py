@@ -2,15 +2,15 @@
 
     bytes(B, S, tp) = whole + parted / tp
 
-A rank holds each tensor whole or in one of tp equal parts, so that over degrees at which the same
-tensors are kept, held the same way, any sum of bytes is of this form: two degrees give it, and
-every other one shows whether it holds. Where ranks hold parts of the tokens, whole and parted are
-formulas in ceil(B S / tp), too.
+A rank holds each tensor whole or in one of tp equal parts. Over degrees at which the same tensors
+are saved in the same layouts, any sum of bytes is of this form: two degrees determine it, and every
+other degree checks it. Where ranks hold parts of the tokens, `whole` and `parted` are formulas in
+ceil(B S / tp), too.
 
-Other degrees have another form: where KV heads are fewer than ranks, each rank has one head, and
-makes all of them; where the vocabulary does not divide, each has all of it; and the search may
-choose otherwise, or another moment be the fullest. So a formula has a piece for each run of degrees
-that are alike, and is exact at all that divide the model:
+The form changes with the degree where there are fewer KV heads than ranks (each rank then has one
+head), where the vocabulary does not divide (each rank has all of it), where the search chooses
+otherwise, and where another moment is the peak. So a formula has a piece for each run of degrees
+that are alike, and is exact at all degrees that divide the model:
 
     Piecewise((first, tp <= 8), (then, True))
 """
@@ -40,17 +40,17 @@ class AtDegree:
 
     Attributes:
         formulas: in B and S by kind of memory, and `total` their sum.
-        held: equal at degrees at which the same tensors are kept, held the same way.
-        fullest: the moment of the step that the workspace is of.
+        storage_key: equal at degrees at which the same tensors are saved in the same layouts.
+        peak: the label of the moment that needs the most memory, whose workspace counts.
     """
 
     formulas: Mapping[str, sympy.Expr]
-    held: Hashable
-    fullest: str
+    storage_key: Hashable
+    peak: str
 
-    def alike(self, name: str) -> Hashable:
+    def piece_key(self, name: str) -> Hashable:
         """Equal at degrees whose bytes of a kind are sums over the same tensors."""
-        return (self.held, self.fullest) if name == "workspace" else self.held
+        return (self.storage_key, self.peak) if name == "workspace" else self.storage_key
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def in_degree(
 def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
     """The formula of a kind of memory over runs of degrees, as few as there may be."""
     values = {degree: found.formulas[name] for degree, found in known.items()}
-    groups = itertools.groupby(known, key=lambda degree: known[degree].alike(name))
+    groups = itertools.groupby(known, key=lambda degree: known[degree].piece_key(name))
     pieces: list[_Piece] = []
     for run in (run for _, degrees in groups for run in _lines(values, list(degrees))):
         if pieces:

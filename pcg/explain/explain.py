@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import sympy
 import torch
 
-from pcg.errors import (
-    ParallelError,
-    UnsupportedError,
-)
+from pcg.errors import ParallelError, UnsupportedError
+from pcg.explain.adapter_use import AdapterUse, adapter_use
+from pcg.explain.capacity import capacity
+from pcg.explain.degree_formulas import AtDegree, in_degree
+from pcg.explain.parallel_report import parallel_rows, token_regions
+from pcg.explain.plan_validity import MOST_RANK, MOST_TOKENS, valid_range
+from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
+from pcg.explain.report import Report
+from pcg.explain.report_builder import build_report, formula_text
+from pcg.explain.step_memory import PlannedModel, Setup, peak_moment, step_formulas, storage_key
 from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.options import (
@@ -23,9 +30,11 @@ from pcg.options import (
     recipes_of,
 )
 from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
+from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.memory.plan import MemoryPlan, frontiers
+from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
@@ -33,15 +42,6 @@ from pcg.peft.config_reader import config_fields
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
-
-if TYPE_CHECKING:
-    import sympy
-
-    from pcg.explain.adapter_use import AdapterUse
-    from pcg.explain.report import Report
-    from pcg.explain.step_memory import Account, Asked
-    from pcg.parallel.costs.accelerators import Accelerator
-    from pcg.parallel.search import Search
 
 
 def explain(
@@ -63,7 +63,7 @@ def explain(
     find_region: bool = False,
     peers: bool = False,
 ) -> Report:
-    """Account for the memory of a finetuning step, and say what is kept for backward and why.
+    """Account for the memory of a finetuning step, and say what is saved for backward and why.
 
     Args:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
@@ -108,7 +108,7 @@ def explain(
 
 def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
     """The report with what torch's partitioner keeps."""
-    from pcg.explain.peers import with_peers
+    from pcg.explain.peers import with_peers  # imports functorch and inductor, which takes seconds
 
     if report.tp > 1:
         raise UnsupportedError(
@@ -162,8 +162,6 @@ def compare(
         gpus: names of GPUs to fit the step to.
         find_region: as for `explain`.
     """
-    from pcg.parallel.costs.accelerators import find_accelerator
-
     check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
@@ -200,86 +198,75 @@ def _explained(
     find_region: bool,
 ) -> Report:
     """The report of a folded model and recipes."""
-    from pcg.explain.account import account
-    from pcg.explain.capacity import fit
-    from pcg.explain.parallel_report import parallel_rows
-    from pcg.explain.step_memory import Asked
-
-    what = _account_of(folded, recipes, windows=True)
-    asked = Asked(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
-    report = account(what, asked)
-    if find_region and what.frontiers is not None:
-        report = _with_regions(report, folded, what, asked)
-    if what.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(what.sharded, made(folded.device_costs()))
+    planned = _planned(folded, recipes, windows=True)
+    setup = Setup(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
+    report = build_report(planned, setup)
+    if find_region and planned.frontiers is not None:
+        report = _with_regions(report, folded, planned, setup)
+    if planned.sharded is not None and folded.costs is not None:
+        rows = parallel_rows(planned.sharded, made(folded.device_costs()))
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)
-    return dataclasses.replace(report, fits=tuple(fit(what, asked, device) for device in devices))
+    return dataclasses.replace(
+        report, fits=tuple(capacity(planned, setup, device) for device in devices)
+    )
 
 
-def _with_regions(report: Report, folded: Compilation, what: Account, asked: Asked) -> Report:
+def _with_regions(
+    report: Report, folded: Compilation, planned: PlannedModel, setup: Setup
+) -> Report:
     """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
-    from pcg.explain.account import formula_text
-    from pcg.explain.degree_formulas import AtDegree, in_degree
-    from pcg.explain.plan_validity import MOST_RANK, MOST_TOKENS, region
-    from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.explain.step_memory import fullest_moment, held_so
-
-    budget, kinds = folded.budget, made(what.frontiers).kinds
-    rank = rank_of(asked.recipes)
+    budget, kinds = folded.budget, made(planned.frontiers).kinds
+    rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(made(what.training), kinds, budget.batch, seq)
+        found = frontiers(made(planned.training), kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
     def at_degree(degree: int) -> AtDegree:
-        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(asked, tp=degree)
-        found = what if degree == folded.tp else _account_of(state, asked.recipes)
-        fullest = fullest_moment(found, then)
-        return AtDegree(_formulas(found, state, then), held_so(found), fullest)
+        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(setup, tp=degree)
+        found = planned if degree == folded.tp else _planned(state, setup.recipes)
+        peak = peak_moment(found, then)
+        return AtDegree(_formulas(found, state, then), storage_key(found), peak)
 
     degrees: dict[str, tuple[int, ...]] = {}
     if folded.tp > 1:
         formulas, degrees = in_degree(at_degree, folded.tp)
     else:
-        formulas = _formulas(what, folded, asked)
+        formulas = _formulas(planned, folded, setup)
     ranks = None
     if rank is not None:
 
         def at_rank(other: int) -> MemoryPlan:
-            return made(_account_of(folded, with_rank(asked.recipes, other)).plan)  # type: ignore[no-any-return]
+            return made(_planned(folded, with_rank(setup.recipes, other)).plan)  # type: ignore[no-any-return]
 
-        ranks = region(at_rank, rank, MOST_RANK)
+        ranks = valid_range(at_rank, rank, MOST_RANK)
     return dataclasses.replace(
         report,
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        region=region(at_length, budget.seq, MOST_TOKENS),
+        region=valid_range(at_length, budget.seq, MOST_TOKENS),
         rank_region=ranks,
         formula_degrees=degrees,
     )
 
 
-def _formulas(what: Account, folded: Compilation, asked: Asked) -> dict[str, sympy.Expr]:
+def _formulas(planned: PlannedModel, folded: Compilation, setup: Setup) -> dict[str, sympy.Expr]:
     """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
-    from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
-    from pcg.explain.step_memory import step_formulas
-    from pcg.passes.memory.plan import replanned
-
-    rank = rank_of(asked.recipes)
+    rank = rank_of(setup.recipes)
     if rank is None:
-        return step_formulas(what, asked)
+        return step_formulas(planned, setup)
     # The plan is given, and need not be within the budget at other ranks.
-    state = dataclasses.replace(folded, budget=MemoryBudget(batch=asked.batch, seq=asked.seq))
+    state = dataclasses.replace(folded, budget=MemoryBudget(batch=setup.batch, seq=setup.seq))
 
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
         if other == rank:
-            return step_formulas(what, asked)
-        found = _account_of(state, with_rank(asked.recipes, other))
-        plan = replanned(made(what.plan), made(found.frontiers))
+            return step_formulas(planned, setup)
+        found = _planned(state, with_rank(setup.recipes, other))
+        plan = replanned(made(planned.plan), made(found.frontiers))
         if plan is None:
             return None
-        return step_formulas(dataclasses.replace(found, plan=plan), asked)
+        return step_formulas(dataclasses.replace(found, plan=plan), setup)
 
     return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
 
@@ -288,9 +275,6 @@ def _parallel_regions(
     folded: Compilation, recipes: Mapping[str, Recipe]
 ) -> dict[str, list[dict[str, Any]]]:
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
-    from pcg.explain.parallel_report import token_regions
-    from pcg.explain.rank_formulas import rank_of, with_rank
-    from pcg.parallel.costs.catalog import SheetModel
 
     def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
         bypasses = _use_of(state, then)
@@ -329,12 +313,10 @@ def _parallel_regions(
     return found
 
 
-def _account_of(
+def _planned(
     folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
-) -> Account:
+) -> PlannedModel:
     """What a report of a folded model and recipes accounts for; with windows, of these too."""
-    from pcg.explain.step_memory import Account
-
     use_of = _use_of(folded, recipes)
     state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
     attached = run_passes(state, first="raise", last="parallelize")
@@ -351,7 +333,7 @@ def _account_of(
     except UnsupportedError as error:
         refusal = str(error)
     unraised = made(folded.base)
-    return Account(
+    return PlannedModel(
         unraised,
         made(attached.base),
         made(attached.local_base),
@@ -373,7 +355,5 @@ def _use_of(
     folded: Compilation, recipes: Mapping[str, Recipe]
 ) -> Callable[[ModelGraph], AdapterUse]:
     """What the recipes train of a base, by a function of it."""
-    from pcg.explain.adapter_use import adapter_use
-
     model_type = str(folded.config["model_type"])
     return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.errors import TraceError, UnsupportedError
-from pcg.explain.report import PeerPoint, Report, Stage
+from pcg.explain.report import Report
+from pcg.explain.report_data import PeerPoint, Stage
 from pcg.peft.registry import Recipe
-from pcg.trace.peers import MASKLESS, torch_partitioner
+from pcg.trace.peers import BUDGETS, MASKLESS, PartitionedModel, torch_partitioner
 
 STAGE = "torch-partitioner"
 
@@ -34,8 +35,10 @@ def with_peers(
         _check(recipes)
         (adapter,) = adapters.values()
         step = (config, report.dtype, adapter, report.batch, report.seq)
-        points = torch_partitioner(*step)
-        (maskless,) = torch_partitioner(*step, budgets=(points[0].budget,), attention=MASKLESS)
+        points = tuple(map(peer_point, torch_partitioner(*step)))
+        (maskless,) = map(
+            peer_point, torch_partitioner(*step, budgets=BUDGETS[:1], attention=MASKLESS)
+        )
     except (TraceError, UnsupportedError) as error:
         note = f"{STAGE}: not followed here ({error})"
         return dataclasses.replace(report, notes=(*report.notes, note))
@@ -46,6 +49,18 @@ def with_peers(
         activations=(*report.activations, stage),
         peers=points,
         notes=(*report.notes, _note(default, maskless)),
+    )
+
+
+def peer_point(model: PartitionedModel) -> PeerPoint:
+    """Return the entry of a report for a model divided under one budget."""
+    inner = model.layer_bytes[1:] or model.layer_bytes
+    return PeerPoint(
+        model.budget,
+        sum(model.layer_bytes) + model.outside_bytes,
+        model.outside_bytes,
+        round(sum(inner) / len(inner)),
+        model.recomputed_flops / (model.forward_flops or 1),
     )
 
 

@@ -17,7 +17,7 @@ MOST_TOKENS = 2**20
 MOST_RANK = 2**12
 
 
-def region(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
+def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
     """The least and the largest number, of tokens or a rank, with the same plan.
 
     Args:

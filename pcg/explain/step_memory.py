@@ -16,18 +16,17 @@ from typing import Any
 import sympy
 
 from pcg.explain.adapter_use import AdapterUse
-from pcg.explain.report import KINDS, Moment
+from pcg.explain.report_data import KINDS, Moment
 from pcg.explain.timeline import MomentSizes, timeline
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, transient
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import layout_of
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
-from pcg.ir.types import DTYPE_BYTES, TOKENS
+from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.sharding.parallelize import Sharded
 from pcg.passes.training_graphs import LayerKind
@@ -39,7 +38,7 @@ LOSS_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Asked:
+class Setup:
     """What a report is about.
 
     Attributes:
@@ -73,7 +72,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Account:
+class PlannedModel:
     """What is accounted for.
 
     Attributes:
@@ -110,69 +109,69 @@ class Account:
     windowed: MemoryPlan | None = None
 
 
-def memory_bytes(what: Account, asked: Asked) -> dict[str, int]:
+def memory_bytes(planned: PlannedModel, setup: Setup) -> dict[str, int]:
     """The kinds of memory and their total; activations are pcg's, or none where it cannot train."""
     kept = None
-    if what.training is not None and what.plan is not None:
-        kept = saved_memory(what.training, what.plan)
+    if planned.training is not None and planned.plan is not None:
+        kept = saved_memory(planned.training, planned.plan)
     activations = kept.total if kept is not None else sympy.Integer(0)
-    formulas, _ = step_memory(what, asked, kept, activations)
-    return {kind: bytes_at(formula, asked.at) for kind, formula in formulas.items()}
+    formulas, _ = step_memory(planned, setup, kept, activations)
+    return {kind: bytes_at(formula, setup.at) for kind, formula in formulas.items()}
 
 
-def step_formulas(what: Account, asked: Asked) -> dict[str, sympy.Expr]:
+def step_formulas(planned: PlannedModel, setup: Setup) -> dict[str, sympy.Expr]:
     """The formula of each kind of memory and of their total, as pcg trains with a plan."""
-    assert what.training is not None
-    assert what.plan is not None
-    kept = saved_memory(what.training, what.plan)
-    formulas, _ = step_memory(what, asked, kept, kept.total)
+    assert planned.training is not None
+    assert planned.plan is not None
+    kept = saved_memory(planned.training, planned.plan)
+    formulas, _ = step_memory(planned, setup, kept, kept.total)
     return formulas
 
 
-def fullest_moment(what: Account, asked: Asked) -> str:
+def peak_moment(planned: PlannedModel, setup: Setup) -> str:
     """The moment of the step that the workspace is of, as pcg trains with a plan."""
-    assert what.training is not None
-    assert what.plan is not None
-    kept = saved_memory(what.training, what.plan)
-    _, moments = step_memory(what, asked, kept, kept.total)
+    assert planned.training is not None
+    assert planned.plan is not None
+    kept = saved_memory(planned.training, planned.plan)
+    _, moments = step_memory(planned, setup, kept, kept.total)
     return max(moments, key=lambda moment: moment.kept_bytes + moment.workspace_bytes).label
 
 
-def held_so(what: Account) -> Hashable:
+def storage_key(planned: PlannedModel) -> Hashable:
     """Equal at degrees at which ranks keep the same tensors, and hold all in the same layouts."""
-    assert what.plan is not None
-    assert what.sharded is not None
+    assert planned.plan is not None
+    assert planned.sharded is not None
     layouts = tuple(
         (name, layout_of(type_))
-        for graph in what.sharded.typed.graphs
+        for graph in planned.sharded.typed.graphs
         for name, type_ in graph.types.items()
     )
-    saved = tuple(choice.saved for choice in what.plan.choices)
-    return layouts, saved, what.plan.layers, what.plan.restored
+    saved = tuple(choice.saved for choice in planned.plan.choices)
+    return layouts, saved, planned.plan.layers, planned.plan.restored
 
 
 def step_memory(
-    what: Account, asked: Asked, kept: SavedMemory | None, activations: sympy.Expr
+    planned: PlannedModel, setup: Setup, kept: SavedMemory | None, activations: sympy.Expr
 ) -> tuple[dict[str, sympy.Expr], list[Moment]]:
     """The formula of each kind of memory and of their total, and the moments of the step."""
     moments: list[Moment] = []
     if kept is None:
-        workspace = _serving_workspace(what.training or what.base, asked)
+        workspace = _serving_workspace(planned.training or planned.base, setup)
     else:
-        sizes = _moments(what, asked, kept)
-        moments = [_moment(one, asked.at) for one in sizes]
+        sizes = _moments(planned, setup, kept)
+        moments = [_moment(one, setup.at) for one in sizes]
         totals = [moment.kept_bytes + moment.workspace_bytes for moment in moments]
         fullest = sizes[totals.index(max(totals))]
         workspace = fullest.kept + fullest.workspace - activations
-    _, weights = base_weights(what.base)
-    trained, size = _trained_shapes(what, asked), DTYPE_BYTES[what.adapter_dtype]
+    _, weights = base_weights(planned.base)
+    trained, size = _trained_shapes(planned, setup), DTYPE_BYTES[planned.adapter_dtype]
     adapters = sympy.Integer(size * elements(trained))
     kinds = (
         sympy.Integer(weights),
         adapters,
         adapters,
-        sympy.Integer(asked.optimizer.state_bytes(trained, size)),
-        _kv_cache(what.base) * TOKENS_OF_BATCH,
+        sympy.Integer(setup.optimizer.state_bytes(trained, size)),
+        _kv_cache(planned.base) * TOKENS_OF_BATCH,
         activations,
         workspace,
     )
@@ -180,14 +179,14 @@ def step_memory(
     return formulas | {"total": sympy.Add(*kinds)}, moments
 
 
-def _trained_shapes(what: Account, asked: Asked) -> Shapes:
+def _trained_shapes(planned: PlannedModel, setup: Setup) -> Shapes:
     """Of the trained tensors that one rank has."""
-    if asked.tp == 1 or what.training is None:
-        return what.use.trained
-    names = {name for graph in what.training.graphs for name in trained(graph)}
+    if setup.tp == 1 or planned.training is None:
+        return planned.use.trained
+    names = {name for graph in planned.training.graphs for name in trained(graph)}
     found = {
         (parameter.source, parameter.rows, layer): parameter.type.features
-        for parameter, layer in what.training.parameters()
+        for parameter, layer in planned.training.parameters()
         if parameter.name in names
     }
     return tuple(found.values())
@@ -224,30 +223,30 @@ def _kv_cache(model: ModelGraph) -> int:
     return sum(of_block[index] for index in model.layers)
 
 
-def _moments(what: Account, asked: Asked, kept: SavedMemory) -> list[MomentSizes]:
-    assert what.training is not None
-    assert what.plan is not None
-    assert what.epilogue is not None
-    loss = _loss_workspace(what.base, what.epilogue, asked)
-    return timeline(what.training, what.plan, kept, loss, asked.batch, asked.seq)
+def _moments(planned: PlannedModel, setup: Setup, kept: SavedMemory) -> list[MomentSizes]:
+    assert planned.training is not None
+    assert planned.plan is not None
+    assert planned.epilogue is not None
+    loss = _loss_workspace(planned.base, planned.epilogue, setup)
+    return timeline(planned.training, planned.plan, kept, loss, setup.batch, setup.seq)
 
 
-def _loss_workspace(base: ModelGraph, epilogue: Graph, asked: Asked) -> sympy.Expr:
+def _loss_workspace(base: ModelGraph, epilogue: Graph, setup: Setup) -> sympy.Expr:
     """What the loss needs at once: one chunk of tokens, beside the gradients of all."""
-    tokens = asked.batch * asked.seq
+    tokens = setup.batch * setup.seq
     vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
     chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    return transient(epilogue, chunk, asked.seq).formula(symbol) + carried_bytes(base)
+    return transient(epilogue, chunk, setup.seq).formula(symbol) + carried_bytes(base)
 
 
-def _serving_workspace(model: ModelGraph, asked: Asked) -> sympy.Expr:
+def _serving_workspace(model: ModelGraph, setup: Setup) -> sympy.Expr:
     """The most that one layer's forward needs at once, or the logits, where nothing is trained."""
-    tokens = asked.batch * asked.seq
-    found = [transient(block, tokens, asked.seq).formula(TOKENS_OF_BATCH) for block in model.blocks]
+    tokens = setup.batch * setup.seq
+    found = [transient(block, tokens, setup.seq).formula(TOKENS_OF_BATCH) for block in model.blocks]
     # Only the last token of each sequence gets logits.
-    found.append(transient(model.epilogue, asked.batch, asked.seq).formula(SEQUENCES))
-    return max(found, key=lambda formula: bytes_at(formula, asked.at))
+    found.append(transient(model.epilogue, setup.batch, setup.seq).formula(SEQUENCES))
+    return max(found, key=lambda formula: bytes_at(formula, setup.at))
 
 
 def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
-from pcg.explain.report import KINDS, Fit, Report
+from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
 
 _STAGES = {
     "eager": "transformers + peft",
@@ -23,7 +23,7 @@ _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def report_text(report: Report, tensors: bool, formulas: bool) -> str:
+def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
     """The report as monospaced text of at most 100 columns, formulas apart.
 
     Args:
@@ -54,7 +54,7 @@ def report_text(report: Report, tensors: bool, formulas: bool) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _heading(report: Report) -> list[str]:
+def _heading(report: ReportData) -> list[str]:
     base, trainable = report.parameters["base"], report.parameters["trainable"]
     share = f" ({trainable / base:.2%} of the base)" if trainable else ""
     ranks = "one rank" if report.tp == 1 else f"{report.tp} ranks"
@@ -67,7 +67,7 @@ def _heading(report: Report) -> list[str]:
     ]
 
 
-def _memory(report: Report) -> list[str]:
+def _memory(report: ReportData) -> list[str]:
     total = report.memory_bytes["total"]
     lines = ["memory of a rank       GiB"]
     for kind in (*KINDS, "total"):
@@ -77,7 +77,7 @@ def _memory(report: Report) -> list[str]:
     return lines
 
 
-def _stages(report: Report) -> list[str]:
+def _stages(report: ReportData) -> list[str]:
     most = max(stage.bytes for stage in report.activations)
     wide = max(14, *(len(stage.stage) + 1 for stage in report.activations))
     lines = [f"{'kept for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
@@ -90,7 +90,7 @@ def _stages(report: Report) -> list[str]:
     return lines
 
 
-def _budgets(report: Report) -> list[str]:
+def _budgets(report: ReportData) -> list[str]:
     """The corners of the front; the plans between two of them mix them over the layers."""
     shares = [point.bytes for point in report.pareto if not point.restored]
     most, least = shares[0], shares[-1]
@@ -106,11 +106,11 @@ def _budgets(report: Report) -> list[str]:
     return lines
 
 
-def _peers(report: Report) -> list[str]:
+def _peers(report: ReportData) -> list[str]:
     """The points of torch's partitioner, and pcg where as many operations are made again."""
     lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
     for point in report.peers:
-        ours = report.kept_at(point.recompute_flops_ratio)
+        ours = report.saved_bytes_at(point.recompute_flops_ratio)
         lines.append(
             f"  budget {point.budget:<7}{gib(point.bytes):>10}"
             f"{point.bytes_per_block / 2**20:>14,.1f}{point.recompute_flops_ratio:>13.1%}"
@@ -119,7 +119,7 @@ def _peers(report: Report) -> list[str]:
     return lines
 
 
-def _fit(fit: Fit) -> list[str]:
+def _fit(fit: GpuCapacity) -> list[str]:
     verdict = "fits" if fit.fits else "does not fit"
     lines = [
         f"{fit.gpu}   {gib(fit.usable_bytes)} GiB of {gib(fit.memory_bytes)} usable: {verdict}",
@@ -131,7 +131,7 @@ def _fit(fit: Fit) -> list[str]:
     return lines + [f"  to make it fit: {option}" for option in fit.advice]
 
 
-def _tensors(report: Report) -> list[str]:
+def _tensors(report: ReportData) -> list[str]:
     wide = max(len(row.tensor) for row in report.saved)
     lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  what becomes of it, and why"]
     for row in report.saved:
@@ -145,7 +145,7 @@ def _tensors(report: Report) -> list[str]:
     return lines
 
 
-def _formulas(report: Report, names: Iterable[str]) -> list[str]:
+def _formulas(report: ReportData, names: Iterable[str]) -> list[str]:
     rank = " and adapters of rank r" if report.rank_region else ""
     over = " over tp ranks" if report.formula_degrees else ""
     lines = [f"bytes, for B sequences of S tokens{rank}{over}"]
@@ -169,7 +169,7 @@ def _pieces(formula: str) -> list[str]:
     return [*lines, f"{last}  above"]
 
 
-def _region(report: Report) -> list[str]:
+def _region(report: ReportData) -> list[str]:
     if report.region is None:
         return []
     low, high = report.region
@@ -185,7 +185,7 @@ def _region(report: Report) -> list[str]:
     ]
 
 
-def _degrees(report: Report) -> list[str]:
+def _degrees(report: ReportData) -> list[str]:
     """At which degrees which formulas are exact, a line for each set of degrees."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, degrees in report.formula_degrees.items():
@@ -196,7 +196,7 @@ def _degrees(report: Report) -> list[str]:
     ]
 
 
-def comparison(reports: Mapping[str, Report]) -> str:
+def comparison(reports: Mapping[str, ReportData]) -> str:
     """Reports of one model side by side, as text: a line each.
 
     Args:

@@ -8,8 +8,8 @@
     }
 
 A parameter's line opens with its role and ends with its name in the checkpoint. A node's line ends
-with its attributes in braces and the module that it came from behind `@`. The grammar is in
-`pcg.ir.parser`.
+with its attributes in braces and the module that it came from behind `@`. Where nodes are grouped
+to kernels, a comment says which. The grammar is in `pcg.ir.parser`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable
 
 from pcg.errors import VerifyError
-from pcg.ir.graph import Attribute, Graph, Node, Parameter
+from pcg.ir.graph import Attribute, Graph, KernelGraph, Node, Parameter
 from pcg.ir.layouts import WHOLE
 from pcg.ir.types import State
 
@@ -45,9 +45,21 @@ def print_graph(graph: Graph) -> str:
     """
     lines = [_head(graph)]
     lines += [f"  {print_parameter(parameter)}" for parameter in graph.parameters]
-    lines += [f"  {print_node(node)}" for node in graph.nodes]
+    kernels = _kernels(graph)
+    lines += [f"  {print_node(node)}{kernels.get(node.name, '')}" for node in graph.nodes]
     lines.append(f"  return {', '.join(f'%{name}' for name in graph.outputs)}".rstrip())
     return "\n".join([*lines, "}"])
+
+
+def _kernels(graph: Graph) -> dict[str, str]:
+    """The comment that ends a node's line: the kernel that runs it, and the part of it."""
+    kernels = graph.kernels if isinstance(graph, KernelGraph) else ()
+    return {
+        name: f"  # kernel {number}" + f", part {place}" * (len(parts) > 1)
+        for number, parts in enumerate(kernels, 1)
+        for place, names in enumerate(parts, 1)
+        for name in names
+    }
 
 
 def print_graphs(graphs: Iterable[Graph]) -> str:

@@ -25,6 +25,8 @@ import sympy
 from pcg.errors import TypeCheckError
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
+CONTEXT = sympy.Symbol("S", integer=True, positive=True)
+"""Tokens that a token attends to at most: the length of its sequence."""
 RANK = sympy.Symbol("r", integer=True, positive=True)
 """Of an adapter, where it is left open: adapters of any meet there."""
 

@@ -50,7 +50,8 @@ from math import prod
 import sympy
 
 from pcg.errors import UnsupportedError
-from pcg.ir.graph import Attribute, Builder, Graph, Node, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.program.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
 from pcg.passes.bypasses import Bottleneck, Bypasses

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
 
-from pcg.ir.graph import Builder, Graph, Node, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Node, Value
 from pcg.passes.differentiate import Differentiated
 
 SIGNS_PER_BYTE = 8

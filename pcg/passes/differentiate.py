@@ -13,7 +13,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from pcg.ir.analysis.trainable import reachable, trained
-from pcg.ir.graph import Builder, Graph, Node, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
 
 

@@ -37,7 +37,12 @@ from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse, fuse_linears
 from pcg.passes.fusion.fuse_gradients import fuse_gradients
 from pcg.passes.fusion.fuse_loss import fuse_loss
+from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.order_kernels import OrderKernels
+from pcg.passes.fusion.side_by_side import SideBySide
+from pcg.passes.fusion.split_cache_append import SplitCacheAppend
 from pcg.passes.memory.plan import Frontiers, MemoryPlan, frontiers
+from pcg.passes.pass_base import GraphPass
 from pcg.passes.prune import prune
 from pcg.passes.raise_operators import raise_operators
 from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
@@ -243,9 +248,28 @@ def _fuse(state: Compilation) -> Compilation:
     )
 
 
+KERNELS: tuple[GraphPass, ...] = (
+    SplitCacheAppend(),
+    GroupKernels(),
+    SideBySide(),
+    OrderKernels(),
+)
+
+
 def _emit(state: Compilation) -> Compilation:
+    passes = KERNELS if state.backend == "triton" else ()
+
+    def lowered(graph: Graph) -> Graph:
+        for one in passes:
+            graph = one.run(graph)
+        return graph
+
+    def lowered_plan(plan: TrainingGraph) -> TrainingGraph:
+        backward = None if plan.backward is None else lowered(plan.backward)
+        return dataclasses.replace(plan, forward=lowered(plan.forward), backward=backward)
+
     model = made(state.serving_model)
-    serving = Serving(model, emit_serving(state.name, model, state.backend))
+    serving = Serving(model, emit_serving(state.name, model.map(lowered), state.backend))
     training = None
     if state.training_model is not None:
         epilogue, loss, trained = made(state.training_epilogue)
@@ -253,7 +277,14 @@ def _emit(state: Compilation) -> Compilation:
         plans = made(state.fused_plans)
         prologue, prologue_trained = state.training_prologue
         source = emit_training(
-            state.name, model, plans, plan.layers, epilogue, loss, prologue, state.backend
+            state.name,
+            dataclasses.replace(model, prologue=lowered(model.prologue)),
+            tuple(map(lowered_plan, plans)),
+            plan.layers,
+            lowered(epilogue),
+            lowered(loss),
+            None if prologue is None else lowered(prologue),
+            state.backend,
         )
         training = Training(
             model,

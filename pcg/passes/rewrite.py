@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from pcg.ir.graph import Attribute, Builder, Graph, Node
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node
 
 
 class NewName(str):

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pcg.ir.analysis.trainable import trained
-from pcg.ir.graph import Builder, Graph, Value
-from pcg.ir.operators.collective import OwnPart, TakenPart
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Value
+from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.compress import uncompressed

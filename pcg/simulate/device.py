@@ -17,11 +17,12 @@ from typing import Any
 
 from pcg.errors import GenerationError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import Side
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.job import SimulatedBackward, SimulatedForward
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import EventLog, Kind
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.policies import Policy
-from pcg.runtime.engine.scheduler import Limits, Scheduler
+from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
@@ -20,8 +21,8 @@ from pcg.simulate.device import SimulatedDevice
 from pcg.simulate.job import simulated_steps
 
 
-class SimulatedEngine(Engine):
-    """Serves and trains in simulated time; see `Engine`."""
+class SimulatedEngine(EngineLoop):
+    """Serves and trains in simulated time; see `EngineLoop`."""
 
     device: SimulatedDevice
     clock: SimulatedClock

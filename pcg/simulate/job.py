@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
-from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 Windows = list[list[SequenceChunk]]
 

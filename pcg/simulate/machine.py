@@ -11,9 +11,9 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import CONTEXT
 from pcg.options import check_degree
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
@@ -25,8 +25,8 @@ from pcg.peft.lora import LoraRecipe
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.simulate.device import SimulatedAdapter

@@ -20,14 +20,16 @@ import torch
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device, Side
-from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.job import Job
-from pcg.runtime.engine.latency import Latencies, Latency, Load
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.engine.units import Backward, Forward, Release
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Backward, Forward, Release
 
 
 @dataclass
@@ -44,7 +46,7 @@ class StepProfile:
     units: list[tuple[Load, float]] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
 
-    def watch(self, engine: Engine, job: Job) -> ProfiledDevice:
+    def watch(self, engine: EngineLoop, job: Job) -> ProfiledDevice:
         """Note what an engine's device and a job do from now on."""
         device = ProfiledDevice(engine.device, engine.clock, self)
         engine.device = device
@@ -81,7 +83,7 @@ class ProfiledDevice:
         self._clock = clock
         self._profile = profile
 
-    def step(self, engine: Engine) -> int:
+    def step(self, engine: EngineLoop) -> int:
         """Run a step of the engine and note it; how many requests ended."""
         self.shape, self.behind_s = None, 0.0
         started = self._clock.now_s()

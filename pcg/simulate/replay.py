@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
-from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.request import Request
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.workloads.checks import require_positive
@@ -27,7 +28,7 @@ _MOST_STUCK = 10_000
 
 
 def replay(
-    engine: Engine,
+    engine: EngineLoop,
     workload: Workload,
     adapters: Mapping[str, ServedAdapter],
     vocabulary: int,
@@ -81,7 +82,7 @@ def replay(
     return serving_report(engine.log, start_s=start_s, end_s=clock.now_s())
 
 
-def train(engine: Engine, seconds: float) -> ServingReport:
+def train(engine: EngineLoop, seconds: float) -> ServingReport:
     """Run an engine's jobs alone for so long, or to their end.
 
     Raises:
@@ -142,7 +143,7 @@ def _request(
     return request
 
 
-def _submit(engine: Engine, request: Request, came_s: float) -> None:
+def _submit(engine: EngineLoop, request: Request, came_s: float) -> None:
     try:
         engine.submit(request, came_s)
     except OutOfMemoryError:

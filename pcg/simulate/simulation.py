@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.events import Event
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.sampling_params import SamplingParams

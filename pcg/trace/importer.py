@@ -18,7 +18,8 @@ import torch
 from torch.fx import Node
 
 from pcg.errors import TraceError, TypeCheckError
-from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.trace.export import Exported
 from pcg.trace.score_attention import ScoreAttention, find_scores

@@ -50,7 +50,7 @@ class Partition:
         kept: bytes passed to backward, by storage.
         shared: bytes passed to backward of what is made of shared inputs alone.
         forward_flops: of the forward, without what is computed again.
-        again_flops: computed again in backward.
+        recomputed_flops: computed again in backward.
         forward: inputs to outputs and what is kept.
         backward: what is kept and the outputs' gradients to the inputs' gradients.
         resident: storages of parameters and shared inputs.
@@ -59,7 +59,7 @@ class Partition:
     kept: Mapping[int, int]
     shared: Shared
     forward_flops: int
-    again_flops: int
+    recomputed_flops: int
     forward: fx.GraphModule
     backward: fx.GraphModule
     resident: frozenset[int]

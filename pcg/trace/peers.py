@@ -1,14 +1,14 @@
-"""What `torch.compile` keeps of transformers + peft, by torch's min-cut partitioner.
+"""What `torch.compile` saves for the backward of transformers + peft: torch's min-cut partitioner.
 
-    kept  = Σ layers kept(layer) + what layers share, once + what the loss keeps
-    again = Σ layers again(layer) / Σ layers forward FLOPs
+    saved      = Σ layers saved(layer) + what layers share, once + what the loss saves
+    recomputed = Σ layers recomputed(layer) / Σ layers forward FLOPs
 
 The partitioner is given one layer at a time, layers that are alike once, so that its activation
 memory budget counts: within a whole shallow model it is silently ignored. What follows the layers,
 logits and loss, is divided as by default. peft's adapters are as peft makes them, fp32 over half
 precision, and nothing has dropout.
 
-Importing this costs seconds (functorch, inductor's decompositions): only who asks for it pays.
+Importing this module takes seconds (functorch, inductor's decompositions).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
-from pcg.explain.report import PeerPoint
 from pcg.trace.export import quiet
 from pcg.trace.partitioner import JointGraph, Partition, attention_as_on_cuda
 from pcg.trace.peer_model import (
@@ -40,35 +39,51 @@ __all__ = ["BUDGETS", "MASKLESS", "torch_partitioner"]
 
 
 @dataclass(frozen=True)
-class _Peer:
-    """A model traced: each layer's joint graph, by kind, and the loss's."""
+class PartitionedModel:
+    """A model's training graphs, divided into forward and backward under one budget.
+
+    Attributes:
+        budget: torch's activation memory budget, from 1 to 0.
+        layer_bytes: bytes that each layer saves, without what layers share.
+        outside_bytes: bytes of what layers share, and of logits and loss.
+        forward_flops: FLOPs of the layers' forward, without what backward recomputes.
+        recomputed_flops: FLOPs that the layers' backward recomputes.
+    """
+
+    budget: float
+    layer_bytes: tuple[int, ...]
+    outside_bytes: int
+    forward_flops: int
+    recomputed_flops: int
+
+
+@dataclass(frozen=True)
+class _TracedModel:
+    """The joint graphs of a model: one for each kind of layer, and the loss's."""
 
     calls: Sequence[LayerCall]
     graphs: Mapping[Any, JointGraph]
     loss: JointGraph
 
-    def point(self, budget: float) -> PeerPoint:
-        """The whole model, its layers divided under a budget."""
+    def partition(self, budget: float) -> PartitionedModel:
+        """Divide the layers under a budget, and the loss under the default."""
         outside = self.loss.partition(1.0)
         of_kind = {kind: graph.partition(budget) for kind, graph in self.graphs.items()}
         layers = [of_kind[call.kind] for call in self.calls]
         shared: dict[Any, int] = {}
         for call in self.calls:
             shared |= self._shared(call, of_kind[call.kind])
-        around = outside.size_bytes + sum(shared.values())
-        inner = layers[1:] or layers
-        return PeerPoint(
+        return PartitionedModel(
             budget,
-            sum(layer.size_bytes for layer in layers) + around,
-            around,
-            round(sum(layer.size_bytes for layer in inner) / len(inner)),
-            sum(layer.again_flops for layer in layers)
-            / (sum(layer.forward_flops for layer in layers) or 1),
+            tuple(layer.size_bytes for layer in layers),
+            outside.size_bytes + sum(shared.values()),
+            sum(layer.forward_flops for layer in layers),
+            sum(layer.recomputed_flops for layer in layers),
         )
 
     @staticmethod
     def _shared(call: LayerCall, layer: Partition) -> dict[Any, int]:
-        """Bytes of what a layer keeps that was made of shared inputs alone, by what they are."""
+        """Bytes that a layer saves of what is made of shared inputs alone, by what they are."""
         inputs = [call.arguments[place].untyped_storage()._cdata for place in call.shared]
         return {
             (operator, shape, frozenset(inputs[place] for place in sources)): size
@@ -85,15 +100,15 @@ def torch_partitioner(
     *,
     budgets: Sequence[float] = BUDGETS,
     attention: str | None = None,
-) -> tuple[PeerPoint, ...]:
-    """What torch's partitioner keeps and computes again under each budget.
+) -> tuple[PartitionedModel, ...]:
+    """Return what torch's partitioner saves and recomputes under each budget.
 
     Args:
         config: the contents of a config.json.
         dtype: torch's name of the base's dtype.
         adapter: the contents of an adapter_config.json.
-        batch: sequences of a step.
-        seq: tokens of each.
+        batch: the number of sequences of a step.
+        seq: the number of tokens of each.
         budgets: activation memory budgets, from 0 to 1.
         attention: `MASKLESS`, or what transformers chooses, with the mask that it makes where it is
             traced.
@@ -103,11 +118,11 @@ def torch_partitioner(
     """
     try:
         with quiet(), FakeTensorMode():
-            peer = _trace(
+            traced = _trace(
                 config, dtype, adapter, torch.zeros(batch, seq, dtype=torch.long), attention
             )
             with attention_as_on_cuda():
-                return tuple(peer.point(budget) for budget in budgets)
+                return tuple(traced.partition(budget) for budget in budgets)
     except PcgError:
         raise
     except Exception as error:  # of transformers, peft and torch, in whose code all of this runs
@@ -121,7 +136,7 @@ def _trace(
     adapter: Mapping[str, Any],
     ids: torch.Tensor,
     attention: str | None,
-) -> _Peer:
+) -> _TracedModel:
     import peft
 
     kinds = peft.PeftType.__members__
@@ -145,4 +160,4 @@ def _trace(
             graphs[call.kind] = JointGraph.trace(call.run, [call.hidden], parameters, shared)
     loss, hidden = without_layers(model, layers, last)
     after = JointGraph.trace(loss, [hidden], list(tensors_of(model).values()), [ids])
-    return _Peer(calls, graphs, after)
+    return _TracedModel(calls, graphs, after)

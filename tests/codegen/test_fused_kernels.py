@@ -15,10 +15,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
-from pcg.codegen.triton_emitter import with_appends
+from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
 from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
 from tests.passes.test_kernel_groups import EVERY, graphs
@@ -27,6 +25,7 @@ from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.kernel_graphs import lowered
 
 bf16.install()
 
@@ -127,8 +126,8 @@ def kernels(model: str) -> Iterator[Kernel]:
     program = compiler.compile_program(model, dtype="bfloat16")
     seen = set()
     for graph in graphs(program):
-        for item in schedule(with_appends(graph)):
-            if not isinstance(item, Group):
+        for item in items_of(lowered(graph)):
+            if not isinstance(item, KernelGroup):
                 continue
             made = group_kernel(item, "fused")
             if made.source in seen:

@@ -17,8 +17,8 @@ import pcg.compiler as compiler
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
-from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.memory.decode_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.model.decode_graphs import EAGER_STEPS, CudaRecorder
 from pcg.runtime.model.sampling import SamplingParams, check_drawn, make_generator, sample
 from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts

@@ -19,8 +19,8 @@ from pcg.kernels.torch import products
 from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, LoraGradients
 from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
 from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ def executor_of(base: Any, backend: str) -> Executor:
 def served(base: Any, backend: str) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Tokens of requests, and the adapter that a job beside them trained."""
     executor = executor_of(base, backend)
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     engine = executor.engine(Limits(tokens=24, least_chunk=4), kv_cache_bytes=200 * page_bytes)
     data = [Example(ids, ids) for ids in prompts((11, 7))]
     recipe = RECIPES["r4"]
@@ -138,7 +138,7 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
 
     def trained(backend: str) -> list[torch.Tensor]:
         executor = compiler.compile(base, backend=backend)
-        page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+        page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
         engine = executor.engine(kv_cache_bytes=200 * page_bytes)
         jobs = [
             engine.finetune(data, name, peft=recipe, max_steps=1, batch_size=2, seed=1)
@@ -229,8 +229,8 @@ def test_adapters_come_and_go_in_pages_of_the_cache(recipe: dict[str, Any]) -> N
             for tensor in adapter.tensors:
                 generator = torch.Generator().manual_seed(seed)
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.3)
-        page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
-        pages = 2 * executor.serving[1].pages_of(executor.adapters["a0"], page_bytes) + 2
+        page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
+        pages = 2 * executor.serving.tables.pages_of(executor.adapters["a0"], page_bytes) + 2
         engine = executor.engine(Limits(running=1), kv_cache_bytes=pages * page_bytes)
         engine.submit(Request(tuple(prompt), params, None))  # with nobody's rows, by itself
         for name in (*names, *names):

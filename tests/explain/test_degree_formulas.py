@@ -9,8 +9,8 @@ import pytest
 import sympy
 
 import pcg
-import pcg.explain.explain as explaining
 from pcg.errors import MemoryBudgetError, ParallelError
+from pcg.explain import explain as explaining
 from pcg.explain.degree_formulas import DEGREE, AtDegree, in_degree
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.source import resolve
@@ -23,9 +23,9 @@ from tests.support.families import BY_NAME
 def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites, and where plans stay the best, take most of the time, and are no matter here."""
     rows = {"base": [], "bypass": []}
-    monkeypatch.setattr("pcg.explain.parallel_report.parallel_rows", lambda *_: dict(rows))
+    monkeypatch.setattr(explaining, "parallel_rows", lambda *_: dict(rows))
     monkeypatch.setattr(explaining, "_parallel_regions", lambda *_: {})
-    monkeypatch.setattr("pcg.explain.plan_validity.region", lambda _, here, most: (here, here))
+    monkeypatch.setattr(explaining, "valid_range", lambda _, here, most: (here, here))
 
 
 def check(config: Mapping[str, Any], asked: int, degrees: tuple[int, ...], **options: Any) -> None:

@@ -18,11 +18,10 @@ import torch
 
 from pcg.explain.adapter_use import adapter_use
 from pcg.explain.eager.memory import EagerMemory, eager_memory
-from pcg.explain.eager.saved import Eager
+from pcg.explain.eager.saved_storages import EagerRun
 from pcg.ir.analysis.storages import SEQUENCES, Storages
-from pcg.ir.graph import Builder
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
+from pcg.ir.builder import Builder
+from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, tensor
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.peft.bitfit import BitfitRecipe
@@ -70,7 +69,7 @@ def predicted(
     assert state.traced is not None
     use = adapter_use(state.base, {"a": recipe}, str(config["model_type"]), "f32")
     # On the CPU layer norm keeps its statistics in the dtype of its input, on CUDA in fp32.
-    eager = Eager(
+    eager = EagerRun(
         use.sites,
         state.traced.attention,
         str(config["model_type"]),
@@ -259,7 +258,7 @@ def test_without_adapters_nothing_is_kept() -> None:
     state = Compilation("test", BY_NAME["llama3"].config(2), lambda _: Bypasses())
     base = run_passes(state, last="fold").base
     assert base is not None
-    assert eager_memory(base, Eager({}, "sdpa", "llama", BATCH, SEQ)).total == 0
+    assert eager_memory(base, EagerRun({}, "sdpa", "llama", BATCH, SEQ)).total == 0
 
 
 # MiB a layer at batch 1, sequence 1024, bf16, measured on meta tensors of the true shapes.

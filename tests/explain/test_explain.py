@@ -15,8 +15,9 @@ import sympy
 
 import pcg
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
-from pcg.explain.report import KINDS, Report
+from pcg.explain import explain as explaining
+from pcg.explain.report import Report
+from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import LOSS_CHUNK_BYTES
 from pcg.explain.text import bar, comparison, count_text, gib
 from pcg.peft.lora import LoraRecipe

@@ -23,7 +23,8 @@ from cli.application import app
 from pcg.explain.page.element import Markup, element
 from pcg.explain.page.layout import layout
 from pcg.explain.page.plot import Scale
-from pcg.explain.report import KINDS, Report, Stage
+from pcg.explain.report import Report
+from pcg.explain.report_data import KINDS, Stage
 from pcg.source import resolve
 
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.ir.verifier import verify

@@ -32,8 +32,8 @@ def measured(executor: Executor) -> int:
     window = whole.begin(whole.tokens)
     with torch.no_grad():
         for layer in range(len(runner.training.layers)):
-            run_single(whole.asking_layer(layer, window))
-    tensors = [x for saved in window.kept for x in saved if x is not None]
+            run_single(whole.layer_requests(layer, window))
+    tensors = [x for saved in window.saved for x in saved if x is not None]
     weights = executor.base_weights
     resident = {
         value.untyped_storage().data_ptr()

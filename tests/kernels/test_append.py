@@ -23,15 +23,16 @@ import pcg.compiler as compiler
 from pcg.codegen import torch_emitter, triton_emitter
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
-from pcg.ir.graph import Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Parameter, Value
+from pcg.ir.kernel_group import group_of
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, Span, whole_sequences
 from pcg.runtime.model.runner import load_functions
 from pcg.runtime.training.data import Example
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.families.test_numbers import prompts
 from tests.support import oracle
@@ -40,6 +41,7 @@ from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.kernel_graphs import lowered
 
 bf16.install()
 CPU = torch.device("cpu")
@@ -71,7 +73,8 @@ def test_the_cache_holds_what_transformers_caches(
 def launched(name: str, **changes: Any) -> list[str]:
     """The kernels of a step that decodes, of one layer alone."""
     base = oracle.random_model(BY_NAME[name].config(1, **changes))
-    runner, stacks = compiler.compile(base, backend="triton").serving
+    serving = compiler.compile(base, backend="triton").serving
+    runner = serving.runner
     cache = KvCache(kv_types(runner.model), 4, CPU, in_pages=True)
     tables = tables_of(cache, [9, 9])
     spans = [Span(i, 1, 8, table) for i, table in enumerate(tables)]
@@ -85,7 +88,7 @@ def launched(name: str, **changes: Any) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", noted)
-        runner.hidden(batch, stacks.bind([None, None], [1, 1]))
+        runner.hidden(batch, serving.tables.bind([None, None], [1, 1]))
     return [name for name in names if not name.startswith("prologue")]
 
 
@@ -116,7 +119,7 @@ def test_gradients_of_windows_through_pages() -> None:
         module, _, kind = path.rpartition(".")
         weights = adapter.weights[module]
         (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
-    runner = executor.training_runner_of(adapter, windows=True)
+    runner = training_runner(executor.state, adapter, windows=True)
     backward = runner.training.plans[0].backward
     assert backward is not None
     assert any(node.op == "attention" for node in backward.nodes)
@@ -161,8 +164,8 @@ def code_of(size: int, value_size: int, page: int) -> Kernel:
     )
     q, k = (builder.add("rope", [x, *angles], rotary_dim=size, style="half") for x in (q, k))
     out, _ = builder.add_many("attention", [q, k, v], scale=1.0, window=0, softcap=0.0)
-    graph = triton_emitter.with_appends(builder.build([out]))
-    group = next(item for item in schedule(graph) if isinstance(item, Group))
+    graph = lowered(builder.build([out]))
+    group = group_of(graph, graph.kernels[0])
     made = group_kernel(group, "append")
     warps = re.search(r"warps=(\d+)", made.source)
     assert warps is not None
@@ -221,10 +224,10 @@ class Layer:
         graph = self._graph()
         self.run, self.reference = (
             load_functions(
-                emitter.emit_module("A layer", "", [emitter.emit_function(graph, "layer", "")]),
+                emitter.emit_module("A layer", "", [emitter.emit_function(emitted, "layer", "")]),
                 "layer",
             )["layer"]
-            for emitter in (triton_emitter, torch_emitter)
+            for emitter, emitted in ((triton_emitter, lowered(graph)), (torch_emitter, graph))
         )
 
     def _graph(self) -> Graph:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pcg.runtime.model.uploads import uploaded
+from pcg.runtime.memory.uploads import uploaded
 from tests.codegen import test_on_gpu as on_gpu
 from tests.support.interpreter import bf16
 from tests.support.interpreter.stand_in import stand_in

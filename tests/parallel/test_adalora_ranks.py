@@ -193,11 +193,11 @@ def test_the_orthogonal_loss_over_ranks_is_pefts(
         runner = executor.training_runner("a")
         loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
         runner.sum_gradients()
-        allocator = RankAllocator.of(runner.adapter, runner.pieces, STEPS)
+        allocator = RankAllocator.of(runner.adapter, runner.shards, STEPS)
         assert allocator is not None
         loss += allocator.regularize()
         gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-        return loss, runner.pieces.joined(gradients)
+        return loss, runner.shards.joined(gradients)
 
     theirs = trained(wrapped)
     for loss, gradients in run_ranks(2, on_rank):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.ir.graph import Attribute, Builder, Graph
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.ir.verifier import verify

@@ -18,7 +18,7 @@ import torch
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS, operator
-from pcg.ir.operators.collective import FLOPS_PER_BYTE
+from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.parallel.costs import collective_profiler
 from pcg.parallel.costs.accelerators import (

@@ -156,7 +156,7 @@ def gradients(
     loss = runner.forward_backward([Example(ids, ids) for ids in SEQUENCES], targets)
     runner.sum_gradients()
     found = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-    return loss, runner.pieces.joined(found)
+    return loss, runner.shards.joined(found)
 
 
 @pytest.mark.parametrize(

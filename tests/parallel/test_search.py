@@ -16,10 +16,11 @@ from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
+from pcg.parallel.bypass_sites import BypassSite
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
-from pcg.parallel.search import Candidate, Search, SearchResult, Site
+from pcg.parallel.search import Candidate, Search, SearchResult
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.sharding.parallelize import search_layer
@@ -219,7 +220,7 @@ def test_s_loras_bytes() -> None:
 def test_a_search_names_what_each_site_is() -> None:
     search, _ = searched("llama3")
     assert [site.is_row for site in search.sites] == [False] * 3 + [True] + [False] * 2 + [True]
-    assert all(isinstance(site, Site) and len(site.weights) == 2 for site in search.sites)
+    assert all(isinstance(site, BypassSite) and len(site.weights) == 2 for site in search.sites)
 
 
 def test_what_is_best_changes_with_tokens() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import CostModelError
-from pcg.ir.operators.operator import Types
+from pcg.ir.operators.base import Types
 from pcg.ir.types import TOKENS, tensor
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
-from pcg.ir.operators.collective import OPERATORS, Transition
+from pcg.ir.operators import OPERATORS
+from pcg.ir.operators.collectives import Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, saved
@@ -76,7 +77,7 @@ def edges(
     layouts: list[Layout], tokens: int, is_active: bool
 ) -> Iterator[tuple[str, int, Layout, Layout]]:
     """Transitions; `tokens` is the dim that tokens are parted along, 0 for none."""
-    for entry in OPERATORS:
+    for entry in OPERATORS.values():
         if isinstance(entry, Transition):
             for dim in {layout.dim for layout in layouts}:
                 is_of_tokens = bool(tokens) and dim == tokens

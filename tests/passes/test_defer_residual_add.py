@@ -14,11 +14,10 @@ from pcg.ir.verifier import verify
 from pcg.passes import pipeline
 from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
 from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.kernel_graphs import groups
 
 
 def model_of(name: str, **options: Any) -> ModelGraph:
@@ -35,8 +34,7 @@ def handed_on(model: ModelGraph) -> ModelGraph:
 def kernels(model: ModelGraph) -> list[list[str]]:
     """Operators of each kernel of the layer."""
     (block,) = model.blocks
-    groups = [item for item in schedule(block) if isinstance(item, Group)]
-    return [[node.op for node in group.nodes] for group in groups]
+    return [[node.op for node in group.nodes] for group in groups(block)]
 
 
 def test_the_sum_is_in_the_kernel_of_the_next_norm() -> None:
@@ -81,6 +79,6 @@ def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch)
     expected = compiler.compile(base).logits(sequences)
     monkeypatch.setattr(pipeline, "fuse", lambda model: handed_on(fuse(model)))
     executor = compiler.compile(base)
-    assert len(executor.serving[0].model.blocks[0].outputs) == 2
+    assert len(executor.serving.runner.model.blocks[0].outputs) == 2
     for ours, theirs in zip(executor.logits(sequences), expected, strict=True):
         assert torch.equal(ours, theirs)

@@ -8,11 +8,12 @@ import pytest
 
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph, Node
+from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
+from pcg.ir.parser import parse_graph
 from pcg.ir.program.program import Program
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
 from tests.support.families import BY_NAME, FAMILIES
+from tests.support.kernel_graphs import groups, schedule
 
 
 def graphs(program: Program) -> Iterator[Graph]:
@@ -28,10 +29,9 @@ def graphs(program: Program) -> Iterator[Graph]:
 
 def operators(graph: Graph) -> list[str]:
     """Of each kernel; of its parts behind one another."""
-    groups = [item for item in schedule(graph) if isinstance(item, Group)]
     return [
         " | ".join(" ".join(node.op for node in part.nodes) for part in group.parts or (group,))
-        for group in groups
+        for group in groups(graph)
     ]
 
 
@@ -49,9 +49,9 @@ def test_every_node_runs_once_behind_what_it_reads(name: str) -> None:
         ran: list[Node] = []
         for item in schedule(graph):
             assert there.issuperset(item.inputs), (graph.name, item)
-            nodes = item.nodes if isinstance(item, Group) else (item,)
+            nodes = item.nodes if isinstance(item, KernelGroup) else (item,)
             ran += nodes
-            made = item.outputs if isinstance(item, Group) else [v.name for v in item.outputs]
+            made = item.outputs if isinstance(item, KernelGroup) else [v.name for v in item.outputs]
             there.update(made)
         assert sorted(node.name for node in ran) == sorted(node.name for node in graph.nodes)
         assert there.issuperset(graph.outputs)
@@ -90,22 +90,34 @@ def test_a_path_through_another_node_keeps_groups_apart() -> None:
     """silu(x) is read by a product and, with that, by a sum: one kernel cannot wait for it."""
     program = compile_program(BY_NAME["gpt2"].config(2))
     for graph in graphs(program):
-        for item in schedule(graph):
-            if isinstance(item, Group):
-                between = {node.name for node in graph.nodes if node.name not in item.made}
-                reached = set(item.outputs)
-                for node in graph.nodes:
-                    if node.name in between and reached.intersection(node.inputs):
-                        reached.update(value.name for value in node.outputs)
-                assert not (reached & between).intersection(item.inputs)
+        for group in groups(graph):
+            between = {node.name for node in graph.nodes if node.name not in group.made}
+            reached = set(group.outputs)
+            for node in graph.nodes:
+                if node.name in between and reached.intersection(node.inputs):
+                    reached.update(value.name for value in node.outputs)
+            assert not (reached & between).intersection(group.inputs)
+
+
+def test_a_view_that_its_kernel_reads_too_stays_inside() -> None:
+    """Outside, it would wait for the kernel that waits for it."""
+    graph = parse_graph("""\
+graph @g(%x: f32[T, 2, 4]) {
+  %silu: f32[T, 2, 4] = silu(%x)
+  %flat: f32[T, 8] = reshape(%silu) {shape=(-1, 8)}
+  %neg: f32[T, 8] = neg(%flat)
+  return %flat, %neg
+}
+""")
+    (group,) = groups(graph)
+    assert group.outputs == ("flat", "neg")
 
 
 def test_views_at_the_border_stay_outside() -> None:
     program = compile_program(BY_NAME["llama3"].config(2))
     for graph in graphs(program):
-        for item in schedule(graph):
-            if isinstance(item, Group):
-                for node in item.nodes:
-                    if operator(node.op).is_view:
-                        assert node.inputs[0] in item.made
-                        assert not item.leaves(node)
+        for group in groups(graph):
+            for node in group.nodes:
+                if operator(node.op).is_view:
+                    assert node.inputs[0] in group.made
+                    assert not group.leaves(node)

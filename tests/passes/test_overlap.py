@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pcg.codegen.torch_emitter import emit_function
 from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.analysis.saved_memory import transient
-from pcg.ir.graph import Builder, Graph
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify

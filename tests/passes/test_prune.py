@@ -57,7 +57,10 @@ def test_the_relu_that_only_the_frozen_product_read_is_no_longer_needed() -> Non
 
 def ancestors(graph: Graph) -> set[str]:
     """The values that an output depends on, by networkx's own search."""
-    view = graph.to_networkx()
+    view: networkx.DiGraph[str] = networkx.DiGraph()
+    view.add_nodes_from(graph.types)
+    for node in graph.nodes:
+        view.add_edges_from((name, value.name) for value in node.outputs for name in node.inputs)
     found = set(graph.outputs)
     for name in graph.outputs:
         found |= networkx.ancestors(view, name)

@@ -10,11 +10,9 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph
 from pcg.ir.verifier import verify
-from pcg.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
-from pcg.passes.fusion.kernel_group import Group
-from pcg.passes.fusion.kernel_groups import schedule
-from pcg.passes.fusion.split_cache_append import split_append
+from pcg.passes.fusion.split_cache_append import SplitCacheAppend
 from tests.support.families import BY_NAME
+from tests.support.kernel_graphs import groups
 
 
 @cache
@@ -25,15 +23,14 @@ def block(name: str, **changes: Any) -> Graph:
 
 
 def split(graph: Graph) -> Graph:
-    found = split_append(graph, HEAD_SIZES, HEAD_DTYPES)
+    found = SplitCacheAppend().run(graph)
     verify(found)
     return found
 
 
 def kernel_of_keys(graph: Graph) -> list[str]:
     """Operators of the parts of the kernel that appends keys."""
-    groups = [item for item in schedule(graph) if isinstance(item, Group)]
-    (found,) = [group for group in groups if any(node.op == "append" for node in group.nodes)]
+    (found,) = [g for g in groups(graph) if any(node.op == "append" for node in g.nodes)]
     return [" ".join(node.op for node in part.nodes) for part in found.parts]
 
 
@@ -63,8 +60,8 @@ def test_other_attention_appends_for_itself() -> None:
     # Nothing makes keys but a product; attention has no kernel for such heads.
     assert split(block("gpt2")) == block("gpt2")
     graph = block("llama3")
-    assert split_append(graph, (24, 32), HEAD_DTYPES) == graph
-    assert split_append(graph, HEAD_SIZES, ("bf16",)) == graph
+    assert SplitCacheAppend(sizes=(24, 32)).run(graph) == graph
+    assert SplitCacheAppend(dtypes=("bf16",)).run(graph) == graph
 
 
 def test_keys_that_a_prompt_replaces_are_appended_by_attention() -> None:
@@ -89,7 +86,6 @@ def test_what_is_kept_of_keys_is_made_beside_them() -> None:
     graph = block("llama3")
     keys = next(node for node in graph.nodes if node.op == "attention").inputs[1]
     found = split(graph.replace(outputs=(*graph.outputs, keys)))
-    groups = [item for item in schedule(found) if isinstance(item, Group)]
-    assert [group.outputs for group in groups if keys in group.made] == [
+    assert [group.outputs for group in groups(found) if keys in group.made] == [
         ("rope", keys, "keys", "values")
     ]

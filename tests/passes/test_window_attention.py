@@ -15,6 +15,7 @@ from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.training.data import Example
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass, Window
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -24,7 +25,7 @@ TOKENS = 32
 
 def kept_bytes(executor: Executor, windows: bool) -> int:
     """Of storages that a forward of one sequence leaves for backward, weights and cache apart."""
-    runner = executor.training_runner_of(executor.adapters["a"], windows)
+    runner = training_runner(executor.state, executor.adapters["a"], windows)
     cache = KvCache(kv_types(runner.training.model), pages_for(TOKENS), torch.device("cpu"))
     table = cache.pool.open("sequence")
     cache.pool.extend(table, pages_for(TOKENS))
@@ -46,7 +47,7 @@ def kept_bytes(executor: Executor, windows: bool) -> int:
     assert isinstance(window.batch, Batch)
     sizes = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for kept in window.kept
+        for kept in window.saved
         for x in kept
         if x is not None
     }
@@ -74,7 +75,7 @@ BATCH, SEQ = 2, 16
 def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
     """Of storages that are there when all windows went forward; weights and cache apart."""
     adapter = executor.adapters["a"]
-    runner = executor.training_runner_of(adapter, windows=True)
+    runner = training_runner(executor.state, adapter, windows=True)
     length = adapter.prompt_tokens + SEQ
     pages = pages_for(length)
     cache = KvCache(kv_types(runner.training.model), BATCH * pages, torch.device("cpu"))
@@ -102,7 +103,7 @@ def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
         x
         for window in found
         for x in (
-            *(x for kept in window.kept for x in kept),
+            *(x for kept in window.saved for x in kept),
             *window.gradients,
             *window.carried,
             *window.shared,

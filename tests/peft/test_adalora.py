@@ -119,7 +119,7 @@ def test_the_orthogonal_loss_and_its_gradients_are_pefts(tmp_path: Path) -> None
     out.loss.backward()
     runner = executor.training_runner("a")
     loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
-    allocator = RankAllocator.of(runner.adapter, runner.pieces, 12)
+    allocator = RankAllocator.of(runner.adapter, runner.shards, 12)
     assert allocator is not None
     assert loss + allocator.regularize() == pytest.approx(float(out.loss.detach()), rel=TOLERANCE)
     theirs = trained(wrapped)

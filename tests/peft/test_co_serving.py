@@ -20,17 +20,17 @@ from torch import Tensor
 
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import Job, JobState
-from pcg.runtime.engine.latency import Load
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.sharing import Sharing, Step
-from pcg.runtime.engine.units import Forward
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.runtime.training.data import Example
-from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import pass_through
+from pcg.runtime.training.work_units import Forward
 from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, make_models, trained_gradients
@@ -72,7 +72,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
     for name in names:
         sequences = prompts(random.choice(LENGTHS))
         examples = [Example(s, s) for s in sequences]
-        runner = executor.training_runner_of(executor.adapters[name], windows=True)
+        runner = training_runner(executor.state, executor.adapters[name], windows=True)
         for parameter in runner.parameters.values():
             parameter.grad = None
         work = pass_through(runner, examples, runner.count_targets(examples))
@@ -81,7 +81,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
         needs.append(sum(pages_for(virtual + len(s)) for s in sequences))
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     coming: list[tuple[Request, str | None]] = []
-    page_bytes, largest = bytes_of_page(kv_types(executor.serving[0].model)), 0
+    page_bytes, largest = bytes_of_page(kv_types(executor.serving.runner.model)), 0
     for _ in range(random.randrange(4, 12)):
         (prompt,) = prompts((random.choice(PROMPTS),))
         name = random.choice([None, *case.wrapped])

@@ -130,7 +130,7 @@ def test_lora_alone_is_served_as_before() -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     executor = compiler.compile(base)
     executor.add_adapter("a", {**FIELDS, "use_dora": False})
-    ops = {node.op for block in executor.serving[0].model.blocks for node in block.nodes}
+    ops = {node.op for block in executor.serving.runner.model.blocks for node in block.nodes}
     assert "scale" not in ops
     executor.add_adapter("b", FIELDS)
     (sequence,) = prompts((9,))

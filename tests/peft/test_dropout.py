@@ -51,13 +51,14 @@ def pair(
     method: str = "lora",
     dtype: torch.dtype = torch.float32,
     budget: float = 1.0,
+    backend: str = "torch",
 ) -> tuple[Any, Executor]:
     """peft's model, and an executor with the same adapter `a`."""
     base = oracle.random_model(BY_NAME[name].config(2), dtype)
     fields = {**METHODS[method], "target_modules": CASES[name]}
     if method != "vera":
         fields["lora_dropout"] = p
-    executor = compiler.compile(base, dtype=dtype, memory_budget=budget)
+    executor = compiler.compile(base, dtype=dtype, memory_budget=budget, backend=backend)
     kind = peft.VeraConfig if method == "vera" else peft.LoraConfig
     config = kind(**{k: v for k, v in fields.items() if k != "peft_type"})
     with warnings.catch_warnings():
@@ -121,8 +122,10 @@ def replace_dropouts(wrapped: Any, by_path: Mapping[str, Tensor]) -> None:
         dropout.forward = forward
 
 
-def check_gradients(name: str, method: str, dtype: torch.dtype, budget: float) -> None:
-    wrapped, executor = pair(name, method=method, dtype=dtype, budget=budget)
+def check_gradients(
+    name: str, method: str, dtype: torch.dtype, budget: float, backend: str = "torch"
+) -> None:
+    wrapped, executor = pair(name, method=method, dtype=dtype, budget=budget, backend=backend)
     tolerance = 1e-10 if dtype == torch.float64 else TOLERANCE
     sequences = prompts((12, 5, 9))
     runner = executor.training_runner("a")
@@ -148,6 +151,11 @@ def check_gradients(name: str, method: str, dtype: torch.dtype, budget: float) -
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_pefts_with_the_same_masks(name: str, method: str) -> None:
     check_gradients(name, method, torch.float32, 1.0)
+
+
+def test_gradients_by_kernels_are_pefts_with_the_same_masks() -> None:
+    """A kernel makes the gradient of queries before rotation, and reads it for what was dropped."""
+    check_gradients("llama3", "dora", torch.float32, 1.0, backend="triton")
 
 
 @pytest.mark.parametrize("budget", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])

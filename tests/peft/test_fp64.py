@@ -31,7 +31,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.training.data import Example
-from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.families.test_numbers import prompts
 from tests.peft.test_bitfit import biases
@@ -172,7 +172,7 @@ def test_gradients_of_every_parameter(
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     check_gradients(runner, expected)
     draw = random.Random(f"{family} {method} {budget}")
-    runner = executor.training_runner_of(executor.adapters[method], windows=True)
+    runner = training_runner(executor.state, executor.adapters[method], windows=True)
     loss = in_windows(runner, examples, targets, lambda: draw.choice((1, 2, 5, 9, 17)))
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     check_gradients(runner, expected)

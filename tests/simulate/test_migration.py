@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pcg.runtime.engine.events import Event, Kind
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sequence import Sequence
 from pcg.simulate.device import SimulatedAdapter
 from pcg.simulate.engine import SimulatedEngine

@@ -7,8 +7,8 @@ import pytest
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile

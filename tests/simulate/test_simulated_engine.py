@@ -10,13 +10,14 @@ import pytest
 from pcg.errors import BenchmarkError, GenerationError
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latencies, Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.engine.units import Backward
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.training.work_units import Backward
 from pcg.simulate.device import SimulatedAdapter
 from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.simulation import Fullest, Simulation, TakingTurns

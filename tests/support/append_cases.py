@@ -35,7 +35,7 @@ def check_cache(
     base: Any, executor: Executor, sequences: Sequence[list[int]], in_pages: bool
 ) -> None:
     """Sequences that go through a program in three steps leave what transformers caches of them."""
-    runner, stacks = executor.serving
+    runner, adapter_tables = executor.serving.runner, executor.serving.tables
     cache = KvCache(kv_types(runner.model), 20, executor.device, in_pages=in_pages)
     tables = tables_of(cache, [len(sequence) for sequence in sequences])
     for first, last in ((0, 4), (4, 17), (17, 30)):
@@ -45,7 +45,7 @@ def check_cache(
                 spans.append(Span(len(ids), len(own), first, table))
                 ids += own
         batch = Batch(torch.tensor(ids, device=executor.device), spans, cache)
-        runner.hidden(batch, stacks.bind([None] * len(spans), [s.length for s in spans]))
+        runner.hidden(batch, adapter_tables.bind([None] * len(spans), [s.length for s in spans]))
     for sequence, table in zip(sequences, tables, strict=True):
         rows = [table.row(token) for token in range(len(sequence))]
         with torch.no_grad():

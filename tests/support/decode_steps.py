@@ -12,11 +12,11 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
-from pcg.runtime.memory.decode_graphs import DecodeGraphs, Recorder
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+from pcg.runtime.memory.uploads import uploaded_list
 from pcg.runtime.model.batch import Batch, Span
-from pcg.runtime.model.uploads import uploaded_list
+from pcg.runtime.model.decode_graphs import DecodeGraphs, Recorder
 from tests.support import oracle
 from tests.support.families import BY_NAME
 
@@ -72,13 +72,13 @@ class Steps:
     ) -> None:
         self._executor = executor
         self._device = executor.device
-        self.runner, stacks = executor.serving
+        self.runner = executor.serving.runner
         self.cache = KvCache(kv_types(self.runner.model), pages, self._device, in_pages=True)
         generator = torch.Generator().manual_seed(0)
         for rows in (*self.cache.keys, *self.cache.values):
             rows.copy_(torch.randn(rows.shape, generator=generator))
         # The adapters' rows lie in a memory of their own, which grows as they come.
-        self.stacks: Any = stacks
+        self.stacks: Any = executor.serving.tables
         self.graphs = DecodeGraphs(
             self.runner, self.stacks, self.cache, self._device, recorder, eager_steps
         )

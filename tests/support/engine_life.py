@@ -10,9 +10,9 @@ from pcg.errors import OutOfMemoryError
 from pcg.runtime.engine.events import Event, EventLog, Kind
 from pcg.runtime.engine.job import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.device import SimulatedAdapter
 from pcg.simulate.engine import SimulatedEngine

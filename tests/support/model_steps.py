@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pcg.compiler as compiler
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.training.data import Example
 from pcg.source import resolve
 

@@ -162,7 +162,7 @@ def give_encoder(executor: Executor, name: str, wrapped: Any) -> None:
     if adapter.recipe.encoder is not None:
         own = wrapped.prompt_encoder["default"].named_parameters()
         encoder = {key: parameter.detach().clone() for key, parameter in own}
-        executor.put_adapter(dataclasses.replace(adapter, encoder=encoder))
+        executor.state.put_adapter(dataclasses.replace(adapter, encoder=encoder))
 
 
 def trained(wrapped: Any) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def work(executor: Executor) -> Outcome:
     loss = sum(runner.forward_backward([example], targets) for example in EXAMPLES)
     runner.sum_gradients()
     gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-    found = {n: g.clone() for n, g in runner.pieces.joined(gradients).items()}
+    found = {n: g.clone() for n, g in runner.shards.joined(gradients).items()}
     result = executor.finetune(EXAMPLES, "b", **JOB)
     return Outcome(
         logits,

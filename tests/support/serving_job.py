@@ -14,9 +14,9 @@ from random import Random
 from typing import Any
 
 import pcg
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.program_engine import ProgramEngine
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.result import OnStep, StepRecord
@@ -44,7 +44,7 @@ DATA = [Example(ids, ids) for ids in sequences(10, 0)]
 
 def co_serve(
     executor: Executor, checkpoints: Path, seed: int, on_step: OnStep | None = None
-) -> ProgramEngine:
+) -> Engine:
     """Train to the job's end beside requests that differ with the seed."""
     engine = executor.engine(Limits(tokens=24), kv_cache_bytes=2**20)
     options = {**OPTIONS, "checkpoint_dir": checkpoints, "on_step": on_step}

@@ -15,7 +15,8 @@ import sympy
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from pcg.ir.graph import Attribute, Builder, Graph, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators.bypass import Activate
 from pcg.ir.types import (
     DTYPE_BYTES,

@@ -1,1 +1,1 @@
-"""What eager transformers + peft keep for backward: the first of the peers."""
+"""What eager transformers + peft save for backward: the first of the peers."""

@@ -1,4 +1,4 @@
-"""Attention as eager transformers runs it by default: what autograd keeps of it.
+"""Attention as eager transformers runs it by default: what autograd saves of it.
 
 Flash SDPA, masked or not, its math where heads differ, or scores written out. With a prefix, keys
 and values are those of the cache, where its virtual tokens stand before the sequence's own.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import cast
 
-from pcg.explain.eager.saved import KeptTensors
+from pcg.explain.eager.saved_storages import SavedStorages
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Node
 from pcg.ir.types import DTYPE_BYTES, promote
@@ -27,34 +27,34 @@ FOLLOWED = ("bloom", *WIDENED, *FILLED)
 """Architectures with an attention of their own written out, which is followed to the byte."""
 
 
-def keep_of_attention(kept: KeptTensors, node: Node) -> None:
-    """Keep what the attention's backward needs."""
-    _Attention(kept, node).keep()
+def save_for_attention(saved: SavedStorages, node: Node) -> None:
+    """Save what the attention's backward needs."""
+    _Attention(saved, node).save()
 
 
 class _Attention:
-    def __init__(self, kept: KeptTensors, node: Node) -> None:
-        self._kept = kept
+    def __init__(self, saved: SavedStorages, node: Node) -> None:
+        self._saved = saved
         self._node = node
         self._names = node.inputs[:3]
-        self._types = tuple(kept.graph.types[name] for name in self._names)
-        eager = kept.eager
+        self._types = tuple(saved.graph.types[name] for name in self._names)
+        eager = saved.eager
         self._window = cast("int", node.get("window") or 0)
         is_cut = self._window and eager.model_type in SLIDING_CACHES
         prefix = min(eager.prefix, self._window - 1) if is_cut else eager.prefix
         self._is_prefixed = bool(eager.prefix)
         self._is_written_out = eager.attention.endswith("eager")
         self._keys = eager.rows + prefix  # of a sequence
-        self._scores = kept.tokens * self._keys
+        self._scores = saved.tokens * self._keys
 
-    def keep(self) -> None:
-        kept, eager = self._kept, self._kept.eager
-        kept.storages.add(self._node)
-        needs = [kept.needs[name] for name in self._names]
+    def save(self) -> None:
+        saved, eager = self._saved, self._saved.eager
+        saved.storages.add(self._node)
+        needs = [saved.needs[name] for name in self._names]
         needs = [needs[0], *(one or self._is_prefixed for one in needs[1:])]
         if not any(needs):
             return
-        kept.needs[self._node.name] = True
+        saved.needs[self._node.name] = True
         heads = [type_.shape[1] for type_ in self._types]
         if self._is_written_out:
             self._written_out(needs)
@@ -67,21 +67,21 @@ class _Attention:
 
     def _flash(self) -> None:
         """Flash SDPA: q, k, v, the output and its log-sum-exp."""
-        kept, node, eager = self._kept, self._node, self._kept.eager
+        saved, node, eager = self._saved, self._node, self._saved.eager
         is_masked = eager.attention == "own-sdpa" or 0 < self._window <= eager.seq
-        kept.keep(self._names[0], node.outputs[1].name)
+        saved.save(self._names[0], node.outputs[1].name)
         if self._is_head_major(self._names[0]):
             # The kernel's output has q's layout; what follows reads a copy with heads side by side.
             features = prod(node.output.type.features)
-            kept.keep_new(f"{node.name}.head_major", node.op, node.output.type.dtype, features)
+            saved.save_new(f"{node.name}.head_major", node.op, node.output.type.dtype, features)
         else:
-            kept.keep(node.name)
+            saved.save(node.name)
         if is_masked or self._is_prefixed:
-            self._keep_masked(1)
-            self._keep_masked(2)
-            self._keep_mask()
+            self._save_masked(1)
+            self._save_masked(2)
+            self._save_mask()
         else:
-            kept.keep(*self._names[1:])
+            saved.save(*self._names[1:])
 
     def _math(self) -> None:
         """SDPA's fallback for a query of more heads than the keys: all in fp32, and repeated.
@@ -92,34 +92,34 @@ class _Attention:
         heads = q.features[0]
         dtype = promote(q.dtype, "f32")
         for name, type_ in zip("qkv", self._types, strict=True):
-            copies = 1 if type_.features[0] == 1 and self._kept.eager.batch == 1 else heads
+            copies = 1 if type_.features[0] == 1 and self._saved.eager.batch == 1 else heads
             size = copies * type_.features[1]
-            self._kept.keep_new(f"{self._node.name}.{name}", self._node.op, dtype, size)
-        self._keep_scores("probabilities", dtype)
+            self._saved.save_new(f"{self._node.name}.{name}", self._node.op, dtype, size)
+        self._save_scores("probabilities", dtype)
 
     def _written_out(self, needs: Sequence[bool]) -> None:
         """softmax(q kᵀ · scale + mask, fp32).to(v.dtype) v, keys and values repeated."""
         q, _, v = self._types
-        widened = "f32" if self._kept.eager.model_type in WIDENED else q.dtype
+        widened = "f32" if self._saved.eager.model_type in WIDENED else q.dtype
         if needs[1]:
-            self._keep_operand(0, widened)
+            self._save_operand(0, widened)
         if needs[0]:
-            self._keep_operand(1, widened)
+            self._save_operand(1, widened)
         if needs[0] or needs[1]:
             if self._node.get("softcap"):
-                self._keep_scores("tanh", q.dtype)
-            if self._kept.eager.model_type in FILLED:
-                self._kept.keep_shared("attention_mask", "masked_fill", self._scores)
-            self._keep_scores("softmax", promote(q.dtype, "f32"))
-            self._keep_operand(2, v.dtype)
+                self._save_scores("tanh", q.dtype)
+            if self._saved.eager.model_type in FILLED:
+                self._saved.save_shared("attention_mask", "masked_fill", self._scores)
+            self._save_scores("softmax", promote(q.dtype, "f32"))
+            self._save_operand(2, v.dtype)
         if needs[2] and (v.dtype not in ("f32", "f64") or not (needs[0] or needs[1])):
-            self._keep_scores("probabilities", v.dtype)
+            self._save_scores("probabilities", v.dtype)
 
     # ------------------------------------------------------------------------------------ tensors
 
     def _is_head_major(self, name: str) -> bool:
         """Whether q is dense in [B, heads, S, d]: torch.cat makes it so, projections do not."""
-        graph = self._kept.graph
+        graph = self._saved.graph
         while (node := graph.producers.get(name)) is not None:
             if node.op == "concat":
                 return True
@@ -128,47 +128,47 @@ class _Attention:
             name = node.inputs[0]
         return False
 
-    def _keep_operand(self, index: int, dtype: str) -> None:
-        """Keep q, k or v of a product written out, in that dtype.
+    def _save_operand(self, index: int, dtype: str) -> None:
+        """Save q, k or v of a product written out, in that dtype.
 
         Sequence by sequence, heads lie side by side; the product copies them unless there is but
         one sequence.
         """
         name, type_ = self._names[index], self._types[index]
-        is_copied = self._kept.eager.batch > 1 and not self._is_head_major(name)
+        is_copied = self._saved.eager.batch > 1 and not self._is_head_major(name)
         if index and (self._is_prefixed or self._types[0].features[0] != type_.features[0]):
-            self._keep_repeated(index, self._types[0].features[0], dtype)
+            self._save_repeated(index, self._types[0].features[0], dtype)
         elif is_copied or type_.dtype != dtype:
-            self._kept.keep_new(f"{name}.copied", "reshape", dtype, prod(type_.features))
+            self._saved.save_new(f"{name}.copied", "reshape", dtype, prod(type_.features))
         else:
-            self._kept.keep(name)
+            self._saved.save(name)
 
-    def _keep_masked(self, index: int) -> None:
-        """Keep keys or values of masked flash SDPA; one head is repeated by a view."""
+    def _save_masked(self, index: int) -> None:
+        """Save keys or values of masked flash SDPA; one head is repeated by a view."""
         type_ = self._types[index]
         heads = self._types[0].features[0] if type_.features[0] > 1 else 1
         if self._is_prefixed or heads != type_.features[0]:
-            self._keep_repeated(index, heads, type_.dtype)
+            self._save_repeated(index, heads, type_.dtype)
         else:
-            self._kept.keep(self._names[index])
+            self._saved.save(self._names[index])
 
-    def _keep_repeated(self, index: int, heads: int, dtype: str) -> None:
-        """Keep keys or values of so many heads, those of a prefix included."""
+    def _save_repeated(self, index: int, heads: int, dtype: str) -> None:
+        """Save keys or values of so many heads, those of a prefix included."""
         per_token = heads * self._types[index].features[1] * DTYPE_BYTES[dtype]
         size = per_token * SEQUENCES * self._keys
-        self._kept.keep_bytes(f"{self._names[index]}.repeated", "reshape", size)
+        self._saved.save_bytes(f"{self._names[index]}.repeated", "reshape", size)
 
-    def _keep_mask(self) -> None:
+    def _save_mask(self) -> None:
         """A boolean mask [B, 1, S, S], made floating by each call; or ALiBi's, made once."""
-        kept, node, q = self._kept, self._node, self._types[0]
+        saved, node, q = self._saved, self._node, self._types[0]
         size = DTYPE_BYTES[q.dtype] * self._scores
         if node.get("alibi"):
-            kept.keep_shared("attention_mask", "alibi", q.features[0] * size)
+            saved.save_shared("attention_mask", "alibi", q.features[0] * size)
         else:
-            kept.keep_bytes(f"{node.name}.mask", node.op, size)
+            saved.save_bytes(f"{node.name}.mask", node.op, size)
 
-    def _keep_scores(self, what: str, dtype: str) -> None:
+    def _save_scores(self, what: str, dtype: str) -> None:
         """A tensor [B, heads, S, S]."""
         heads = self._types[0].features[0]
         size = heads * DTYPE_BYTES[dtype] * self._scores
-        self._kept.keep_bytes(f"{self._node.name}.{what}", self._node.op, size)
+        self._saved.save_bytes(f"{self._node.name}.{what}", self._node.op, size)

@@ -1,9 +1,9 @@
-"""What eager Hugging Face + PEFT keeps for backward of a whole model, read off the traced graph.
+"""What eager Hugging Face + PEFT saves for backward of a whole model, read off the traced graph.
 
-    kept = virtual tokens + Σ layers + what layers share + epilogue and loss
+    saved = virtual tokens + Σ layers + what layers share + epilogue and loss
 
 each but the first by `pcg.explain.eager.walk`. In the first layer the carried input needs no
-gradient, unless a prompt is trained. cos and sin of the rotary embedding are kept once a model,
+gradient, unless a prompt is trained. cos and sin of the rotary embedding are saved once a model,
 [1, S, d]: transformers makes them once for all layers and all sequences of a batch.
 tests/explain/test_eager_memory.py measures all of it, to the byte, with
 torch.autograd.graph.saved_tensors_hooks.
@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 
-from pcg.explain.eager.saved import Eager, Invariants, Kept
+from pcg.explain.eager.saved_storages import EagerRun, Invariants, SavedStorage
 from pcg.explain.eager.walk import EagerWalk
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, site_of
@@ -28,27 +28,27 @@ from pcg.passes.attach import embeds
 
 @dataclass(frozen=True)
 class EagerMemory:
-    """What eager PyTorch keeps for one step.
+    """What eager PyTorch saves for one step.
 
     Attributes:
         layers: bytes of each layer, in B and S.
         outside: of everything else: what layers share, the epilogue and the loss.
-        block: what a layer that is not the first keeps.
-        epilogue: what is kept outside the layers.
+        block: what a layer that is not the first saves.
+        epilogue: what is saved outside the layers.
     """
 
     layers: tuple[sympy.Expr, ...]
     outside: sympy.Expr
-    block: tuple[Kept, ...]
-    epilogue: tuple[Kept, ...]
+    block: tuple[SavedStorage, ...]
+    epilogue: tuple[SavedStorage, ...]
 
     @property
     def total(self) -> sympy.Expr:
         return sympy.Add(*self.layers, self.outside)
 
 
-def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
-    """What eager autograd keeps of a folded model, before `raise`.
+def eager_memory(model: ModelGraph, eager: EagerRun) -> EagerMemory:
+    """What eager autograd saves of a folded model, before `raise`.
 
     Args:
         model: one node an ATen operator.
@@ -61,42 +61,42 @@ def eager_memory(model: ModelGraph, eager: Eager) -> EagerMemory:
     carries = prologue.requires[: len(model.blocks[0].outputs)]
     layers: list[sympy.Expr] = []
     cache: dict[object, EagerWalk] = {}
-    shared: dict[str, Kept] = {}
+    shared: dict[str, SavedStorage] = {}
     last = prologue
     for layer, index in enumerate(model.layers):
         block = model.blocks[index]
         key = (index, carries, _adapted(block, eager, layer))
-        kept_before = last.keeps_output
+        saved_before = last.saves_output
         if key not in cache:
             cache[key] = EagerWalk(block, eager, carries, invariants, layer).run()
         last = cache[key]
         shared.update(last.shared)
-        layers.append(last.size - (last.size_of_input if kept_before else 0))
+        layers.append(last.size - (last.size_of_input if saved_before else 0))
         carries = last.requires
     epilogue = EagerWalk(model.epilogue, eager, carries, invariants).run()
     epilogue.loss()
     shared.update(epilogue.shared)
     outside = [
         *_virtual_tokens(eager),
-        *prologue.kept.values(),
+        *prologue.saved.values(),
         *shared.values(),
-        *epilogue.kept.values(),
+        *epilogue.saved.values(),
     ]
-    if last.keeps_output:
+    if last.saves_output:
         outside = [row for row in outside if row.tensor != model.epilogue.inputs[0].name]
     return EagerMemory(
         tuple(layers),
         sympy.Add(*(row.size_bytes for row in outside)),
-        tuple(last.kept.values()),
+        tuple(last.saved.values()),
         tuple(outside),
     )
 
 
-def _virtual_tokens(eager: Eager) -> list[Kept]:
-    """What looking virtual tokens up keeps: their indices, alike in all sequences of a batch."""
+def _virtual_tokens(eager: EagerRun) -> list[SavedStorage]:
+    """What looking virtual tokens up saves: their indices, alike in all sequences of a batch."""
     tokens = eager.prompt + eager.prefix
     size = sympy.Integer(tokens * DTYPE_BYTES["i64"])
-    return [Kept("virtual_tokens", "embedding", size)] if tokens else []
+    return [SavedStorage("virtual_tokens", "embedding", size)] if tokens else []
 
 
 def _invariants(prologue: Graph) -> Invariants:
@@ -116,7 +116,7 @@ def _invariants(prologue: Graph) -> Invariants:
     return Invariants(frozenset(names), frozenset(remade))
 
 
-def _adapted(block: Graph, eager: Eager, layer: int) -> tuple[tuple[str, Collection[Any]], ...]:
+def _adapted(block: Graph, eager: EagerRun, layer: int) -> tuple[tuple[str, Collection[Any]], ...]:
     """What adapters do in a layer, by site."""
     sites = [site for node in block.nodes if (site := site_of(block, node)) is not None]
     found = [(site, eager.sites.get(site.format(layer=layer), ())) for site in sites]

@@ -1,9 +1,9 @@
-"""One graph as eager Hugging Face + PEFT runs it: what autograd keeps of it.
+"""One graph as eager Hugging Face + PEFT runs it: what autograd saves of it.
 
 On the imported graph, one node an ATen operator, this is
 
     requires(y) = any requires(x)                    from trained parameters on
-    kept        = ∪ storage(v) for v in saves(node)  once each, without parameters
+    saved        = ∪ storage(v) for v in saves(node)  once each, without parameters
 
 with `Operator.eager_saves` after torch's derivatives.yaml. What is no node of that graph, or not
 run as one, is modelled after its source: adapters (`pcg.explain.eager.adapters`), attention
@@ -20,16 +20,16 @@ from typing import Any
 
 import sympy
 
-from pcg.explain.eager.adapters import keep_of_site
-from pcg.explain.eager.attention import keep_of_attention
-from pcg.explain.eager.saved import Eager, Invariants, Kept, KeptTensors
+from pcg.explain.eager.adapters import save_for_adapter
+from pcg.explain.eager.attention import save_for_attention
+from pcg.explain.eager.saved_storages import EagerRun, Invariants, SavedStorage, SavedStorages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import site_of
 from pcg.ir.types import DTYPE_BYTES, promote
 
 OWN_FUNCTIONS = ("gelu_impl",)
-"""Modules that are one torch.autograd.Function, which keeps its input alone: BloomGelu."""
+"""Modules that are one torch.autograd.Function, which saves its input alone: BloomGelu."""
 
 
 class EagerWalk:
@@ -47,7 +47,7 @@ class EagerWalk:
     def __init__(
         self,
         graph: Graph,
-        eager: Eager,
+        eager: EagerRun,
         carries: tuple[bool, ...],
         invariants: Invariants,
         layer: int | None = None,
@@ -57,13 +57,13 @@ class EagerWalk:
         self._eager = eager
         self._layer = layer
         self._trained = trained
-        self._tensors = KeptTensors(graph, eager, carries, invariants)
+        self._tensors = SavedStorages(graph, eager, carries, invariants)
         self._carried = [value.name for value in graph.inputs[: len(carries)]]
 
     def run(self) -> EagerWalk:
         for node in self._graph.nodes:
             if node.op == "attention":
-                keep_of_attention(self._tensors, node)
+                save_for_attention(self._tensors, node)
             elif node.op == "experts":
                 self._experts(node)
             elif node.scope.endswith(OWN_FUNCTIONS):
@@ -71,19 +71,19 @@ class EagerWalk:
             else:
                 self._plain(node)
                 for site in self._sites(node):
-                    keep_of_site(self._tensors, node, site)
+                    save_for_adapter(self._tensors, node, site)
             if node.name in self._trained:
                 self._tensors.needs[node.name] = True
         return self
 
     @property
-    def kept(self) -> dict[str, Kept]:
+    def saved(self) -> dict[str, SavedStorage]:
         """By name of the storage, without what layers share."""
         return self._tensors.rows
 
     @property
-    def shared(self) -> dict[str, Kept]:
-        """What is kept once for all layers, by name."""
+    def shared(self) -> dict[str, SavedStorage]:
+        """What is saved once for all layers, by name."""
         return self._tensors.shared
 
     @property
@@ -93,18 +93,18 @@ class EagerWalk:
 
     @cached_property
     def size(self) -> sympy.Expr:
-        """Bytes of what is kept, without what layers share; asked for after the run."""
-        return sympy.Add(*(row.size_bytes for row in self.kept.values()))
+        """Bytes of what is saved, without what layers share; asked for after the run."""
+        return sympy.Add(*(row.size_bytes for row in self.saved.values()))
 
     @property
-    def keeps_output(self) -> bool:
-        """Whether the memory of the first output is kept here already."""
-        return self._tensors.storages[self._graph.outputs[0]].name in self.kept
+    def saves_output(self) -> bool:
+        """Whether the memory of the first output is saved here already."""
+        return self._tensors.storages[self._graph.outputs[0]].name in self.saved
 
     @property
     def size_of_input(self) -> sympy.Expr:
-        """Bytes of the first carried input, where it is kept."""
-        row = self.kept.get(self._carried[0])
+        """Bytes of the first carried input, where it is saved."""
+        row = self.saved.get(self._carried[0])
         return sympy.Integer(0) if row is None else row.size_bytes
 
     # ------------------------------------------------------------------------------- operators
@@ -114,68 +114,68 @@ class EagerWalk:
         return () if site is None else self._eager.sites.get(site.format(layer=self._layer), ())
 
     def _plain(self, node: Node) -> None:
-        kept = self._tensors
+        saved = self._tensors
         needs = self._pass_needs(node)
         if not any(needs):
             return
         for index in operator(node.op).eager_saves(needs, dict(node.attributes)):
             name = node.inputs[index] if index >= 0 else node.outputs[~index].name
-            kept.keep(name, reader=node.name)
+            saved.save(name, reader=node.name)
         if node.op == "layer_norm":
             rows = prod(self._graph.types[node.inputs[0]].features[:-1])
             for statistic in ("mean", "rstd"):
                 name = f"{node.name}.{statistic}"
-                kept.keep_new(name, node.op, self._eager.statistics_dtype, rows)
+                saved.save_new(name, node.op, self._eager.statistics_dtype, rows)
         if node.op == "slice" and node.get("copied"):
-            kept.keep_bytes(f"{node.name}.index", node.op, DTYPE_BYTES["i64"])
+            saved.save_bytes(f"{node.name}.index", node.op, DTYPE_BYTES["i64"])
 
     def _pass_needs(self, node: Node) -> list[bool]:
         """Whether each input requires a gradient; the outputs then do, too."""
-        kept = self._tensors
-        kept.storages.add(node)
-        needs = [kept.needs[name] for name in node.inputs]
+        saved = self._tensors
+        saved.storages.add(node)
+        needs = [saved.needs[name] for name in node.inputs]
         for value in node.outputs:
-            kept.needs[value.name] = any(needs) and value.type.is_float
+            saved.needs[value.name] = any(needs) and value.type.is_float
         return needs
 
     def _own_function(self, node: Node) -> None:
         if any(self._pass_needs(node)):
             made = {other.name for other in self._graph.nodes if other.scope == node.scope}
-            self._tensors.keep(*(name for name in node.inputs if name not in made))
+            self._tensors.save(*(name for name in node.inputs if name not in made))
 
     def _experts(self, node: Node) -> None:
         """Rows sorted by expert, two grouped products: grouped_mm_experts_forward."""
-        kept = self._tensors
-        kept.storages.add(node)
+        saved = self._tensors
+        saved.storages.add(node)
         x, indices, weights, gate_up, down = node.inputs[:5]
         types = self._graph.types
-        if not kept.needs[x] and not kept.needs[weights]:
+        if not saved.needs[x] and not saved.needs[weights]:
             return
-        kept.needs[node.name] = True
+        saved.needs[node.name] = True
         k = types[indices].features[-1]
         width, hidden, dtype = types[down].features[2], types[down].features[1], types[x].dtype
-        if kept.needs[x]:
-            kept.keep_new(f"{node.name}.rows_of_x", node.op, "i64", k)
-            kept.keep_new(f"{node.name}.gate_up", node.op, dtype, k * types[gate_up].features[1])
-            kept.keep_new(f"{node.name}.activated", node.op, dtype, k * width)
-            kept.keep_new(f"{node.name}.sorted_weights", node.op, types[weights].dtype, k)
-            kept.keep_bytes(f"{node.name}.offsets", node.op, 4 * types[down].features[0])
-        if kept.needs[weights]:
-            kept.keep_new(f"{node.name}.permutation", node.op, "i64", k)
-            kept.keep_new(f"{node.name}.down", node.op, dtype, k * hidden)
-        kept.keep_new(f"{node.name}.inverse", node.op, "i64", k)
+        if saved.needs[x]:
+            saved.save_new(f"{node.name}.rows_of_x", node.op, "i64", k)
+            saved.save_new(f"{node.name}.gate_up", node.op, dtype, k * types[gate_up].features[1])
+            saved.save_new(f"{node.name}.activated", node.op, dtype, k * width)
+            saved.save_new(f"{node.name}.sorted_weights", node.op, types[weights].dtype, k)
+            saved.save_bytes(f"{node.name}.offsets", node.op, 4 * types[down].features[0])
+        if saved.needs[weights]:
+            saved.save_new(f"{node.name}.permutation", node.op, "i64", k)
+            saved.save_new(f"{node.name}.down", node.op, dtype, k * hidden)
+        saved.save_new(f"{node.name}.inverse", node.op, "i64", k)
 
     def loss(self) -> None:
         """ForCausalLMLoss: log-probabilities in fp32, the shifted targets and their weight.
 
         Of one sequence, the targets are a view of its labels with one more at the end.
         """
-        kept, logits = self._tensors, self._graph.outputs[0]
-        if not kept.needs[logits]:
+        saved, logits = self._tensors, self._graph.outputs[0]
+        if not saved.needs[logits]:
             return
         type_ = self._graph.types[logits]
         dtype = promote(type_.dtype, "f32")
-        kept.keep_new("log_probabilities", "cross_entropy", dtype, type_.features[-1])
+        saved.save_new("log_probabilities", "cross_entropy", dtype, type_.features[-1])
         padded = DTYPE_BYTES["i64"] * (self._eager.batch == 1)
-        kept.keep_bytes("targets", "cross_entropy", DTYPE_BYTES["i64"] * kept.tokens + padded)
-        kept.keep_bytes("total_weight", "cross_entropy", 4)
+        saved.save_bytes("targets", "cross_entropy", DTYPE_BYTES["i64"] * saved.tokens + padded)
+        saved.save_bytes("total_weight", "cross_entropy", 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pcg.explain.page.element import Markup, element, joined, row, section, table
-from pcg.explain.report import KINDS, Report
+from pcg.explain.report_data import KINDS, ReportData
 from pcg.explain.text import gib
 
 WORDS = {
@@ -29,7 +29,7 @@ STAGES = {
 """What each stage is."""
 
 
-def memory(report: Report) -> Markup:
+def memory(report: ReportData) -> Markup:
     """One stacked bar of a rank's memory, and its table."""
     total = report.memory_bytes["total"]
     parts, rows, left = [], [], 0.0
@@ -69,7 +69,7 @@ def memory(report: Report) -> Markup:
     )
 
 
-def stages(report: Report) -> Markup | None:
+def stages(report: ReportData) -> Markup | None:
     """What each stage keeps for backward; None where nothing is trained."""
     if not report.activations:
         return None
@@ -106,7 +106,7 @@ def stages(report: Report) -> Markup | None:
     )
 
 
-def chosen_stage(report: Report) -> str:
+def chosen_stage(report: ReportData) -> str:
     """The stage that the report's activations are of."""
     names = [stage.stage for stage in report.activations]
     return "compressed" if "compressed" in names else "eager"

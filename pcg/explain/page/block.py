@@ -8,14 +8,14 @@ from pcg.explain.page.element import Markup, element, joined, scroll, section
 from pcg.explain.page.layout import Layout, layout
 from pcg.explain.page.plot import readout
 from pcg.explain.page.tensors import DECISIONS, badge
-from pcg.explain.report import GraphNode, Report, SavedTensor
+from pcg.explain.report_data import GraphNode, ReportData, SavedTensor
 
 _HIGH, _STEP = 36.0, 66.0
 """Height of a node, and from one rank to the next, in pixels."""
 _MARGIN, _GAP = 8.0, 14.0
 
 
-def block(report: Report) -> Markup | None:
+def block(report: ReportData) -> Markup | None:
     """The graph; None where pcg cannot train the model."""
     if not report.graph:
         return None

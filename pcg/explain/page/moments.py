@@ -15,7 +15,7 @@ from pcg.explain.page.plot import (
     stretched,
     text,
 )
-from pcg.explain.report import Moment, Report
+from pcg.explain.report_data import Moment, ReportData
 from pcg.explain.text import gib
 
 _DOT = "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z"
@@ -26,7 +26,7 @@ _ROOM = 1.18
 _AGAIN = "again"
 
 
-def moments(report: Report) -> Markup | None:
+def moments(report: ReportData) -> Markup | None:
     """Kept and workspace at each moment; None where pcg cannot train the model."""
     if not report.timeline:
         return None

@@ -11,7 +11,7 @@ from pcg.explain.page.pareto import pareto
 from pcg.explain.page.script import SCRIPT
 from pcg.explain.page.style import STYLE
 from pcg.explain.page.tensors import tensors
-from pcg.explain.report import Report
+from pcg.explain.report_data import ReportData
 from pcg.explain.text import count_text, gib
 
 _NAV = {
@@ -27,7 +27,7 @@ _NAV = {
 }
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """The whole page; it refers to no other file."""
     sections = {
         "memory": memory(report),
@@ -61,7 +61,7 @@ def page(report: Report) -> str:
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _heading(report: Report) -> list[Markup]:
+def _heading(report: ReportData) -> list[Markup]:
     step = f"batch {report.batch:,} × {report.seq:,} tokens"
     facts = {
         "architecture": report.architecture,
@@ -83,7 +83,7 @@ def _heading(report: Report) -> list[Markup]:
     ]
 
 
-def _key_numbers(report: Report) -> list[Markup]:
+def _key_numbers(report: ReportData) -> list[Markup]:
     size = report.memory_bytes
     base, trainable = report.parameters["base"], report.parameters["trainable"]
     found = [_key(f"{gib(size['total'])} GiB", "in total", "of one rank")]
@@ -118,7 +118,7 @@ def _key(number: str, name: str, aside: str) -> Markup:
     )
 
 
-def _formulas(report: Report) -> Markup:
+def _formulas(report: ReportData) -> Markup:
     rows = [
         element("div", element("dt", name), element("dd", element("code", formula)))
         for name, formula in report.formulas.items()
@@ -131,7 +131,7 @@ def _formulas(report: Report) -> Markup:
     )
 
 
-def _notes(report: Report) -> Markup | None:
+def _notes(report: ReportData) -> Markup | None:
     if not report.notes:
         return None
     return section("notes", "Notes", element("ul", *(element("li", note) for note in report.notes)))

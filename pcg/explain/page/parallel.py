@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.explain.page.element import Markup, element, row, scroll, section, table
-from pcg.explain.report import Report
+from pcg.explain.report_data import ReportData
 
 _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each rank"}
 _SEQUENCE_PARALLEL = (
@@ -15,7 +15,7 @@ _SEQUENCE_PARALLEL = (
 _HEADS = ("strategy", "#µs", "#KiB sent", "#KiB a step", "#messages")
 
 
-def parallel(report: Report) -> Markup | None:
+def parallel(report: ReportData) -> Markup | None:
     """The section; None for one rank."""
     found = report.parallel
     if not found["base"]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pcg.explain.page.bars import chosen_stage
 from pcg.explain.page.element import Child, Markup, element, row, scroll, section, table
 from pcg.explain.page.plot import Scale, columns, line, mark, percent, plot, rows, stretched, text
-from pcg.explain.report import PeerPoint, Report
+from pcg.explain.report_data import PeerPoint, ReportData
 from pcg.explain.text import gib
 
 _DOT = "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0z"
@@ -51,7 +51,7 @@ class _Named:
     shape: str
 
 
-def pareto(report: Report) -> Markup | None:
+def pareto(report: ReportData) -> Markup | None:
     """The front; None where there is none."""
     if not report.pareto:
         return None
@@ -145,7 +145,7 @@ def _class(one: _Named) -> str:
     return "chosen point" if one.shape == _RING else "named point"
 
 
-def _named(report: Report) -> list[_Named]:
+def _named(report: ReportData) -> list[_Named]:
     """The chosen plan, and every way to train that is not pcg's."""
     found, shapes = [], iter(_SHAPES)
     for stage in report.activations:
@@ -162,7 +162,7 @@ def _note(size_bytes: int, ratio: float) -> str:
     return f"{gib(size_bytes)} GiB kept, {ratio:.1%} made again"
 
 
-def _table(report: Report, named: list[_Named]) -> Markup:
+def _table(report: ReportData, named: list[_Named]) -> Markup:
     points: list[tuple[Child, int, float]] = [
         (
             f"corner {i}" if not p.restored else f"{p.restored} layers share saved inputs",

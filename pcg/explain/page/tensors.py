@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pcg.explain.page.element import Markup, element, joined, scroll, section
-from pcg.explain.report import Report, SavedTensor
+from pcg.explain.report_data import ReportData, SavedTensor
 
 DECISIONS = {
     "save": "kept for backward",
@@ -24,7 +24,7 @@ def badge(decision: str) -> Markup:
     return element("span", decision, class_=f"badge d-{decision}")
 
 
-def tensors(report: Report) -> Markup | None:
+def tensors(report: ReportData) -> Markup | None:
     """The table; None where pcg cannot train the model."""
     if not report.saved:
         return None
@@ -55,7 +55,7 @@ def tensors(report: Report) -> Markup | None:
     )
 
 
-def _filter(report: Report) -> Markup:
+def _filter(report: ReportData) -> Markup:
     """Controls that the page's script shows and obeys."""
     counts = Counter(row.decision for row in report.saved)
     boxes = [

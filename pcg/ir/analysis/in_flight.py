@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pcg.ir.graph import Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import Collective
+from pcg.ir.operators.collectives import Collective
 
 
 class Reader(Protocol):

@@ -23,9 +23,8 @@ from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph, TrainingGraph
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TensorType, parts_of_tokens, tensor
+from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS, TensorType, parts_of_tokens, tensor
 
 
 class Planned(Protocol):

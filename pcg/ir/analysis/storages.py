@@ -16,11 +16,10 @@ import sympy
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import DTYPE_BYTES, TensorType, tokens_at
+from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tokens_at
 
 SEQUENCES = sympy.Symbol("B", integer=True, positive=True)
-"""Sequences of a batch; each has S tokens, `pcg.ir.operators.model.CONTEXT`."""
+"""Sequences of a batch; each has S tokens, `pcg.ir.types.CONTEXT`."""
 
 TOKENS_OF_BATCH = SEQUENCES * CONTEXT
 

@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 
 from pcg.errors import IrError
 from pcg.ir.operators import (
+    activations,
+    arithmetic,
+    attention,
     bypass,
-    collective,
-    elementwise,
-    joined,
+    collectives,
     linear,
-    model,
-    parts,
+    lora,
+    lora_variants,
+    norms,
+    reductions,
+    rope,
     shape,
-    virtual,
+    vectors,
+    virtual_tokens,
+    vocabulary,
 )
-from pcg.ir.operators.operator import Gradient, Operator
-
-OPERATORS: dict[str, Operator] = {
-    entry.name: entry
-    for entry in sorted(
-        (
-            *bypass.OPERATORS,
-            *collective.OPERATORS,
-            *elementwise.OPERATORS,
-            *joined.OPERATORS,
-            *linear.OPERATORS,
-            *model.OPERATORS,
-            *parts.OPERATORS,
-            *shape.OPERATORS,
-            *virtual.OPERATORS,
-        ),
-        key=lambda entry: entry.name,
-    )
-}
+from pcg.ir.operators.base import Gradient, Operator
 
 __all__ = ["OPERATORS", "Gradient", "Operator", "operator"]
+
+
+def _entries() -> Iterator[Operator]:
+    """An entry for each class of these modules that has a name of its own."""
+    for module in (
+        *(activations, arithmetic, attention, bypass, collectives, linear, lora),
+        *(lora_variants, norms, reductions, rope, shape, vectors, virtual_tokens, vocabulary),
+    ):
+        for found in vars(module).values():
+            is_own = isinstance(found, type) and found.__module__ == module.__name__
+            if is_own and issubclass(found, Operator) and "name" in vars(found):
+                yield found()
+
+
+OPERATORS: dict[str, Operator] = {
+    entry.name: entry for entry in sorted(_entries(), key=lambda entry: entry.name)
+}
 
 
 def operator(name: str) -> Operator:

@@ -1,21 +1,15 @@
-"""Operators that move numbers and reduce over feature dims. The token dim is never touched.
+"""Operators that move numbers along feature dims. The token dim is never touched.
 
 Dims count from the end (-1 is the last), so that a dim keeps its number whether or not tokens lead.
-
-The file is long because it is a part of the operator table: one short entry after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import cast
-
-import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned
-from pcg.ir.operators.operator import (
+from pcg.ir.operators.base import (
     Aligned,
     Attributes,
     Gradient,
@@ -29,18 +23,14 @@ from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TensorType, promote, tensor
 
 
-def _sizes(attributes: Attributes, name: str = "shape") -> tuple[int, ...]:
-    return cast("tuple[int, ...]", attributes[name])
-
-
-def _but(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
+def other_dims(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
     """The dims but for that of the attribute `dim`."""
     return (pair for pair in dims if pair[0][0] != attributes["dim"])
 
 
 def _full_shape(type_: TensorType, attributes: Attributes) -> TensorType:
     """The type with the sizes of the attribute, whose -1 is the token dim."""
-    sizes = _sizes(attributes)
+    sizes = attributes["shape"]
     if (sizes[:1] == (-1,)) != type_.is_token_wise:
         raise TypeCheckError(f"shape {list(sizes)} of {type_}: -1 first if and only if tokens lead")
     return type_.with_shape(tuple(type_.shape[0] if size == -1 else size for size in sizes))
@@ -53,16 +43,13 @@ class Reshape(Operator):
     is_view = True
     linear_in = ((0,),)
 
-    def tiles(self, attributes: Attributes) -> bool:
-        return True
-
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         return tile.read(0)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         shape = _full_shape(types[0], attributes)
         if prod(shape.features) != prod(types[0].features):
-            raise TypeCheckError(f"cannot reshape {types[0]} to {list(_sizes(attributes))}")
+            raise TypeCheckError(f"cannot reshape {types[0]} to {list(attributes['shape'])}")
         return (shape,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
@@ -78,10 +65,32 @@ class Reshape(Operator):
         return {**attributes, "shape": outputs[0].reshape_sizes}
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"{inputs[0]}.reshape({', '.join(map(str, _sizes(attributes)))})"
+        return f"{inputs[0]}.{self.name}({', '.join(map(str, attributes['shape']))})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("reshape", context.incoming, shape=context.input_type(0).reshape_sizes)]
+
+
+class Expand(Reshape):
+    """Feature dims of size 1 repeated to `shape` (-1 for the token dim), without copying."""
+
+    name = "expand"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return False
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        wanted = _full_shape(types[0], attributes)
+        sizes = list(zip(types[0].shape, wanted.shape, strict=False))
+        if len(wanted.dims) != len(types[0].dims) or any(a not in (1, b) for a, b in sizes):
+            raise TypeCheckError(f"cannot expand {types[0]} to {list(attributes['shape'])}")
+        return (wanted,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return broadcast_dims(types, self.infer(types, attributes)[0])
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.reduced(context.incoming, 0)]
 
 
 class Permute(Operator):
@@ -92,22 +101,21 @@ class Permute(Operator):
     linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dims = _sizes(attributes, "dims")
-        shape = types[0].shape
+        dims, shape = attributes["dims"], types[0].shape
         if sorted(dims) != list(range(len(shape))) or (types[0].is_token_wise and dims[0] != 0):
             raise TypeCheckError(f"permute dims {list(dims)} do not fit {types[0]}")
         return (types[0].with_shape(tuple(shape[dim] for dim in dims)),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        dims = _sizes(attributes, "dims")
+        dims = attributes["dims"]
         for i in range(int(types[0].is_token_wise), len(dims)):
             yield (dims[i] - len(dims),), (i - len(dims),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"{inputs[0]}.permute({', '.join(map(str, _sizes(attributes, 'dims')))})"
+        return f"{inputs[0]}.permute({', '.join(map(str, attributes['dims']))})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        dims = _sizes(context.attributes, "dims")
+        dims = context.attributes["dims"]
         inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
         return [context.add("permute", context.incoming, dims=inverse)]
 
@@ -124,29 +132,27 @@ class Slice(Operator):
     linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim = feature_dim(types[0], cast("int", attributes["dim"]))
-        size = int(types[0].shape[dim])
-        start, stop = cast("int", attributes["start"]), cast("int", attributes["stop"])
-        if not 0 <= start < stop <= size:
+        dim = feature_dim(types[0], attributes["dim"])
+        start, stop = attributes["start"], attributes["stop"]
+        if not 0 <= start < stop <= int(types[0].shape[dim]):
             raise TypeCheckError(f"slice {start}:{stop} is outside dim {dim} of {types[0]}")
         shape = list(types[0].shape)
-        shape[dim] = len(range(start, stop, cast("int", attributes.get("step", 1))))
+        shape[dim] = len(range(start, stop, attributes.get("step", 1)))
         if attributes.get("copied", True) is not True:
             raise TypeCheckError("the attribute copied of slice is True or missing")
         return (types[0].with_shape(tuple(shape)),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        return _but(attributes, same_dims(types[0]))
+        return other_dims(attributes, same_dims(types[0]))
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        dim = cast("int", attributes["dim"])
         step = attributes.get("step", 1)
         bounds = f"{attributes['start']}:{attributes['stop']}" + (f":{step}" if step != 1 else "")
-        return f"{inputs[0]}[..., {', '.join([bounds] + [':'] * (-dim - 1))}]"
+        return f"{inputs[0]}[..., {', '.join([bounds] + [':'] * (-attributes['dim'] - 1))}]"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         attributes = {k: v for k, v in context.attributes.items() if k != "copied"}
-        size = int(context.input_type(0).shape[cast("int", attributes["dim"])])
+        size = int(context.input_type(0).shape[attributes["dim"]])
         return [context.add("slice_backward", context.incoming, size=size, **attributes)]
 
 
@@ -157,21 +163,18 @@ class SliceBackward(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         shape = list(types[0].shape)
-        shape[cast("int", attributes["dim"])] = cast("int", attributes["size"])
+        shape[attributes["dim"]] = attributes["size"]
         return (types[0].with_shape(tuple(shape)),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        arguments = ", ".join(
-            str(attributes.get(name, 1)) for name in ("dim", "start", "stop", "step", "size")
-        )
-        return f"K.slice_backward({inputs[0]}, {arguments})"
+        arguments = [attributes.get(name, 1) for name in ("dim", "start", "stop", "step", "size")]
+        return f"K.slice_backward({inputs[0]}, {', '.join(map(str, arguments))})"
 
     def tiles(self, attributes: Attributes) -> bool:
-        return attributes["dim"] == -1
+        return bool(attributes["dim"] == -1)
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
-        start, stop = cast("int", attributes["start"]), cast("int", attributes["stop"])
-        step = cast("int", attributes.get("step", 1))
+        start, stop, step = attributes["start"], attributes["stop"], attributes.get("step", 1)
         place = f"({tile.column} - {start})"
         taken = f"({place} >= 0) & ({tile.column} < {stop})"
         if step != 1:
@@ -187,7 +190,7 @@ class Concat(Operator):
     inputs = (1, 64)
 
     def tiles(self, attributes: Attributes) -> bool:
-        return attributes["dim"] == -1
+        return bool(attributes["dim"] == -1)
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         found, start = "", 0
@@ -200,7 +203,7 @@ class Concat(Operator):
         return found
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        dim = feature_dim(types[0], attributes["dim"])
         shape = list(types[0].shape)
         dtype = types[0].dtype
         for other in types[1:]:
@@ -213,13 +216,13 @@ class Concat(Operator):
         return (tensor(dtype, *shape),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        return _but(attributes, same_dims(types[0], len(types)))
+        return other_dims(attributes, same_dims(types[0], len(types)))
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"torch.cat(({', '.join(inputs)},), {attributes['dim']})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        dim = cast("int", context.attributes["dim"])
+        dim = context.attributes["dim"]
         gradients: list[str | None] = []
         start = 0
         for i, need in enumerate(context.needs):
@@ -233,183 +236,27 @@ class Concat(Operator):
         return gradients
 
 
-class Expand(Operator):
-    """Feature dims of size 1 repeated to `shape` (-1 for the token dim), without copying."""
-
-    name = "expand"
-    is_view = True
-    linear_in = ((0,),)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        wanted = _full_shape(types[0], attributes)
-        sizes = list(zip(types[0].shape, wanted.shape, strict=False))
-        if len(wanted.dims) != len(types[0].dims) or any(a not in (1, b) for a, b in sizes):
-            raise TypeCheckError(f"cannot expand {types[0]} to {list(_sizes(attributes))}")
-        return (wanted,)
-
-    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        return broadcast_dims(types, self.infer(types, attributes)[0])
-
-    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
-        return {**attributes, "shape": outputs[0].reshape_sizes}
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"{inputs[0]}.expand({', '.join(map(str, _sizes(attributes)))})"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.reduced(context.incoming, 0)]
-
-
 class RepeatInterleave(Operator):
     """Each entry of a feature dim repeated `repeats` times in place: abc becomes aabbcc."""
 
     name = "repeat_interleave"
+    template = "{0}.repeat_interleave({repeats}, {dim})"
     linear_in = ((0,),)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim = feature_dim(types[0], cast("int", attributes["dim"]))
+        dim = feature_dim(types[0], attributes["dim"])
         shape = list(types[0].shape)
-        shape[dim] *= cast("int", attributes["repeats"])
+        shape[dim] *= attributes["repeats"]
         return (types[0].with_shape(tuple(shape)),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
 
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"{inputs[0]}.repeat_interleave({attributes['repeats']}, {attributes['dim']})"
-
     def gradient(self, context: Gradient) -> list[str | None]:
-        dim, repeats = (cast("int", context.attributes[name]) for name in ("dim", "repeats"))
+        dim, repeats = context.attributes["dim"], context.attributes["repeats"]
         features = list(context.input_type(0).features)
         after = len(features) + dim + 1
         split = (*features[:after], repeats, *features[after:])
         tokens = (-1,) * context.input_type(0).is_token_wise
         grouped = context.add("reshape", context.incoming, shape=(*tokens, *split))
-        summed = context.add("sum", grouped, dim=dim, keepdim=False)
-        return [summed]
-
-
-class Reduction(Operator):
-    """A feature dim reduced; it stays with size 1 where `keepdim`."""
-
-    sums_rows = True
-
-    def tiles(self, attributes: Attributes) -> bool:
-        return attributes["dim"] == -1 and bool(attributes["keepdim"])
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        dim = feature_dim(types[0], cast("int", attributes["dim"]))
-        shape = list(types[0].shape)
-        shape[dim] = 1
-        if not attributes["keepdim"]:
-            del shape[dim]
-        return (types[0].with_shape(tuple(shape)),)
-
-    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        reduced = cast("int", attributes["dim"])
-        for (dim,), _ in _but(attributes, same_dims(types[0])):
-            yield (dim,), (dim + int(dim < reduced and not attributes["keepdim"]),)
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"{inputs[0]}.{self.name}({attributes['dim']}, keepdim={attributes['keepdim']})"
-
-    def _spread(self, context: Gradient) -> str:
-        """dy repeated over the reduced dim."""
-        whole = context.input_type(0).reshape_sizes
-        kept = list(whole)
-        kept[cast("int", context.attributes["dim"])] = 1
-        spread = context.add("reshape", context.incoming, shape=tuple(kept))
-        return context.add("expand", spread, shape=whole)
-
-
-class Mean(Reduction):
-    """The mean over a feature dim."""
-
-    name = "mean"
-    linear_in = ((0,),)
-
-    def tile(self, tile: Tile, attributes: Attributes) -> str:
-        return f"{tile.row_sum('total', lambda row: row.read(0))} / {tile.size(0)}"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        size = int(context.input_type(0).shape[cast("int", context.attributes["dim"])])
-        return [context.add("div", self._spread(context), scalar=float(size))]
-
-
-class Sum(Reduction):
-    """The sum over a feature dim."""
-
-    name = "sum"
-    linear_in = ((0,),)
-
-    def tile(self, tile: Tile, attributes: Attributes) -> str:
-        return tile.row_sum("total", lambda row: row.read(0))
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [self._spread(context)]
-
-
-class Softmax(Operator):
-    """Softmax over one feature dim."""
-
-    name = "softmax"
-
-    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        return _but(attributes, same_dims(types[0]))
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"torch.softmax({inputs[0]}, {attributes['dim']})"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        # dx = y (dy - sum(y dy))
-        weighted = context.add("mul", context.incoming, context.output())
-        dim = cast("int", context.attributes["dim"])
-        total = context.add("sum", weighted, dim=dim, keepdim=True)
-        return [context.add("sub", weighted, context.add("mul", context.output(), total))]
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (~0,)
-
-
-class Embedding(Operator):
-    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`."""
-
-    name = "embedding"
-    inputs = (2, 2)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        table, ids = types
-        if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise or ids.features:
-            raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
-        return (table.with_shape((ids.shape[0], table.shape[1])),)
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"F.embedding({inputs[1]}, {inputs[0]})"
-
-    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        yield (-1, 0), (-1,)
-
-    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
-        yield from super().shardings(types, attributes)
-        yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
-
-    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows asked for
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (1,)
-
-
-OPERATORS: tuple[Operator, ...] = (
-    Concat(),
-    Embedding(),
-    Expand(),
-    Mean(),
-    Permute(),
-    RepeatInterleave(),
-    Reshape(),
-    Slice(),
-    SliceBackward(),
-    Softmax(),
-    Sum(),
-)
+        return [context.add("sum", grouped, dim=dim, keepdim=False)]

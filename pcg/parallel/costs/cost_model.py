@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 
 from pcg.errors import CostModelError
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.operators.base import Attributes, Types
 from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
 

@@ -8,13 +8,13 @@ from typing import Protocol
 
 import sympy
 
-from pcg.ir.graph import Attribute, Builder, Graph, Node, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import FLOPS_PER_BYTE
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.operators.operator import Attributes, Gradient, Types
-from pcg.ir.types import TOKENS, TensorType
+from pcg.ir.operators.base import Attributes, Gradient, Types
+from pcg.ir.operators.collectives import FLOPS_PER_BYTE
+from pcg.ir.types import CONTEXT, TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
 
 CONTEXT_TOKENS = 1024

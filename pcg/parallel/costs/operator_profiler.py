@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pcg.errors import CostModelError
 from pcg.ir.operators import operator
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
+from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, TensorType
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.bypass import MadeWeight
 from pcg.parallel.costs.device_profile import OperatorTime

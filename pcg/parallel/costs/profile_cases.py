@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.types import TOKENS, TensorType, tensor
 
 HEAD_SIZE = 64

@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.collective import Collective
-from pcg.ir.operators.operator import Attributes, Types
+from pcg.ir.operators.base import Attributes, Types
+from pcg.ir.operators.collectives import Collective
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel

@@ -15,49 +15,35 @@ import sympy
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
-from pcg.ir.operators.bypass import (
-    Activate,
-    AskedInner,
-    BottleneckBackward,
-    ColumnNorm,
-    Inner,
-)
-from pcg.ir.operators.collective import Collective, PlacedPart, Transition
-from pcg.ir.operators.linear import (
-    AskedOuter,
-    AskedSumTokens,
-    BiasAdd,
+from pcg.ir.operators.attention import AttentionBackward, WindowAttentionBackward
+from pcg.ir.operators.base import Attributes, Operator, Types
+from pcg.ir.operators.bypass import Activate, BottleneckBackward
+from pcg.ir.operators.collectives import Collective, PlacedPart, Transition
+from pcg.ir.operators.linear import Linear, LinearBackward
+from pcg.ir.operators.lora import (
     ExpandAdd,
+    ExpandAddPart,
     ExpandBackward,
-    Linear,
-    LinearBackward,
     LoraLinear,
     LoraLinearBackward,
     Outer,
+    OuterRequest,
     ScaledOuter,
     Shrink,
     ShrinkBackward,
-    SumTokens,
 )
-from pcg.ir.operators.model import (
-    CONTEXT,
-    AttentionBackward,
-    CrossEntropy,
-    CrossEntropyBackward,
-    LinearCrossEntropy,
-    WindowAttentionBackward,
-)
-from pcg.ir.operators.operator import Attributes, Operator, Types
-from pcg.ir.operators.parts import ColumnNormPart, ExpandAddPart
-from pcg.ir.types import TOKENS, Size, TensorType
+from pcg.ir.operators.lora_variants import ColumnNorm, ColumnNormPart
+from pcg.ir.operators.vectors import BiasAdd, Inner, InnerRequest, SumTokens, SumTokensRequest
+from pcg.ir.operators.vocabulary import CrossEntropy, CrossEntropyBackward, LinearCrossEntropy
+from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 Pairs = tuple[tuple[str, Attribute], ...]
 """Attributes that can be looked up."""
 
 _ASKED = {
-    AskedInner.name: Inner.name,
-    AskedOuter.name: Outer.name,
-    AskedSumTokens.name: SumTokens.name,
+    InnerRequest.name: Inner.name,
+    OuterRequest.name: Outer.name,
+    SumTokensRequest.name: SumTokens.name,
 }
 """Operators that the caller runs, by what they are."""
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}

@@ -15,7 +15,7 @@ import dataclasses
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
-from pcg.passes.fusion.kernel_groups import is_fusible
+from pcg.passes.fusion.group_kernels import is_fusible
 
 
 def defer_residual_add(model: ModelGraph) -> ModelGraph:

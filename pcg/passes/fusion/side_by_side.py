@@ -10,80 +10,79 @@ groups share a kernel where
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from pcg.ir.graph import Graph, Node
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.operators import operator
-from pcg.passes.fusion.kernel_group import MOST_VALUES, Group
+from pcg.passes.fusion.group_kernels import MOST_VALUES, grouped
+from pcg.passes.pass_base import GraphPass
 
 
-def side_by_side(graph: Graph, groups: Sequence[Group]) -> list[Group]:
-    """The groups, those around one attention as parts of one."""
-    found = list(groups)
-    for node in graph.nodes:
-        if not operator(node.op).sees_sequences:
-            continue
-        made = [value.name for value in node.outputs]
-        for around in (
-            _of_values(node.inputs, [(group.outputs, group) for group in found]),
-            _of_values(made, [(group.inputs, group) for group in found]),
-        ):
-            parts = around[:1]
-            for group in around[1:]:
-                both = _joined(graph, [*parts, group])
-                if len(both.inputs) + len(both.outputs) > MOST_VALUES:
-                    continue
-                if not any(_has_path(graph, found, one, group) for one in parts):
-                    parts.append(group)
-            if len(parts) > 1:
-                found = [group for group in found if group not in parts]
-                found.append(_joined(graph, parts))
-    return found
+class SideBySide(GraphPass):
+    """Let groups around one attention share a kernel."""
+
+    name = "side_by_side"
+
+    def run(self, graph: Graph) -> KernelGraph:
+        graph = grouped(graph, self.name)
+        found = [group_of(graph, parts) for parts in graph.kernels]
+        for node in graph.nodes:
+            if operator(node.op).sees_sequences:
+                made = [value.name for value in node.outputs]
+                found = _with_shared(found, _of_values(node.inputs, found, "outputs"))
+                found = _with_shared(found, _of_values(made, found, "inputs"))
+        return dataclasses.replace(graph, kernels=tuple(map(names_of, found)))
 
 
-def _of_values(values: Sequence[str], groups: Sequence[tuple[Sequence[str], Group]]) -> list[Group]:
-    """The groups that have some of the values among their own, in the order of the values."""
-    places = [
-        (min(values.index(name) for name in own if name in values), group)
-        for own, group in groups
-        if not set(values).isdisjoint(own)
-    ]
+def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
+    """The groups, with those that can share a kernel of some around one attention as one."""
+    parts = list(around[:1])
+    for group in around[1:]:
+        both = _joined([*parts, group])
+        fits = len(both.inputs) + len(both.outputs) <= MOST_VALUES
+        if fits and not any(_has_path(groups, one, group) for one in parts):
+            parts.append(group)
+    if len(parts) < 2:
+        return groups
+    return [*(group for group in groups if group not in parts), _joined(parts)]
+
+
+def _of_values(
+    values: Sequence[str], groups: Sequence[KernelGroup], side: str
+) -> list[KernelGroup]:
+    """The groups that read, or make, some of the values, in the order of the values."""
+    places = []
+    for group in groups:
+        own = [values.index(name) for name in getattr(group, side) if name in values]
+        if own:
+            places.append((min(own), group))
     return [group for _, group in sorted(places, key=lambda pair: pair[0])]
 
 
-def _joined(graph: Graph, parts: Sequence[Group]) -> Group:
-    inner = {node.name for part in parts for node in part.nodes}
-    nodes = tuple(node for node in graph.nodes if node.name in inner)
-    return Group(graph, nodes, tuple(one for part in parts for one in part.parts or (part,)))
+def _joined(parts: Sequence[KernelGroup]) -> KernelGroup:
+    return group_of(parts[0].graph, [names for part in parts for names in names_of(part)])
 
 
-def _has_path(graph: Graph, groups: Sequence[Group], first: Group, second: Group) -> bool:
+def _has_path(groups: Sequence[KernelGroup], first: KernelGroup, second: KernelGroup) -> bool:
     """Whether a path leads from one group to another, or back; groups run as a whole."""
-    item_of = items_of(graph, groups)
+    graph = first.graph
+    group_of_node = {name: group for group in groups for name in group.made}
+
+    def nodes_with(node: Node) -> tuple[Node, ...]:
+        """The nodes that run together with one."""
+        return group_of_node[node.name].nodes if node.name in group_of_node else (node,)
+
     for start, end in ((first, second), (second, first)):
-        waiting: list[Node | Group] = [start]
-        seen = {start.nodes[0].name}
+        waiting, seen = [start.nodes], {start.nodes[0].name}
         while waiting:
-            nodes = nodes_of(waiting.pop())
-            values = [value.name for node in nodes for value in node.outputs]
-            for reader in (r for name in values for r in graph.consumers.get(name, ())):
-                item = item_of[reader.name]
-                if item is end:
+            made = [value.name for node in waiting.pop() for value in node.outputs]
+            for reader in (r for name in made for r in graph.consumers.get(name, ())):
+                nodes = nodes_with(reader)
+                if nodes[0].name in end.made:
                     return True
-                if nodes_of(item)[0].name not in seen:
-                    seen.add(nodes_of(item)[0].name)
-                    waiting.append(item)
+                if nodes[0].name not in seen:
+                    seen.add(nodes[0].name)
+                    waiting.append(nodes)
     return False
-
-
-def nodes_of(item: Node | Group) -> tuple[Node, ...]:
-    """What an item runs."""
-    return item.nodes if isinstance(item, Group) else (item,)
-
-
-def items_of(graph: Graph, groups: Sequence[Group]) -> dict[str, Node | Group]:
-    """What runs each node, by its name."""
-    item_of: dict[str, Node | Group] = {node.name: node for node in graph.nodes}
-    for group in groups:
-        item_of |= dict.fromkeys(group.made, group)
-    return item_of

@@ -10,44 +10,52 @@ such kernel, as in models without rotary embedding, attention goes on to append 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.program.program import python_name
-from pcg.passes.fusion.kernel_groups import is_fusible
+from pcg.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
+from pcg.passes.fusion.group_kernels import is_fusible
+from pcg.passes.pass_base import GraphPass
 
 
-def split_append(graph: Graph, sizes: Container[int], dtypes: Container[str]) -> Graph:
-    """The graph with appends of its own before attention.
+@dataclass(frozen=True)
+class SplitCacheAppend(GraphPass):
+    """Let nodes of their own append keys and values to the cache, before attention.
 
-    Args:
-        graph: of a program for Triton.
-        sizes: of heads that attention's kernels know; other attention appends for itself.
-        dtypes: theirs.
+    Attributes:
+        sizes: sizes of heads that attention's kernels take; other attention appends for itself.
+        dtypes: dtypes that they take.
     """
-    names = {python_name(name) for name in graph.types}
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.op != "attention" or not _is_split(graph, node, sizes, dtypes):
-            nodes.append(node)
-            continue
-        q, k, v, *rest = node.inputs
-        appended = []
-        for value, to in ((k, "keys"), (v, "values")):
-            name = _unused(to, names)
-            appended.append(name)
-            output = Value(name, graph.types[value])
-            nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
-        nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
-    return graph.replace(nodes=tuple(nodes))
 
+    name = "split_cache_append"
+    sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[str, ...] = HEAD_DTYPES
 
-def _is_split(graph: Graph, node: Node, sizes: Container[int], dtypes: Container[str]) -> bool:
-    q, k, v = (graph.types[name] for name in node.inputs[:3])
-    known = q.features[-1] in sizes and v.features[-1] in sizes and q.dtype in dtypes
-    same = q.dtype == k.dtype == v.dtype
-    return known and same and _is_made_by_a_kernel(graph, node.inputs[1])
+    def run(self, graph: Graph) -> Graph:
+        names = {python_name(name) for name in graph.types}
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            if node.op != "attention" or not self._is_split(graph, node):
+                nodes.append(node)
+                continue
+            q, k, v, *rest = node.inputs
+            appended = []
+            for value, to in ((k, "keys"), (v, "values")):
+                name = _unused(to, names)
+                appended.append(name)
+                output = Value(name, graph.types[value])
+                nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
+            nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
+        return graph.replace(nodes=tuple(nodes))
+
+    def _is_split(self, graph: Graph, node: Node) -> bool:
+        q, k, v = (graph.types[name] for name in node.inputs[:3])
+        sizes = {q.features[-1], v.features[-1]}
+        known = sizes.issubset(self.sizes) and q.dtype in self.dtypes
+        same = q.dtype == k.dtype == v.dtype
+        return known and same and _is_made_by_a_kernel(graph, node.inputs[1])
 
 
 def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:

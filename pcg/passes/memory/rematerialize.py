@@ -40,8 +40,7 @@ import networkx
 from pcg.ir.analysis.storages import Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import TOKENS
+from pcg.ir.types import CONTEXT, TOKENS
 
 _SOURCE, _SINK = "source", "sink"
 _TIE = 2**40

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Collection
 from math import lcm
 
-from pcg.ir.graph import Builder, Graph
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph
 
 
 def repeat_heads(graph: Graph, degree: int, attentions: Collection[str]) -> Graph:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from math import prod
 from typing import cast
 
-from pcg.ir.graph import Builder, Graph, Node, Parameter, Value
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Node, Parameter, Value
 
 _ROWS: dict[str, tuple[bool, ...]] = {
     "linear": (False, True, True),

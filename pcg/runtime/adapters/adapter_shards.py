@@ -27,10 +27,9 @@ from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.shards import Ranges, piece_of, ranges_of
 from pcg.peft.adapters import Adapter
 from pcg.peft.module_weights import AdapterWeight
-from pcg.runtime.model.shards import piece_of, ranges_of
-from pcg.runtime.model.weights import Ranges
 
 
 class AdapterShards:

@@ -10,11 +10,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from pcg.errors import PcgError
-from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.memory.pool import PagePool, PageTable
+
+
+class ServedAdapter(Protocol):
+    """What scheduling needs to know of an adapter; `pcg.peft.adapters.Adapter` is one."""
+
+    @property
+    def name(self) -> str:
+        """The name that requests use."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its tensors."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of virtual tokens before each sequence."""
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.operators import operator
-from pcg.ir.operators.linear import LoraLinear
+from pcg.ir.operators.lora import LoraLinear
 from pcg.ir.program.program import python_name
 
 

@@ -19,9 +19,9 @@ from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
 from pcg.runtime.adapters.row_memory import LoraSite, RowMemory, TokenSpans
 from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.sources import model_sources, served_sources
 from pcg.runtime.adapters.stacked_weights import Sites
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.specialised import model_sources, served_sources
 
 
 class RaggedTables(PaddedTables):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pcg.runtime.model.uploads import uploaded
+from pcg.runtime.memory.uploads import uploaded
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import python_name
 from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.shards import TRANSPOSED, is_piece, open_dims, parted_dim, piece_of_stack
 from pcg.peft.adapters import Adapter
 from pcg.runtime.adapters.joined_sites import JoinedSite, Lora
 from pcg.runtime.adapters.segments import JoinedLora, LoraRun, SegmentedWeight, Segments
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.model.shards import TRANSPOSED, is_piece, open_dims, parted_dim, piece_of_stack
 
 
 @dataclass(frozen=True)

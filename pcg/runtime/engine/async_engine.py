@@ -20,21 +20,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from pcg.errors import EngineError, FinetuneError, PcgError
 from pcg.peft.adapters import Adapter
 from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.prompts import make_request
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.stream import Stream
+from pcg.runtime.model.specialised import ServingProgram
+from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import Data
-
-if TYPE_CHECKING:
-    from pcg.runtime.engine.program_engine import ProgramEngine
-    from pcg.runtime.model.specialised import ServingProgram
 
 Result = TypeVar("Result")
 
@@ -49,9 +49,19 @@ class AsyncEngine:
         engine: whose steps the thread runs; nobody else may call it meanwhile.
     """
 
-    def __init__(self, engine: ProgramEngine) -> None:
-        """Start the thread."""
+    def __init__(
+        self, engine: EngineLoop, state: ModelState, prepare_job: Callable[..., Job]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            engine: the engine that it runs.
+            state: the model.
+            prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
+        """
         self.engine = engine
+        self._state = state
+        self._prepare_job = prepare_job
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
         self._lock = Lock()
         self._ended: EngineError | None = None
@@ -82,7 +92,7 @@ class AsyncEngine:
             EngineError: the thread has ended.
         """
         self._check_open()
-        request = self.engine.executor.request(prompt, adapter, **options)
+        request = make_request(self._state, prompt, adapter, **options)
         stream = Stream(self._cancel)
         asked = self.call(
             functools.partial(self._begin, request, stream, self.engine.clock.now_s())
@@ -96,7 +106,7 @@ class AsyncEngine:
         Args:
             data: as `Executor.finetune` takes it.
             adapter: its name, and the job's.
-            options: as `ProgramEngine.finetune` takes them; `on_step` is called by the thread.
+            options: as `Engine.finetune` takes them; `on_step` is called by the thread.
         Returns:
             The job; what is wrong with the data or the options is raised by its result.
         Raises:
@@ -129,21 +139,21 @@ class AsyncEngine:
             `Executor.add_adapter`, EngineError where the thread has ended.
         """
         self._check_open()
-        executor = self.engine.executor
+        state = self._state
         end: Future[Adapter] = Future()
         end.set_running_or_notify_cancel()
 
         def put(adapter: Adapter, ready: ServingProgram) -> Adapter:
-            executor.check_free(name)
-            return executor.put_adapter(adapter, ready)
+            state.check_free(name)
+            return state.put_adapter(adapter, ready)
 
         def prepare() -> None:
             try:
                 self._check_open()
-                executor.check_free(name)
-                made = executor.make_adapter(name, path_or_config, seed=seed)
+                state.check_free(name)
+                made = state.make_adapter(name, path_or_config, seed=seed)
                 adapter = made.map(torch.clone)  # not to be read from the disk by a step
-                ready = executor.program_for(adapter)
+                ready = state.program_for(adapter)
                 asked = self.call(functools.partial(put, adapter, ready))
             except BaseException as error:  # theirs who asked
                 end.set_exception(error)
@@ -209,7 +219,7 @@ class AsyncEngine:
         """On the other thread: make a job ready, and hand it to the engine's."""
         try:
             self._check_open()
-            job = self.engine.prepare_job(data, running.name, **options)
+            job = self._prepare_job(data, running.name, **options)
         except Exception as error:  # theirs who asked
             self.call(functools.partial(self._awaited.pop, running.name, None))
             running.fail(error)

@@ -1,13 +1,13 @@
-"""Measure how long a step takes on this machine, to begin with: steps correct it as they are seen.
+"""Calibration: measure how long a step takes on this machine; later steps correct the estimate.
 
-Prompts of two lengths, one behind others, and one with logits of all its tokens give four numbers
+Four steps, short and long, behind a context, and with logits of all tokens, give the coefficients
 of a forward:
 
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-A backward unit is taken for a layer's share of twice the forward: two products for one. So is a
-trained token's loss for twice a row of logits, and a window for twice what the first row takes, for
-which the head's weights are read.
+A backward unit is estimated as one layer's share of twice the forward, which has half its products;
+a trained token's loss as twice a row of logits; and a window as twice the first row, for which the
+head's weights are read.
 """
 
 from __future__ import annotations
@@ -19,38 +19,30 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pcg.parallel.ranks.group import Ranks, broadcast_from_first
-from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.latency import Latencies, Latency, Load
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
-from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.model.load import Load
+from pcg.runtime.model.state import ModelState
 
 _SHORT, _LONG = 16, 256
-"""Tokens of the prompts."""
+"""Numbers of tokens of the measured steps."""
 _ROUNDS = 3
 _BACKWARD = 2.0
-"""Of the forward's time."""
+"""Time of a backward, relative to the forward."""
 
 
-def calibrated(
-    runner: ModelRunner,
-    stacks: PaddedTables,
-    device: torch.device,
-    most_positions: int | None,
-    clock: Clock,
-) -> Latencies:
-    """The latencies of a program here.
+def calibrated(state: ModelState, clock: Clock) -> Latencies:
+    """Measure the latencies of a model's base, without adapters.
 
     Args:
-        runner: of the program.
-        stacks: of its adapters; the base alone is measured.
-        device: that it is on.
-        most_positions: that the model has; None for any number.
-        clock: to measure by.
+        state: the model.
+        clock: the clock to measure by.
     """
-    long = min(_LONG, most_positions or _LONG)
+    runner, tables, device = state.serving.runner, state.serving.tables, state.device
+    long = min(_LONG, state.max_positions or _LONG)
     cache = KvCache(kv_types(runner.model), pages_for(long), device)
     table = cache.pool.open("calibration")
     cache.pool.extend(table, pages_for(long))
@@ -60,18 +52,18 @@ def calibrated(
         took = []
         for _ in range(_ROUNDS + 1):
             batch = Batch(ids, [Span(0, tokens, context, table)], cache)
-            bound = stacks.bind([None], [tokens])
+            bound = tables.bind([None], [tokens])
             started = clock.now_s()
             hidden = runner.hidden(batch, bound)
             if rows:
                 last = torch.arange(tokens - rows, tokens, device=device)
-                runner.logits_of(hidden, batch, bound, last, stacks.bind([None], [rows]))
+                runner.logits_of(hidden, batch, bound, last, tables.bind([None], [rows]))
             _wait(device)
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
     found = fitted_latencies(seconds, len(runner.model.layers), long)
-    # A fit may round otherwise on another rank, and all have to plan alike.
+    # Fits may round differently on other ranks, and all must plan alike.
     one = functools.partial(_of_first, runner.ranks)
     return Latencies(one(found.forward), one(found.backward))
 
@@ -84,13 +76,13 @@ def _of_first(ranks: Ranks, latency: Latency) -> Latency:
 def fitted_latencies(
     seconds: Callable[[int, int, int], float], layers: int, long: int = _LONG
 ) -> Latencies:
-    """Latencies of what five steps take.
+    """Fit latencies to the times of five steps.
 
     Args:
-        seconds: of a step of so many tokens of one sequence behind so many others, with logits of
-            so many of them.
-        layers: of the model.
-        long: tokens of the longest step.
+        seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
+            the rows of logits.
+        layers: number of layers of the model.
+        long: number of tokens of the longest step.
     """
     short = min(_SHORT, long)
     steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]
@@ -110,7 +102,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:
-    """Coefficients above 0 that come nearest: noise must not make anything free."""
+    """Fit the coefficients by least squares, and keep them above 0 whatever the noise."""
     rows = torch.tensor([[1.0, x.tokens, x.keys, x.sampled] for x, _ in measured]).double()
     took = torch.tensor([seconds for _, seconds in measured]).double()
     least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0, 0.0]).double()

@@ -7,9 +7,10 @@ from collections.abc import Sequence as List
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.engine.units import Backward, Forward
+from pcg.runtime.training.work_units import Backward, Forward
 
 
 class Side(Protocol):

@@ -7,8 +7,8 @@ from typing import Any
 
 from pcg.errors import PcgError
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.units import Unit, Work
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.training.work_units import Unit, Work
 
 
 class JobState(StrEnum):

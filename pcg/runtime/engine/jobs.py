@@ -9,10 +9,10 @@ from typing import Any
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import Job, JobState
-from pcg.runtime.engine.latency import Load
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.units import Backward, Forward, Pages, Release
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release
 
 
 @dataclass

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from pcg.errors import GenerationError
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.sampling_params import SamplingParams
-
-
-class ServedAdapter(Protocol):
-    """What scheduling asks of an adapter; `pcg.peft.adapters.Adapter` is one."""
-
-    @property
-    def name(self) -> str:
-        """That requests use."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its tensors."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Virtual tokens before each sequence."""
 
 
 @dataclass(frozen=True)

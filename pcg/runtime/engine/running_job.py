@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.training.result import FinetuneResult
-
-if TYPE_CHECKING:
-    from pcg.runtime.engine.engine import Engine
 
 
 class RunningJob:
@@ -23,7 +20,7 @@ class RunningJob:
     """
 
     def __init__(
-        self, name: str, engine: Engine, ask: Callable[[Callable[[], None]], object]
+        self, name: str, engine: EngineLoop, ask: Callable[[Callable[[], None]], object]
     ) -> None:
         """Wait to be taken in.
 

@@ -16,56 +16,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from itertools import islice
 
-from pcg.errors import GenerationError
-from pcg.runtime.adapters.cache import AdapterCache
-from pcg.runtime.engine.latency import Latency, Load
+from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
-from pcg.runtime.engine.request import ServedAdapter
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.model.load import Load
 
 _LAST_ROW = Load(sampled=1)
 """A prompt's last token is sampled after."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a step may be.
-
-    Attributes:
-        running: sequences at once.
-        tokens: of a step, inference and finetuning together.
-        least_chunk: of a prompt, tokens; smaller ones cost more than they give.
-        ttft_slo_s: promise for first tokens, seconds; None for none.
-        tpot_slo_s: promise for the time a token, seconds; None for none.
-        idle_step_s: of finetuning while nothing is served: a request that comes waits so long, or
-            for one window of `least_chunk` tokens where that is foretold to take longer.
-        prefetched: requests behind those that could begin, whose adapters are copied ahead, too.
-    Raises:
-        GenerationError: one is out of range.
-    """
-
-    running: int = 256
-    tokens: int = 4096
-    least_chunk: int = 16
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    idle_step_s: float = 0.2
-    prefetched: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("running", "tokens", "least_chunk"):
-            if getattr(self, name) < 1:
-                raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
-        for name in ("ttft_slo_s", "tpot_slo_s", "idle_step_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise GenerationError(f"{name}={value!r}; use seconds above 0")
 
 
 class Scheduler:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pcg.runtime.engine.request import Chunk, Completion, Request
 from pcg.runtime.memory.pool import PageTable, pages_for
+from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
-
-if TYPE_CHECKING:
-    from pcg.runtime.memory.prefixes import Version
 
 
 class State(StrEnum):

@@ -17,15 +17,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.units import Forward
-
-if TYPE_CHECKING:
-    from pcg.runtime.engine.latency import Latencies
-    from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Forward
 
 
 @dataclass

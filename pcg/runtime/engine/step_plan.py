@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from pcg.runtime.engine.latency import Load, keys_of
 from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.model.load import Load, keys_of
 
 
 @dataclass

@@ -12,23 +12,23 @@ from torch import Tensor
 from pcg.errors import GenerationError
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.cache import AdapterCache
+from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.engine.device import Side
-from pcg.runtime.engine.request import Request, ServedAdapter
+from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.engine.units import Backward, Forward
-from pcg.runtime.memory.decode_graphs import decode_graphs
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.memory.uploads import uploaded_list
 from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import ProductRequest, run_merged, run_single
-from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
 from pcg.runtime.model.side_stream import SideStream
-from pcg.runtime.model.uploads import uploaded_list
-from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.model.specialised import ServingProgram
+from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
+from pcg.runtime.training.work_units import Backward, Forward
 
 
 class StepRunner:
@@ -41,35 +41,26 @@ class StepRunner:
         graphs: recorded decode steps; None where the program has none.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        stacks: PaddedTables,
-        cache: KvCache,
-        adapters: AdapterCache,
-        tokenizer: Tokenizer | None,
-        eos_ids: frozenset[int],
-        most_positions: int | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, state: ModelState, cache: KvCache, adapters: AdapterCache) -> None:
         self.cache = cache
         self._adapters = adapters
-        self._runner = runner
-        self._stacks = stacks.in_pages(cache.pages, adapters.table)
-        self.graphs = decode_graphs(runner, self._stacks, cache, device)
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._most_positions = most_positions
-        self._device = device
-        has_side = device.type == "cuda" and runner.ranks.size == 1
+        self._tokenizer = state.tokenizer
+        self._eos_ids = state.eos_ids
+        self._max_positions = state.max_positions
+        self._device = device = state.device
+        has_side = device.type == "cuda" and state.ranks.size == 1
         self.side: Side | None = SideStream(device) if has_side else None
+        self._bind(state.serving)
 
-    def use(self, runner: ModelRunner, stacks: PaddedTables) -> None:
-        """Go on with a program that serves other sites, too."""
-        self._stacks.close()
-        self._runner = runner
-        self._stacks = stacks.in_pages(self.cache.pages, self._adapters.table)
-        self.graphs = decode_graphs(runner, self._stacks, self.cache, self._device)
+    def _bind(self, program: ServingProgram) -> None:
+        self._runner = program.runner
+        self._tables = program.tables.in_pages(self.cache.pages, self._adapters.table)
+        self.graphs = decode_graphs(self._runner, self._tables, self.cache, self._device)
+
+    def use(self, program: ServingProgram) -> None:
+        """Go on with a program for other adapter sites."""
+        self._tables.close()
+        self._bind(program)
 
     def open(self, request: Request, number: int) -> Sequence:
         """A request's state, before anything ran.
@@ -95,28 +86,28 @@ class StepRunner:
         length = request.length
         if not request.prompt_ids:
             raise GenerationError(f"prompt {number} has no tokens; give at least one")
-        if self._most_positions is not None and length >= self._most_positions:
+        if self._max_positions is not None and length >= self._max_positions:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
                 f"prompt {number} has {length} tokens{of_adapter}; the model has "
-                f"{self._most_positions} positions, and generating needs at least one more than "
+                f"{self._max_positions} positions, and generating needs at least one more than "
                 "the prompt"
             )
-        room = (self._most_positions or 2**62) - length
+        room = (self._max_positions or 2**62) - length
         return min(request.params.max_new_tokens, room)
 
     def fetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
-        self._stacks.fetch(cast("List[Adapter]", adapters))
+        self._tables.fetch(cast("List[Adapter]", adapters))
 
     def is_coming(self, adapter: ServedAdapter) -> bool:
         """Whether one is being copied, so that a step that runs it would wait."""
-        return self._stacks.is_coming(cast("Adapter", adapter))
+        return self._tables.is_coming(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Have an adapter's pages free for others."""
-        self._stacks.evict(cast("Adapter", adapter))
+        self._tables.evict(cast("Adapter", adapter))
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
@@ -130,7 +121,7 @@ class StepRunner:
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
-        order = self._stacks.order(adapters)
+        order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
         ready: List[int] = range(len(chunks))
         sampled = None if windows else self._decoded(chunks, adapters)
@@ -175,12 +166,12 @@ class StepRunner:
             Places of the sequences whose pending tokens all ran, and the token after each.
         """
         functions: list[ProductRequest[Any]] = []
-        served = _Served(chunks, adapters, self._stacks, self.cache, self._device)
+        served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
-            functions.append(self._runner.asking_hidden(served.batch, served.bound))
+            functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
             assert isinstance(unit, ForwardUnit)
-            functions.append(unit.whole.asking_forward(count))
+            functions.append(unit.whole.forward_requests(count))
         if not windows:
             with torch.inference_mode():
                 found = [run_single(function) for function in functions]
@@ -192,7 +183,7 @@ class StepRunner:
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
         """The token after each sequence whose pending tokens all ran."""
-        rows, last = served.sampled_rows(self._stacks)
+        rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
 
@@ -221,7 +212,7 @@ class StepRunner:
         functions = []
         for unit in units:
             assert isinstance(unit, BackwardUnit)
-            functions.append(unit.whole.asking_backward())
+            functions.append(unit.whole.backward_requests())
         with torch.no_grad():
             run_merged(functions)
 

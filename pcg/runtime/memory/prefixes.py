@@ -1,15 +1,14 @@
-"""Prefixes: requests of one version of an adapter share the KV blocks of their common beginning.
+"""Prefix caching: requests of one adapter version share the KV blocks of their common beginning.
 
-A block is a page full of tokens. What its rows hold is a function of its tokens, of those before
-them, and of the weights that run: positions count from the first token of each sequence, which has
-no padding before it; whatever a token does not attend to any more, as in a sliding window, stays in
-the cache; the virtual tokens of a prompt or prefix are those of the adapter. So within a version
+A block is a page full of tokens. Its keys and values depend on its tokens, on those before them,
+and on the weights alone: sequences have no padding, sliding windows drop nothing from the cache,
+and virtual tokens belong to the adapter. So within a version
 
-    digest of block i = sha256(digest of block i − 1, its token ids)
+    digest of block i = sha256(digest of block i - 1, its token ids)
 
-finds it. Versions have indexes of their own, and one that is replaced, changed or removed is never
-asked again. A block can be found from the step on that fills it: every layer writes the keys and
-values of all tokens of a step before it attends to any.
+identifies a block. Each version has its own index, which is dropped when the adapter is replaced,
+changed or removed. A block can be found from the step on that fills it, because every layer writes
+the keys and values of all tokens of a step before it attends to any.
 
 Source: vLLM's automatic prefix caching (blocks by the hashes of their chain). Indexes by version,
 and blocks found behind the first chunk of a prompt, are our own.
@@ -20,11 +19,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from pcg.runtime.engine.request import ServedAdapter
-from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool
+from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable
 
 
 @dataclass(eq=False)
@@ -32,35 +30,61 @@ class Version:
     """The blocks of one version of an adapter, or of the base.
 
     Attributes:
-        pages: by the digest of their block.
-        is_current: whether blocks may come to it.
+        pages: the page of each block by its digest.
+        is_current: False once the adapter was replaced, changed or removed.
     """
 
     pages: dict[bytes, int] = field(default_factory=dict)
     is_current: bool = True
 
 
+class _Prompt(Protocol):
+    @property
+    def adapter(self) -> object | None: ...
+    @property
+    def virtual_tokens(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+class CachedSequence(Protocol):
+    """What prefix caching reads and writes of a sequence; the engine's `Sequence` is one."""
+
+    id: str
+    length: int
+    table: PageTable | None
+    cached: int
+    version: Version | None
+    digests: list[bytes]
+    known: int
+    found: int
+
+    @property
+    def request(self) -> _Prompt: ...
+    def ids(self, start: int, stop: int) -> list[int]: ...
+
+
 class Prefixes:
-    """The blocks that can be found.
+    """An index of the shared blocks in a pool.
 
     Args:
-        pool: of all pages.
+        pool: the pool of all pages.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         pool.shared.on_reclaim = self._reclaimed
         self._base = Version()
-        self._versions: WeakKeyDictionary[ServedAdapter, Version] = WeakKeyDictionary()
+        self._versions: WeakKeyDictionary[object, Version] = WeakKeyDictionary()
         self._blocks: dict[int, tuple[Version, bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, sequence: Sequence) -> None:
-        """Give a sequence the blocks that come next to what it has, where they are there.
+    def find(self, sequence: CachedSequence) -> None:
+        """Append the shared blocks to a sequence's table that continue what it has.
 
-        Its `cached` moves behind them; one token is left to compute, whatever is there. A sequence
+        Its `cached` moves behind them, but at least one token is left to compute. A sequence
         without a table gets one with the first block.
         """
         table, place = sequence.table, 0
@@ -70,7 +94,7 @@ class Prefixes:
             self._share(sequence, sequence.cached)
             place = table.shared
             if place * PAGE_TOKENS != sequence.cached:
-                return  # amid a block, or its version is another's past
+                return  # inside a block, or its version is no longer current
         version, most = sequence.version, (sequence.length - 1) // PAGE_TOKENS
         assert version is not None
         while place < most and version.pages:
@@ -83,18 +107,18 @@ class Prefixes:
             place += 1
             sequence.cached = place * PAGE_TOKENS
 
-    def keep(self, sequence: Sequence, tokens: int) -> None:
-        """Let others find the blocks that a sequence fills with its next tokens."""
+    def keep(self, sequence: CachedSequence, tokens: int) -> None:
+        """Index the blocks that a sequence fills with its next tokens, so that others find them."""
         end = sequence.cached + tokens
         if sequence.known < sequence.request.length:
             sequence.found += self._found(sequence)
             sequence.known = max(sequence.known, end)
         self._share(sequence, end)
 
-    def forget(self, adapter: ServedAdapter) -> None:
+    def forget(self, adapter: object) -> None:
         """Drop the blocks of an adapter that is removed, replaced or changed.
 
-        What requests that run read stays until they end.
+        Blocks that running requests read stay until these end.
         """
         version = self._versions.pop(adapter, None)
         if version is not None:
@@ -118,10 +142,10 @@ class Prefixes:
             assert version.is_current
             assert set(version.pages.values()) <= self._blocks.keys()
 
-    def _share(self, sequence: Sequence, end: int) -> None:
+    def _share(self, sequence: CachedSequence, end: int) -> None:
         """Share a sequence's full blocks up to a token.
 
-        Where another filled the same block first, that one's takes the place of its own.
+        Where another sequence filled the same block first, its page replaces this sequence's.
         """
         table, version = sequence.table, sequence.version
         assert table is not None
@@ -136,15 +160,15 @@ class Prefixes:
             elif (table.shared + 1) * PAGE_TOKENS <= sequence.cached:
                 self._pool.adopt(table, page)
             else:
-                return  # it writes the block in this step
+                return  # this sequence writes the block in this step
 
-    def _version(self, adapter: ServedAdapter | None) -> Version:
+    def _version(self, adapter: object | None) -> Version:
         if adapter is None:
             return self._base
         return self._versions.setdefault(adapter, Version())
 
-    def _digest(self, sequence: Sequence, place: int) -> bytes:
-        """Of a block, all of whose tokens are known."""
+    def _digest(self, sequence: CachedSequence, place: int) -> bytes:
+        """Return the digest of a block, all of whose tokens are known."""
         digests = sequence.digests
         if place >= len(digests):
             first, last = len(digests), sequence.length // PAGE_TOKENS
@@ -156,8 +180,8 @@ class Prefixes:
         return digests[place]
 
     @staticmethod
-    def _found(sequence: Sequence) -> int:
-        """Tokens of the prompt behind what was known of it that are in the cache, uncomputed."""
+    def _found(sequence: CachedSequence) -> int:
+        """Count the prompt's tokens that were found in the cache since the last call."""
         request = sequence.request
         start = max(sequence.known, request.virtual_tokens)
         return max(min(sequence.cached, request.length) - start, 0)

@@ -15,8 +15,7 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.runtime.model.shards import has_zeros, is_piece, piece_of, ranges_of
-from pcg.runtime.model.weights import Ranges
+from pcg.parallel.ranks.shards import Ranges, has_zeros, is_piece, piece_of, ranges_of
 
 
 class TensorSource(Protocol):

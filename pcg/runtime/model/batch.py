@@ -15,8 +15,8 @@ from torch import Tensor
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.runtime.memory.kv_cache import KvCache, KvGradients
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.memory.uploads import uploaded
 from pcg.runtime.model.decode_groups import DecodeGroup, Singles, decode_groups
-from pcg.runtime.model.uploads import uploaded
 
 DROPOUT_TOKENS = 64
 """Tokens of a sequence that dropout draws random numbers for at a time."""

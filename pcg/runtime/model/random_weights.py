@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pcg.runtime.model.weights import Ranges
+from pcg.parallel.ranks.shards import Ranges
 
 
 class RandomWeights:

@@ -175,9 +175,9 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
         """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
-        return run_single(self.asking_hidden(batch, adapters))
+        return run_single(self.hidden_requests(batch, adapters))
 
-    def asking_hidden(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
+    def hidden_requests(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
         """The same, asking the caller for the base's products."""
         batch.ranks = self.ranks
         batch.chosen = None

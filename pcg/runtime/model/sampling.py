@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.runtime.memory.uploads import uploaded_list
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.model.uploads import uploaded_list
 from pcg.runtime.text.stopping import StopChecker
 
 __all__ = [

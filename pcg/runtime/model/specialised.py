@@ -1,24 +1,24 @@
-"""Programs compiled anew for the sites of adapters, and which adapters one is for."""
+"""Programs that are compiled anew where adapters come at sites that no program serves yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.same_program import check_same, training_text
 from pcg.peft.adapters import Adapter
 from pcg.peft.registry import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
+from pcg.runtime.adapters.sources import model_sources, trained_sources
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner
 
 
 class Specialiser(Protocol):
-    """Compiles a program anew for adapters at other sites; the compiler gives one to executors."""
+    """Compiles a program anew for adapters at other sites; the compiler provides one."""
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
 
@@ -30,76 +30,49 @@ class ServingProgram:
     """A program that serves adapters at some sites, ready to run.
 
     Attributes:
-        serving: as it was compiled.
-        sources: of the adapters' parameters that it reads.
-        weights: of the base.
-        runner: of both.
-        stacks: of the adapters that run.
+        serving: the compiled program.
+        sources: the adapter parameters that it reads.
+        weights: the base's weights.
+        runner: runs the program with these weights.
+        tables: the weights of the adapters that run.
     """
 
     serving: Serving
     sources: frozenset[str]
     weights: BaseWeights
     runner: ModelRunner
-    stacks: PaddedTables
+    tables: PaddedTables
 
 
 class TrainingPrograms:
-    """Those that train adapters, each compiled when the first adapter of its sites is trained."""
+    """Training programs by adapter sites, each compiled when it is first needed."""
 
     def __init__(self, program: Program, specialiser: Specialiser, ranks: Ranks) -> None:
         self._program = program
         self._specialiser = specialiser
         self._ranks = ranks
-        self._by_sites: dict[frozenset[str], Training] = {}
+        self._by_key: dict[frozenset[str], Training] = {}
         if program.training is not None:
             model = program.training.model
-            self._by_sites[model_sources(model) | _model_dropouts(model)] = program.training
+            self._by_key[model_sources(model) | _dropouts_of(model)] = program.training
 
-    def of(self, adapter: Adapter, windows: bool) -> Training:
-        """The one for an adapter's sites, of whole sequences or windows."""
-        trained = _sources((path, w.parameters) for path, w in adapter.weights.items())
-        sites = trained | {*adapter.shared} | _bias_sources(adapter)
-        key = sites | _dropouts(adapter.recipe.dropout) | ({"windows"} if windows else set())
-        if key not in self._by_sites:
+    def get(self, adapter: Adapter, windows: bool) -> Training:
+        """Return the program for an adapter's sites, for windows or for whole sequences."""
+        key = trained_sources(adapter) | _dropouts(adapter.recipe.dropout)
+        if windows:
+            key |= {"windows"}
+        if key not in self._by_key:
             training = self._specialiser.training(self._program, adapter.recipe, windows)
             check_same(self._ranks, {"the training program": training_text(training)})
-            self._by_sites[key] = training
-        return self._by_sites[key]
-
-
-def served_sources(adapter: Adapter) -> frozenset[str]:
-    """Sources of the parameters that a program needs to serve an adapter."""
-    served = _sources((path, w.served) for path, w in adapter.weights.items())
-    return served | _bias_sources(adapter)
-
-
-def model_sources(model: ModelGraph) -> frozenset[str]:
-    """Sources of the adapter parameters that a program reads, in all layers."""
-    return frozenset(
-        parameter.source.format(layer=layer)
-        for parameter, layer in model.parameters()
-        if parameter.role == "adapter"
-    )
-
-
-def _sources(parts: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
-    """Sources of the parameters that an adapter has, of modules with the kinds of each."""
-    return frozenset(
-        kind if path == WHOLE_MODEL else f"{path}.{kind}" for path, kinds in parts for kind in kinds
-    )
-
-
-def _bias_sources(adapter: Adapter) -> frozenset[str]:
-    return frozenset(f"{path}.bias" for path in adapter.biases)
+            self._by_key[key] = training
+        return self._by_key[key]
 
 
 def _dropouts(p: float) -> frozenset[str]:
-    """What tells a training program with dropout from one without."""
+    """Return the part of a program's key that says with which dropout it was compiled."""
     return frozenset({f"dropout {p:g}"} if p else ())
 
 
-def _model_dropouts(model: ModelGraph) -> frozenset[str]:
-    """The same of a program's bypass networks."""
+def _dropouts_of(model: ModelGraph) -> frozenset[str]:
     nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
     return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]

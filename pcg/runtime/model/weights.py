@@ -24,12 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import WeightsError
+from pcg.parallel.ranks.shards import Ranges
 from pcg.source import ModelSource
 from pcg.tensor_file import TensorInfo, read_header
 
 Shape = tuple[int, ...]
-Ranges = tuple[tuple[int, int], ...]
-"""Of each dim of a tensor the first entry that is read, and the one behind the last."""
 
 # Of a fused parameter of the experts: the experts' own, in the order of the output features.
 _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {

@@ -1,9 +1,8 @@
 """The finetuning job: steps over one adapter, evaluations, checkpoints, exact resume.
 
-Between two steps the whole state of a job is the adapter, the optimizer's and a `TrainerState`;
-nothing is random but the order of the data, a function of seed and epoch, and what is dropped, one
-of seed, step and batch. So a run that is resumed ends with the same bits as one that was not
-interrupted. (Long by a few lines: one run from its options to its result.)
+Between two steps the whole state of a job is the adapter, the optimizer's state and a
+`TrainerState`. Only the order of the data, a function of seed and epoch, and dropout, a function of
+seed, step and batch, are random. So a resumed run ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -13,35 +12,34 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.published_version import InPlace, Served
-from pcg.runtime.engine.units import Work, run_alone
+from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
 from pcg.runtime.training.data import Dataset
 from pcg.runtime.training.data_order import Batches
 from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import Data, FinetuneOptions
 from pcg.runtime.training.progress import progress_bar
+from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training.training_data import check_with_prompt, training_data, vocabulary_size
 from pcg.runtime.training.training_pass import pass_through
-
-if TYPE_CHECKING:
-    from pcg.runtime.executor import Executor
+from pcg.runtime.training.work_units import Work, run_to_end
 
 _LOG = logging.getLogger("pcg.finetuning")
 
 
 def finetune(
-    executor: Executor,
+    state: ModelState,
     data: Data,
     name: str,
     options: FinetuneOptions,
@@ -49,22 +47,22 @@ def finetune(
     on_step: OnStep | None = None,
 ) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
-    is_new = name not in executor.adapters
-    job = FinetuneJob(InPlace(executor, name), data, name, options, peft)
+    is_new = name not in state.adapters
+    job = FinetuneJob(InPlacePublisher(state, name), data, name, options, peft)
     try:
         return job.run(on_step)
-    except UnsupportedError:  # found at the first step
+    except UnsupportedError:  # at the first step
         if is_new:
-            executor.remove_adapter(name)
+            state.remove_adapter(name)
         raise
 
 
 class FinetuneJob:
-    """The state of a job while it runs."""
+    """A finetuning job while it runs."""
 
     def __init__(
         self,
-        served: Served,
+        publisher: Publisher,
         data: Data,
         name: str,
         options: FinetuneOptions,
@@ -73,15 +71,15 @@ class FinetuneJob:
         """Read the data, find the checkpoint to go on from, and make the adapter.
 
         Args:
-            served: what the executor serves of it.
-            data: to train on.
-            name: of the adapter.
-            options: of the job.
-            peft: recipe of a new adapter.
+            publisher: decides which version of the adapter is served.
+            data: the training data.
+            name: the adapter's name.
+            options: the job's options.
+            peft: the recipe of a new adapter.
         """
-        self._served = served
-        self._executor = executor = served.executor
-        self._ranks = executor.ranks
+        self._publisher = publisher
+        self._model = publisher.state
+        self._ranks = publisher.state.ranks
         self._name = name
         self._options = options
         self._data = self._read(data)
@@ -106,50 +104,52 @@ class FinetuneJob:
         self._tokens_before = self._state.tokens
 
     def _read(self, data: Data) -> Dataset:
-        executor = self._executor
-        vocabulary = vocabulary_size(executor.program)
-        return training_data(
-            data, self._options, executor.tokenizer, vocabulary, executor.max_positions
-        )
+        model = self._model
+        vocabulary = vocabulary_size(model.program)
+        return training_data(data, self._options, model.tokenizer, vocabulary, model.max_positions)
 
     def _start(self, peft: object) -> None:
-        """Make the adapter, fresh, as it is served, or from a checkpoint."""
-        executor, name = self._executor, self._name
+        """Make the adapter to train, and what trains it."""
+        model = self._model
         checkpoint = self._find_checkpoint()
         saved = None if checkpoint is None else checkpoint.adapter
-        made = start_adapter(executor, name, peft, self._options.seed, saved, self._total)
-        self._adapter = self._served.start(made)
+        made = start_adapter(model, self._name, peft, self._options.seed, saved, self._total)
+        self._adapter = self._publisher.start(made)
         try:
-            windows = self._served.windows
-            self._runner = executor.training_runner_of(self._adapter, windows)
+            self._runner = training_runner(model, self._adapter, self._publisher.windows)
             for data in filter(None, (self._data, self._eval)):
                 virtual = self._adapter.prompt_tokens
-                check_with_prompt(data, virtual, executor.max_positions)
+                check_with_prompt(data, virtual, model.max_positions)
             self._steps = TrainingStep(
                 self._runner, self._data, self._batches, self._options, self._total
             )
             if checkpoint is not None:
                 self._resume(checkpoint)
         except BaseException:
-            self._served.undo()
+            self._publisher.undo()
             raise
 
     # ------------------------------------------------------------------------------- the loop
 
     def run(self, on_step: OnStep | None) -> FinetuneResult:
-        """Work until the end, with nothing beside it.
+        """Run all steps, with nothing beside them.
 
         Raises:
             FinetuneInterrupted: Ctrl-C.
-            FinetuneError: a loss is no number, or a checkpoint cannot be saved.
+            FinetuneError: a loss is not finite, or a checkpoint cannot be saved.
         """
         if self._ranks.size == 1:
-            return run_alone(self.work(on_step))
-        with noted_interrupts() as came:
-            return run_alone(self.work(on_step, came))
+            return run_to_end(self.work(on_step))
+        with noted_interrupts() as interrupts:
+            return run_to_end(self.work(on_step, interrupts))
 
-    def work(self, on_step: OnStep | None, came: Sequence[int] = ()) -> Work[FinetuneResult]:
-        """The steps, until an interrupt; over ranks one that came to any of them in a step."""
+    def work(self, on_step: OnStep | None, interrupts: Sequence[int] = ()) -> Work[FinetuneResult]:
+        """Yield the units of all steps, until an interrupt.
+
+        Args:
+            on_step: called after each step.
+            interrupts: over ranks, the interrupts of this rank; one of any rank ends the job.
+        """
         bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
         device = self._ranks.device
         try:
@@ -160,7 +160,9 @@ class FinetuneJob:
                 bar.update(record)
                 if on_step is not None:
                     on_step(record)
-                if float(self._ranks.all_reduce(torch.tensor(float(len(came)), device=device))):
+                if float(
+                    self._ranks.all_reduce(torch.tensor(float(len(interrupts)), device=device))
+                ):
                     raise KeyboardInterrupt
             with deferred_interrupts():
                 return self._finish()
@@ -169,11 +171,11 @@ class FinetuneJob:
         finally:
             bar.close()
             self._steps.drop_gradients()
-            self._served.changed(self._adapter)
+            self._publisher.changed(self._adapter)
 
     @property
     def _is_shown(self) -> bool:
-        """Whether to show a bar: one rank does."""
+        """Return whether this rank shows a progress bar."""
         return self._options.progress and self._ranks.rank == 0
 
     @property
@@ -181,7 +183,7 @@ class FinetuneJob:
         return self._state.stopped or self._state.step >= self._total
 
     def _step(self) -> Work[StepRecord]:
-        """One step; an interrupt leaves all of it undone or all of it done."""
+        """Run one step; an interrupt leaves all of it undone or all of it done."""
         state = self._state
         rate = self._options.learning_rate * self._schedule(state.step)
         made = yield from self._steps.gradients(state.step, rate)
@@ -192,7 +194,7 @@ class FinetuneJob:
             state.tokens += made.tokens
             state.targets += made.targets
             state.position = self._batches.state_dict()
-            self._served.changed(self._adapter, self._runner.settle)
+            self._publisher.changed(self._adapter, self._runner.settle)
         yield from self._settle()
         seconds = self._seconds - self._seconds_before
         return StepRecord(
@@ -214,7 +216,7 @@ class FinetuneJob:
             overwrite(adapter, self._best)
         if self._steps.allocator is not None:
             adapter = self._steps.allocator.allocated(adapter)
-        self._served.finish(adapter)
+        self._publisher.finish(adapter)
         return FinetuneResult(
             adapter=self._name,
             losses=tuple(state.losses),
@@ -233,8 +235,8 @@ class FinetuneJob:
         )
 
     def _settled(self) -> Adapter:
-        """The adapter as a whole, as it is now."""
-        self._served.settle()
+        """Return the adapter as it is now, with whole tensors."""
+        self._publisher.settle()
         return self._adapter
 
     @property
@@ -262,16 +264,16 @@ class FinetuneJob:
     # ------------------------------------------------------------------------------- between steps
 
     def _settle(self) -> Work[None]:
-        """Evaluate and save where the step that was done asks for it; no second time if resumed."""
+        """Evaluate and save if it is time after the last step; not twice when resumed there."""
         options, state = self._options, self._state
-        wanted = self._is_due(options.eval_every) if state.step else options.eval_at_start
-        if self._eval is not None and wanted and not state.evaluated:
+        is_due = self._is_due(options.eval_every) if state.step else options.eval_at_start
+        if self._eval is not None and is_due and not state.evaluated:
             yield from self._evaluate(self._eval)
         if state.step and self._is_due(options.save_every):
             self._save()
 
     def _is_due(self, every: int | None) -> bool:
-        """Whether this step is the last, or one of every so many, or else ends an epoch."""
+        """Return True for the last step, each `every`-th one, and the end of each epoch if None."""
         if every is None or self._is_done:
             return self._is_done or self._state.position["index"] == 0
         return self._state.step % every == 0
@@ -305,7 +307,7 @@ class FinetuneJob:
             state.stopped = patience is not None and state.stale >= patience
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this very state has one."""
+        """Write a checkpoint, unless this state has one."""
         state = self._state
         mark = (state.step, len(state.eval_losses))
         if self._store is None or self._saved == mark:
@@ -325,8 +327,8 @@ class FinetuneJob:
     # ------------------------------------------------------------------------------- resuming
 
     def _make_trajectory(self) -> dict[str, object]:
-        """What decides the weights that come out; checked when the job is resumed."""
-        options, executor = self._options, self._executor
+        """Return all that the resulting weights depend on; it is compared when a job is resumed."""
+        options, model = self._options, self._model
         position = self._batches.state_dict()
         trajectory = options.trajectory(self._total)
         for key in ("batch_size", "max_tokens", "seed", "shuffle", "examples"):
@@ -335,12 +337,12 @@ class FinetuneJob:
         if self._eval is not None and (options.patience or options.restores_best):
             evaluation = Batches(self._eval.examples, batch_size=1)
             trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
-        trajectory["base_dtype"] = executor.program.dtype
-        trajectory["base_weights_checksum"] = weights_checksum(executor.weight_store)
+        trajectory["base_dtype"] = model.program.dtype
+        trajectory["base_weights_checksum"] = weights_checksum(model.weight_store)
         return trajectory
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to go on from, checked to be of this very job."""
+        """Find the checkpoint to resume from, and check that it belongs to this job."""
         resume, store = self._options.resume, self._store
         if store is None or resume is False:
             return None
@@ -401,7 +403,7 @@ class FinetuneJob:
 
 
 def _total_steps(batches: Batches, options: FinetuneOptions) -> int:
-    """Steps of the job; an epoch's last step may have fewer batches than the others."""
+    """Count the steps of the job; the last one of an epoch may have fewer batches."""
     if options.max_steps is not None:
         return options.max_steps
     size, epochs = options.gradient_accumulation_steps, options.epochs or 1

@@ -20,7 +20,6 @@ from torch import Tensor
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.engine.units import Work
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.training.data import Dataset, Example
 from pcg.runtime.training.data_order import Batches
@@ -30,6 +29,7 @@ from pcg.runtime.training.rank_allocator import RankAllocator
 from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.training_pass import pass_through
+from pcg.runtime.training.work_units import Work
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class TrainingStep:
         total_steps: int,
     ) -> None:
         self.parameters = dict(runner.parameters)
-        self.allocator = RankAllocator.of(runner.adapter, runner.pieces, total_steps)
+        self.allocator = RankAllocator.of(runner.adapter, runner.shards, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
         self._options = options
         self._kind = options.make_optimizer()
-        if self._pieces is not None:
+        if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
 
@@ -142,18 +142,18 @@ class TrainingStep:
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state for a checkpoint, of whole tensors."""
-        return optimizer_tensors(self.optimizer, self.parameters, self._pieces)
+        return optimizer_tensors(self.optimizer, self.parameters, self._shards)
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
         """Go on with the optimizer's state of a checkpoint."""
-        load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._pieces)
+        load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._shards)
 
     @property
-    def _pieces(self) -> AdapterShards | None:
+    def _shards(self) -> AdapterShards | None:
         """What makes the parameters whole; None where they are."""
         runner = self._runner
-        is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.pieces.tensors.keys()
-        return None if is_whole else runner.pieces
+        is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
+        return None if is_whole else runner.shards
 
     def _agreed(self, *numbers: float) -> list[float]:
         """The first rank's numbers, which decide how the job goes on."""

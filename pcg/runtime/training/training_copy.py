@@ -1,6 +1,6 @@
-"""The adapter that a finetuning job trains: found, made or taken from a checkpoint.
+"""The training copy: the adapter that a finetuning job trains, with tensors of its own.
 
-Training changes tensors in place, so the job's adapter shares none with the caller or with a file.
+Training changes tensors in place, so they are shared neither with the caller nor with a file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import os
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,65 +17,63 @@ from pcg.peft.adalora import AdaLoraRecipe
 from pcg.peft.adapters import Adapter, check_fits, recipe_from, with_shared
 from pcg.peft.registry import Recipe, is_shorthand, recipe_of_fields
 from pcg.runtime.model.base_weights import WeightStore
-
-if TYPE_CHECKING:
-    from pcg.runtime.executor import Executor
+from pcg.runtime.model.state import ModelState
 
 _SAMPLES = 64
 
 
 def start_adapter(
-    executor: Executor,
+    state: ModelState,
     name: str,
     peft: object,
     seed: int,
     saved: Adapter | None,
     total_steps: int,
 ) -> Adapter:
-    """The adapter to train, with tensors of its own.
+    """Return the adapter to train: present, new, or from a checkpoint.
 
     Args:
-        executor: that serves and trains it.
-        name: of the adapter.
-        peft: the recipe of a new one, as `Executor.add_adapter` takes it; None is the one that the
-            program was compiled for under that name, else "lora".
-        seed: of a new one's weights.
-        saved: from a checkpoint, to go on with.
-        total_steps: of the job.
+        state: the model.
+        name: the adapter's name.
+        peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
+            the program was compiled for under that name, else "lora".
+        seed: the seed of a new adapter's weights.
+        saved: the adapter of a checkpoint to resume from.
+        total_steps: number of steps of the job.
     Raises:
-        FinetuneError: `peft`, the adapter there, and the saved one are not of one recipe.
-        UnsupportedError: a feature of the recipe that pcg does not do.
+        FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
+        UnsupportedError: the recipe has a feature that pcg does not support.
     """
-    there = executor.adapters.get(name)
+    there = state.adapters.get(name)
     if there is not None and peft is not None:
         if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
             )
-        wanted = _sites_of_recipe(executor, recipe_from(peft))
+        wanted = _sites_of_recipe(state, recipe_from(peft))
         _check_same(name, "peft=", wanted, "the adapter that is there", _sites(there))
     if saved is not None:
         if there is not None:
             _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
         elif peft is not None and (is_shorthand(peft) or not isinstance(peft, str | os.PathLike)):
-            wanted = _sites_of_recipe(executor, recipe_from(peft))
+            wanted = _sites_of_recipe(state, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
-        base = executor.program.base
+        base = state.program.base
         shapes = base.module_shapes()
-        check_fits(saved, shapes, executor.program.name, base.output_module)
-        return executor.trainable(owned(with_shared(saved, shapes)))
+        check_fits(saved, shapes, state.program.name, base.output_module)
+        return state.for_training(owned(with_shared(saved, shapes)))
     if there is not None:
-        return executor.trainable(_scheduled(owned(there), total_steps))
+        return state.for_training(_scheduled(owned(there), total_steps))
     if peft is None:
-        compiled = executor.program.recipes.get(name)
+        compiled = state.program.recipes.get(name)
         peft = "lora" if compiled is None else recipe_of_fields(compiled)
-    made = executor.make_adapter(name, peft, seed=seed)
-    return executor.trainable(_scheduled(owned(made), total_steps))
+    made = state.make_adapter(name, peft, seed=seed)
+    return state.for_training(_scheduled(owned(made), total_steps))
 
 
 def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
-    """The adapter with the job's own steps for AdaLoRA's schedule, where its recipe has none."""
+    """Set the steps of AdaLoRA's schedule to the job's, if its recipe has none."""
     recipe = adapter.recipe
     if not isinstance(recipe, AdaLoraRecipe) or recipe.steps is not None:
         return adapter
@@ -84,7 +81,7 @@ def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
 
 
 def owned(adapter: Adapter) -> Adapter:
-    """The adapter with copies of its tensors."""
+    """Return the adapter with copies of its tensors."""
     return adapter.map(torch.clone)
 
 
@@ -96,7 +93,7 @@ def overwrite(adapter: Adapter, values: Adapter) -> None:
 
 
 def weights_checksum(weights: WeightStore) -> int:
-    """A checksum of samples of every weight, to notice that the base is another."""
+    """Return a checksum of samples of every weight, which tells whether the base is the same."""
     checksum = 0
     for name, parameter in weights.frozen():
         head = f"{name} {parameter.type.features}".encode()
@@ -106,7 +103,7 @@ def weights_checksum(weights: WeightStore) -> int:
 
 
 _Sites = tuple[Mapping[str, object], Recipe]
-"""What a recipe does at each module, and the recipe."""
+"""The sites of a recipe by module, and the recipe."""
 
 
 def _sites(adapter: Adapter) -> _Sites:
@@ -114,9 +111,9 @@ def _sites(adapter: Adapter) -> _Sites:
     return sites, adapter.recipe
 
 
-def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
-    base = executor.program.base
-    model_type = str(executor.program.config["model_type"])
+def _sites_of_recipe(state: ModelState, recipe: Recipe) -> _Sites:
+    base = state.program.base
+    model_type = str(state.program.config["model_type"])
     sites: Mapping[str, object] = recipe.sites(
         tuple(base.linear_modules()), base.output_module, model_type
     )
@@ -124,7 +121,7 @@ def _sites_of_recipe(executor: Executor, recipe: Recipe) -> _Sites:
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
-    """Refuse to go on with an adapter of another recipe."""
+    """Raise a FinetuneError if two adapters differ in their recipe."""
     difference = ""
     before, after = first[1], second[1]
     if before.bias != after.bias:

@@ -1,43 +1,41 @@
-"""Sequences on their way through a training program, window by window.
+"""A training pass: sequences go through a training program window by window.
 
-Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). Tokens of the sequences, one behind the
-other, go forward in windows of any sizes; keys and values stay in the KV cache, where later windows
-read them:
+Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). The tokens of all sequences, one after the
+other, go forward in windows of any size; later windows read the keys and values of earlier ones
+from the KV cache:
 
-    forward    for windows j from the first:  for layers l from the first:  keep what backward reads
-               the loss's gradient by the hidden states, and no logits
+    forward    for windows j from the first:  for layers l from the first:  save for backward
+               compute the loss's gradient by the hidden states; logits are not saved
     backward   for layers l from the last:    for windows j from the last:
-                   dK, dV of all tokens that j saw are added to the layer's sums; those of j's own
-                   tokens are final, as every later window has added its own
+                   add dK, dV of all tokens that j attended to, to the layer's sums; those of j's
+                   own tokens are then final, as every later window has added its part
 
-Between any two windows forward, and any two (layer, window) backward, other work may run. Without a
-cache all sequences are one window, and attention keeps what it needs itself.
+Other work may run between any two windows forward, and any two (layer, window) pairs backward.
+Without a cache all sequences are one window, and attention saves keys and values itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.runtime.engine.latency import Load
-from pcg.runtime.engine.units import Backward, Forward, Pages, Release, Work
 from pcg.runtime.memory.kv_cache import KvCache, KvGradients
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import ProductRequest, run_single
+from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.data import Example
-
-if TYPE_CHECKING:
-    from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One example: its tokens, virtual ones first, and what each has to predict."""
+    """The tokens of one example, virtual ones first, and the target of each."""
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -51,18 +49,18 @@ class Window:
 
     Attributes:
         batch: the tokens.
-        targets: that they have to predict, [T].
-        carried: what the next layer is handed.
-        shared: what all layers may read.
-        kept: for each layer, what its backward is given.
-        gradients: of what the layer was handed whose backward comes next.
+        targets: the target of each token, [T].
+        carried: the inputs of the next layer.
+        shared: the prologue's outputs that all layers may read.
+        saved: the tensors that each layer has saved for backward.
+        gradients: gradients of the outputs of the layer whose backward comes next.
     """
 
     batch: Batch
     targets: Tensor
     carried: Sequence[Tensor] = ()
     shared: Sequence[Tensor | None] = ()
-    kept: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
 
@@ -70,18 +68,18 @@ class TrainingPass:
     """One mini-batch, or a part of one, from its first token to its gradients.
 
     Attributes:
-        layers: of the model.
-        tokens: of all sequences, virtual ones too.
-        targets: that are learned.
-        forwarded: tokens that went forward.
+        layers: number of layers of the model.
+        tokens: number of tokens of all sequences, virtual ones included.
+        targets: number of target tokens.
+        forwarded: number of tokens that went forward.
         loss: the sum of the target tokens' losses so far.
-        trains: whether gradients are wanted.
-        is_done: whether they are complete.
+        trains: True if gradients are computed.
+        is_done: True once the gradients are complete.
     """
 
     def __init__(
         self,
-        runner: TrainingRunner,
+        runner: BoundTraining,
         examples: Sequence[Example],
         normaliser: float | None = None,
         dropout_seed: int | None = None,
@@ -91,12 +89,13 @@ class TrainingPass:
         """Begin before the first token.
 
         Args:
-            runner: of the adapter.
+            runner: the training program with the adapter.
             examples: whole sequences.
-            normaliser: target tokens that the loss is a mean over; None to evaluate alone.
-            dropout_seed: of what the recipe drops; None drops nothing.
-            cache: for keys and values; None for one window without.
-            tables: the sequences' pages in it.
+            normaliser: the number of target tokens that the loss is a mean over; None to evaluate
+                without gradients.
+            dropout_seed: the seed of dropout; None drops nothing.
+            cache: the KV cache; None to run all sequences as one window without.
+            tables: the sequences' pages in the cache.
         """
         self._runner = runner
         self.trains = normaliser is not None
@@ -127,27 +126,27 @@ class TrainingPass:
 
     @torch.no_grad()
     def forward(self, tokens: int) -> None:
-        """Take the next tokens forward; at the end of the sequences fewer than asked for."""
-        run_single(self.asking_forward(tokens))
+        """Take up to `tokens` next tokens forward."""
+        run_single(self.forward_requests(tokens))
 
-    def asking_forward(self, tokens: int) -> ProductRequest[None]:
-        """The same, asking the caller for the base's products."""
+    def forward_requests(self, tokens: int) -> ProductRequest[None]:
+        """Do as `forward` does, requesting the base's products from the caller."""
         window = self.begin(tokens)
         for layer in range(self.layers):
-            yield from self.asking_layer(layer, window)
+            yield from self.layer_requests(layer, window)
         self.end(window)
 
     @property
     def context(self) -> int:
-        """Tokens of its sequence that come before the next one to go forward."""
+        """The number of tokens that its sequence has before the next token to go forward."""
         origins = [s.origin for s in self._sequences if s.origin <= self.forwarded]
         return self.forwarded - origins[-1]
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
-        """The next tokens as a window, before its first layer."""
+        """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
-            self._runner.make_prompts()
+            self._runner.encode_prompts()
         spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
         for number, sequence in enumerate(self._sequences):
@@ -156,17 +155,8 @@ class TrainingPass:
             if context >= stop:
                 continue
             virtual = max(min(stop, self._virtual) - context, 0)
-            spans.append(
-                Span(
-                    len(ids),
-                    stop - context,
-                    context,
-                    sequence.table,
-                    virtual,
-                    sequence.origin,
-                    number,
-                )
-            )
+            place = (sequence.table, virtual, sequence.origin, number)
+            spans.append(Span(len(ids), stop - context, context, *place))
             ids += sequence.ids[context:stop]
             targets += sequence.targets[context:stop]
         self.forwarded = end
@@ -179,20 +169,20 @@ class TrainingPass:
         window.carried, window.shared = self._runner.prologue(batch)
         return window
 
-    def asking_layer(self, layer: int, window: Window) -> ProductRequest[None]:
+    def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
         """Take a window through one layer."""
         window.carried, saved = yield from self._runner.layer(
             layer, window.batch, window.carried, window.shared
         )
         if not self.trains:
             return
-        window.kept.append(list(saved))
+        window.saved.append(list(saved))
         if layer in self._restored:
-            self._hand(layer, window, (None,) * len(window.carried))
+            self._put_inputs(layer, window, (None,) * len(window.carried))
 
     @torch.no_grad()
     def end(self, window: Window) -> None:
-        """Take a window's loss, behind its last layer."""
+        """Compute a window's loss, after its last layer."""
         loss, window.gradients = self._runner.loss(
             window.batch, window.targets, window.carried, window.shared, self._weight
         )
@@ -207,37 +197,37 @@ class TrainingPass:
 
     @property
     def next_window(self) -> Window:
-        """Of the next unit."""
+        """The window of the next backward unit."""
         return self._windows[self._window]
 
     @property
     def next_layer(self) -> int:
-        """Of the next unit."""
+        """The layer of the next backward unit."""
         return self._layer
 
     @torch.no_grad()
     def backward(self) -> None:
-        """Take one window back through one layer, once all tokens went forward."""
-        run_single(self.asking_backward())
+        """Run one layer of one window backward, after all tokens went forward."""
+        run_single(self.backward_requests())
 
-    def asking_backward(self) -> ProductRequest[None]:
-        """The same, asking the caller for the base's products."""
+    def backward_requests(self) -> ProductRequest[None]:
+        """Do as `backward` does, requesting the base's products from the caller."""
         window, layer = self._windows[self._window], self._layer
         if self._window == -1 and self._cache is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             self._sums = KvGradients(keys, values, self.tokens)
         window.batch.gradients = self._sums
-        if layer in self._restored and window.kept[layer][self._input_places(layer)[0]] is None:
+        if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
         gradients, window.gradients = window.gradients, []
         window.gradients = yield from self._runner.layer_backward(
-            layer, window.batch, window.kept.pop(), gradients
+            layer, window.batch, window.saved.pop(), gradients
         )
         self._window -= 1
         if -self._window > len(self._windows):
             self._window = -1
             self._layer -= 1
-            # Below all that is trained there is nothing to do.
+            # Layers below all trained weights have no backward.
             if self._layer < 0 or not any(window.gradients for window in self._windows):
                 self._end_backward()
 
@@ -246,25 +236,25 @@ class TrainingPass:
             self._runner.prologue_backward(window.batch, window.gradients)
         self._windows.clear()
         self._sums = None
-        self._runner.hand_on_prompts()
+        self._runner.encode_prompts_backward()
         self.is_done = True
 
     def _restore(self, layer: int, window: Window) -> None:
-        """Make a layer's input again, from that of the nearest layer before that kept its own."""
+        """Recompute a layer's input from that of the nearest layer before it that saved its own."""
         first = layer
         while first in self._restored:
             first -= 1
         carried: Sequence[Tensor] = [
-            window.kept[first][index] for index in self._input_places(first)
+            window.saved[first][index] for index in self._input_places(first)
         ]
         for i in range(first, layer):
             carried, _ = run_single(self._runner.layer(i, window.batch, carried, window.shared))
-            self._hand(i + 1, window, carried)
+            self._put_inputs(i + 1, window, carried)
 
-    def _hand(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:
-        """Put what a layer is handed in its place among what the layer keeps."""
+    def _put_inputs(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:
+        """Put a layer's inputs in their places among the tensors that the layer has saved."""
         for index, value in zip(self._input_places(layer), carried, strict=True):
-            window.kept[layer][index] = value
+            window.saved[layer][index] = value
 
     def _input_places(self, layer: int) -> list[int]:
         training = self._runner.training
@@ -275,7 +265,7 @@ class TrainingPass:
 
 
 class ForwardUnit(Forward):
-    """The tokens of a pass that are left."""
+    """The tokens of a pass that have yet to go forward."""
 
     def __init__(self, whole: TrainingPass) -> None:
         self.whole = whole
@@ -297,7 +287,7 @@ class ForwardUnit(Forward):
 
 
 class BackwardUnit(Backward):
-    """The next layer and window of a pass."""
+    """The next layer and window of a pass to go backward."""
 
     def __init__(self, whole: TrainingPass) -> None:
         self.whole = whole
@@ -316,13 +306,18 @@ class BackwardUnit(Backward):
 
 
 def pass_through(
-    runner: TrainingRunner,
+    runner: BoundTraining,
     examples: Sequence[Example],
     normaliser: float | None = None,
     dropout_seed: int | None = None,
 ) -> Work[TrainingPass]:
-    """Units that take sequences forward, and with a normaliser back; see `TrainingPass`.
+    """Yield the units that take sequences forward, and with a normaliser backward.
 
+    Args:
+        runner: as in `TrainingPass`, with the arguments that follow.
+        examples: whole sequences.
+        normaliser: target tokens that the loss is a mean over; None to evaluate.
+        dropout_seed: the seed of dropout.
     Returns:
         The pass, done.
     """

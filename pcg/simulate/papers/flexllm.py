@@ -15,7 +15,7 @@ from itertools import repeat
 from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
     CoServing,
     InferenceOnly,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pcg.runtime.engine.events import Event, EventLog, Kind
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.simulate.machine import SimulatedProgram, simulated_program
 from pcg.simulate.migration import Migration, working_set

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.machine import SimulatedProgram, simulated_program

@@ -10,8 +10,8 @@ import pytest
 import pcg.compiler as compiler
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.slots import Shelf
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.model.sampling_params import SamplingParams
 from tests.families.test_numbers import prompts
 from tests.support import oracle
@@ -43,7 +43,7 @@ def test_a_step_waits_for_no_copy_of_another(backend: str, monkeypatch: pytest.M
         for r, n in ((first, 5), (second, 2))
         if r.adapter is not None
     ]
-    executor.serving[1].forget(executor.adapters["b"])
+    executor.serving.tables.forget(executor.adapters["b"])
 
     engine = executor.engine(Limits(running=4), kv_cache_bytes=2**20)
     engine.submit(first)

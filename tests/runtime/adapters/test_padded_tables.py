@@ -113,7 +113,7 @@ def test_what_was_fetched_before_it_ran_is_whole(
     executor, _ = pair
     prompt = [3, 1, 4, 1, 5]
     expected = {name: executor.logits(prompt, name) for name in RECIPES}
-    stacks = executor.serving[1]
+    stacks = executor.serving.tables
     for running, coming, gone in steps:
         stacks.fetch([executor.adapters[name] for name in coming])
         for name, ours in zip(
@@ -245,7 +245,7 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
     """peft's default for Llama is q and v, between which k lies."""
     monkeypatch.setattr(adapter_stack, "JOINED_BYTES", joined_bytes)
     executor, peft = made_pair(QUERIES_AND_VALUES, dtype)
-    nodes = executor.serving[0].model.blocks[0].nodes
+    nodes = executor.serving.runner.model.blocks[0].nodes
     assert [node.get("adapted") for node in nodes if node.op == "lora_linear"] == [(0, 2)]
     tolerance = 1e-5 if dtype is torch.float32 else 0.03
     names = [None, "r4", "q", "v of the first", "r20", "r4"]

@@ -40,11 +40,11 @@ EXECUTOR = executor_with_adapters()
 ADAPTERS = list(EXECUTOR.adapters.values())
 
 
-SERVED = ServedWeights(EXECUTOR.weight_store.linear(), EXECUTOR.program.base.module_shapes())
+SERVED = ServedWeights(EXECUTOR.state.weight_store.linear(), EXECUTOR.program.base.module_shapes())
 
 
 def memory() -> RowMemory:
-    found = RaggedTables(EXECUTOR.serving[0].model, SERVED, CPU).lora
+    found = RaggedTables(EXECUTOR.serving.runner.model, SERVED, CPU).lora
     assert found is not None
     return found
 

@@ -23,11 +23,11 @@ from pcg.errors import (
 )
 from pcg.peft.adapters import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import JobState
-from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Chunk, Completion
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
 from tests.families.test_numbers import prompts
@@ -74,7 +74,7 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def slow_down(engine: ProgramEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 0.1 s at least, so that LONG and LONG_JOB last 5 s and more."""
     step = engine.step
 
@@ -237,14 +237,14 @@ def test_adapters_are_added_beside_the_steps(
         other.refresh_adapter(name)
         other.save_adapter(name, tmp_path / name)
     go, threads = threading.Event(), list[str]()
-    program_for = executor.program_for
+    program_for = executor.state.program_for
 
     def slow(adapter: Adapter) -> ServingProgram:
         threads.append(threading.current_thread().name)
         assert go.wait(60)
         return program_for(adapter)
 
-    monkeypatch.setattr(executor, "program_for", slow)
+    monkeypatch.setattr(executor.state, "program_for", slow)
     with started(executor) as front:
         asked = [front.add_adapter(name, tmp_path / name) for name in recipes]
         until(lambda: bool(threads))

@@ -17,13 +17,14 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.torch import products
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latencies, Latency, Load
-from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Completion, Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.runtime.training.data import Example
 from tests.families.test_numbers import prompts
@@ -54,8 +55,8 @@ def make_executor() -> Executor:
     return executor
 
 
-def make_engine(executor: Executor, pages: int, limits: Limits | None = None) -> ProgramEngine:
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+def make_engine(executor: Executor, pages: int, limits: Limits | None = None) -> Engine:
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     return executor.engine(limits, kv_cache_bytes=pages * page_bytes)
 
 
@@ -67,7 +68,7 @@ def requests(executor: Executor, lengths: tuple[int, ...], new: int = NEW) -> li
     ]
 
 
-def serve(engine: ProgramEngine, asked: list[Request], every: int = 1) -> list[Completion]:
+def serve(engine: Engine, asked: list[Request], every: int = 1) -> list[Completion]:
     """Submit a request each so many steps, and run until nothing is left."""
     done: dict[int, Completion] = {}
     left, step = list(asked), 0
@@ -173,7 +174,7 @@ def test_backward_units_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> N
     alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
     asked = requests(executor, LENGTHS)
     latencies = Latencies(Latency(1e-4, 1e-7, 0.0), Latency(1e-4, 1e-7, 0.0))
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     engine = executor.engine(
         Limits(tokens=20, tpot_slo_s=60.0), kv_cache_bytes=64 * page_bytes, latencies=latencies
     )

@@ -13,7 +13,7 @@ from pcg.errors import UnsupportedError
 from pcg.kernels.torch import ops as torch_ops
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.job import JobState
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pcg.runtime.engine.latency import Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.device import SimulatedAdapter
 from pcg.simulate.engine import SimulatedEngine

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.latency import Latencies, Latency, Load
-from pcg.runtime.engine.program_engine import ProgramEngine
-from pcg.runtime.engine.scheduler import Limits
+from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
     CoServing,
     InferenceOnly,
@@ -18,9 +18,10 @@ from pcg.runtime.engine.sharing import (
     Step,
     TemporalSharing,
 )
-from pcg.runtime.engine.units import Forward
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Forward
 from tests.runtime.engine.test_engine import (
     DATA,
     LENGTHS,
@@ -33,8 +34,8 @@ from tests.runtime.engine.test_engine import (
 )
 
 
-def engine_of(executor: Executor, sharing: Sharing) -> ProgramEngine:
-    page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+def engine_of(executor: Executor, sharing: Sharing) -> Engine:
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     return executor.engine(
         Limits(tokens=64, least_chunk=4),
         kv_cache_bytes=64 * page_bytes,

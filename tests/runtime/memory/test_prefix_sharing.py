@@ -12,10 +12,10 @@ import pytest
 
 import pcg.compiler as compiler
 from pcg.peft.adapters import Adapter
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.program_engine import ProgramEngine
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
@@ -38,11 +38,9 @@ class Counted:
     """An engine, and how many tokens it computes for requests."""
 
     def __init__(self, executor: Executor, pages: int = 64, **options: Any) -> None:
-        page_bytes = bytes_of_page(kv_types(executor.serving[0].model))
+        page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
         limits = options.pop("limits", None)
-        self.engine: ProgramEngine = executor.engine(
-            limits, kv_cache_bytes=pages * page_bytes, **options
-        )
+        self.engine: Engine = executor.engine(limits, kv_cache_bytes=pages * page_bytes, **options)
         self.computed = 0
         start = self.engine.device.start
 
@@ -142,10 +140,10 @@ def test_a_new_version_never_meets_an_old_cache() -> None:
     assert ours.serve([request(TEXT, old)])[1] == [32]
     ours.engine.submit(request(TEXT, old, new=40))
     ours.engine.step()
-    executor.put_adapter(old.map(lambda tensor: tensor * 1.5))
+    executor.state.put_adapter(old.map(lambda tensor: tensor * 1.5))
     new = executor.adapters["a"]
     other = make_executor()
-    other.put_adapter(new)
+    other.state.put_adapter(new)
     theirs = other.generate([TEXT], "a", max_new_tokens=NEW, ignore_eos=True)
     (_, tokens), cached = ours.serve([request(TEXT, new)])
     assert cached[-1] == 0

@@ -5,13 +5,12 @@ The batch says which rows are virtual, and which virtual token of its adapter ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
 
 
 class VirtualTokens(Operator):
@@ -22,6 +21,7 @@ class VirtualTokens(Operator):
     """
 
     name = "virtual_tokens"
+    template = "K.{name}(batch, {inputs})"
     sees_rows = True
     inputs = (2, 2)
 
@@ -30,9 +30,6 @@ class VirtualTokens(Operator):
         if not x.is_token_wise or len(prompt.dims) != 2 or prompt.shape[1] != prod(x.features):
             raise TypeCheckError(f"virtual_tokens of {x} with {prompt}; expected [n, features]")
         return (x,)
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.virtual_tokens(batch, {', '.join(inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dx = dprompt = None
@@ -47,15 +44,13 @@ class WithoutVirtual(Operator):
     """x with zeros in each virtual row: the gradient of what a prompt replaced."""
 
     name = "without_virtual"
+    template = "K.{name}(batch, {inputs})"
     sees_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not types[0].is_token_wise:
             raise TypeCheckError(f"without_virtual of {types[0]}, which has no tokens")
         return (types[0],)
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.without_virtual(batch, {inputs[0]})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("without_virtual", context.incoming)]
@@ -68,6 +63,7 @@ class VirtualTokensBackward(Operator):
     """
 
     name = "virtual_tokens_backward"
+    template = "K.{name}(batch, {inputs})"
     sees_rows = True
     inputs = (2, 2)
 
@@ -75,14 +71,8 @@ class VirtualTokensBackward(Operator):
         VirtualTokens().infer(types, attributes)
         return (types[1],)
 
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.virtual_tokens_backward(batch, {', '.join(inputs)})"
-
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         prompt = inputs[1]
         rows = sympy.Min(inputs[0].shape[0], prompt.shape[0])  # of one sequence
         row_bytes = inputs[0].size_bytes / inputs[0].shape[0]
         return rows * row_bytes + 2 * outputs[0].size_bytes
-
-
-OPERATORS: tuple[Operator, ...] = (VirtualTokens(), VirtualTokensBackward(), WithoutVirtual())

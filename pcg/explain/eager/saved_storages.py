@@ -1,6 +1,6 @@
-"""What autograd keeps of one graph run eagerly: storages by name, once each.
+"""What autograd saves of one graph run eagerly: storages by name, once each.
 
-Autograd keeps, of each operator that a gradient passes through, the inputs and outputs that its
+Autograd saves, of each operator that a gradient passes through, the inputs and outputs that its
 derivative reads. A storage is what views share (`pcg.ir.analysis.storages`); parameters are
 resident.
 """
@@ -16,14 +16,13 @@ import sympy
 
 from pcg.ir.analysis.storages import SEQUENCES, Storage, Storages
 from pcg.ir.graph import Graph
-from pcg.ir.operators.model import CONTEXT
-from pcg.ir.types import DTYPE_BYTES
+from pcg.ir.types import CONTEXT, DTYPE_BYTES
 from pcg.peft.prefix import PrefixSite
 from pcg.peft.prompt import PromptSite
 
 
 @dataclass(frozen=True)
-class Eager:
+class EagerRun:
     """How eager PyTorch runs the model.
 
     Attributes:
@@ -36,7 +35,7 @@ class Eager:
         biases: sources of the base biases that are trained.
         adapter_dtype: of the adapters' parameters; peft's default is fp32 over half precision.
         dropout: probability of the adapters' dropout.
-        statistics_dtype: of the mean and deviation that layer norm keeps; fp32 on CUDA, the
+        statistics_dtype: of the mean and deviation that layer norm saves; fp32 on CUDA, the
             input's dtype on the CPU.
     """
 
@@ -71,8 +70,8 @@ class Eager:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor kept for backward.
+class SavedStorage:
+    """A tensor saved for backward.
 
     Attributes:
         tensor: the value that it was made for.
@@ -99,8 +98,8 @@ class Invariants:
     remade: frozenset[str]
 
 
-class KeptTensors:
-    """The tensors kept of one graph, filled node by node.
+class SavedStorages:
+    """The tensors saved of one graph, filled node by node.
 
     Attributes:
         graph: one node an ATen operator.
@@ -112,13 +111,13 @@ class KeptTensors:
     """
 
     def __init__(
-        self, graph: Graph, eager: Eager, carries: Collection[bool], invariants: Invariants
+        self, graph: Graph, eager: EagerRun, carries: Collection[bool], invariants: Invariants
     ) -> None:
         self.graph = graph
         self.eager = eager
         self.storages = Storages(graph, eager=True)
-        self.rows: dict[str, Kept] = {}
-        self.shared: dict[str, Kept] = {}
+        self.rows: dict[str, SavedStorage] = {}
+        self.shared: dict[str, SavedStorage] = {}
         self.needs = dict.fromkeys(graph.types, False)
         for value, needs in zip(graph.inputs, carries, strict=False):
             self.needs[value.name] = needs
@@ -132,8 +131,8 @@ class KeptTensors:
         """Tokens of the batch that run through the layers."""
         return SEQUENCES * self.eager.rows
 
-    def keep(self, *names: str, reader: str = "") -> None:
-        """Keep the storages of values.
+    def save(self, *names: str, reader: str = "") -> None:
+        """Save the storages of values.
 
         Args:
             names: of the values.
@@ -142,27 +141,27 @@ class KeptTensors:
         for name in names:
             storage = self.storages[name]
             if not storage.is_parameter:
-                self._keep_storage(storage, reader)
+                self._save_storage(storage, reader)
 
-    def keep_new(self, name: str, op: str, dtype: str, per_token: int) -> None:
-        """Keep a tensor that is no value of the graph, of so many elements a token."""
-        self.keep_bytes(name, op, per_token * DTYPE_BYTES[dtype] * self.tokens)
+    def save_new(self, name: str, op: str, dtype: str, per_token: int) -> None:
+        """Save a tensor that is no value of the graph, of so many elements a token."""
+        self.save_bytes(name, op, per_token * DTYPE_BYTES[dtype] * self.tokens)
 
-    def keep_bytes(self, name: str, op: str, size: sympy.Expr | int) -> None:
-        """Keep a tensor that is no value of the graph, of so many bytes."""
-        self.rows.setdefault(name, Kept(name, op, sympy.sympify(size)))
+    def save_bytes(self, name: str, op: str, size: sympy.Expr | int) -> None:
+        """Save a tensor that is no value of the graph, of so many bytes."""
+        self.rows.setdefault(name, SavedStorage(name, op, sympy.sympify(size)))
 
-    def keep_shared(self, name: str, op: str, size: sympy.Expr) -> None:
-        """Keep a tensor that is made once for all layers."""
-        self.shared.setdefault(name, Kept(name, op, size))
+    def save_shared(self, name: str, op: str, size: sympy.Expr) -> None:
+        """Save a tensor that is made once for all layers."""
+        self.shared.setdefault(name, SavedStorage(name, op, size))
 
-    def _keep_storage(self, storage: Storage, reader: str) -> None:
+    def _save_storage(self, storage: Storage, reader: str) -> None:
         if storage.name not in self._invariant_names:
-            self.keep_bytes(storage.name, storage.op, storage.size_bytes(self.tokens))
+            self.save_bytes(storage.name, storage.op, storage.size_bytes(self.tokens))
             return
         is_positional = storage.name in self._invariants.positional
         size = storage.size_bytes(self.eager.rows if is_positional else self.tokens)
         if storage.name in self._invariants.remade:
-            self.keep_bytes(f"{storage.name}.{reader}", storage.op, size)
+            self.save_bytes(f"{storage.name}.{reader}", storage.op, size)
         else:
-            self.keep_shared(storage.name, storage.op, size)
+            self.save_shared(storage.name, storage.op, size)

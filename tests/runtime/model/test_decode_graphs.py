@@ -14,11 +14,11 @@ import pcg.compiler as compiler
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 from pcg.kernels.triton.attention.decode_lists import DecodeLists, DecodeRoom, decode_room
 from pcg.kernels.triton.attention.work import AttentionWork, Part
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.scheduler import Limits
-from pcg.runtime.memory import decode_graphs
-from pcg.runtime.memory.decode_graphs import DecodeTokens
 from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+from pcg.runtime.model import decode_graphs
+from pcg.runtime.model.decode_graphs import DecodeTokens
 from pcg.runtime.model.sampling_params import SamplingParams
 from tests.families.test_numbers import prompts
 from tests.support import oracle

@@ -1,34 +1,29 @@
-"""A group: nodes that one kernel runs, and whether one can."""
+"""Groups of nodes that one kernel runs, and the order in which groups and other nodes run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-from pcg.ir.graph import Graph, Node
+from pcg.ir.graph import Graph, KernelGraph, Node
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
 
-MOST_COLUMNS = 32768
-"""Of a row that one program holds: a thread of 32 warps has 32 of them in registers."""
-MOST_VALUES = 24
-"""That a kernel reads and writes: addresses take registers, too."""
-
 
 @dataclass(frozen=True)
-class Group:
+class KernelGroup:
     """Nodes that one kernel runs.
 
     Attributes:
-        graph: that they are of.
-        nodes: in order.
-        parts: groups that stand side by side in the kernel; none where it is one.
+        graph: the graph that the nodes are part of.
+        nodes: the nodes in the graph's order.
+        parts: groups that stand side by side in the kernel; empty where it is one function.
     """
 
     graph: Graph
     nodes: tuple[Node, ...]
-    parts: tuple[Group, ...] = ()
+    parts: tuple[KernelGroup, ...] = ()
 
     @cached_property
     def made(self) -> frozenset[str]:
@@ -78,42 +73,27 @@ class Group:
         """Of the first output."""
         return self.graph.types[self.outputs[0]]
 
-    def without_views_at_borders(self) -> Group:
-        """It without views that read from outside, or that are read there."""
-        nodes = self.nodes
-        while True:
-            made = {node.name for node in nodes}
-            inner = Group(self.graph, nodes)
-            kept = tuple(
-                node
-                for node in nodes
-                if not operator(node.op).is_view
-                or (node.inputs[0] in made and not inner.leaves(node))
-            )
-            if len(kept) == len(nodes):
-                return inner
-            nodes = kept
 
-    def fits(self) -> bool:
-        """Whether one kernel can run it, as far as its types go."""
-        types = self.graph.types
-        leaving = [types[name] for name in self.outputs]
-        if len(leaving) + len(self.inputs) > MOST_VALUES:
-            return False
-        if len({(t.shape[0], prod(t.features)) for t in leaving}) != 1:
-            return False
-        if not self.sums_rows:
-            return True
-        rows = {_row(type_) for type_ in leaving}
-        for node in self.nodes:
-            read, made = types[node.inputs[0]], types[node.name]
-            if operator(node.op).sums_rows:
-                rows.add(_row(read))
-            if operator(node.op).is_view and _row(read) != _row(made):
-                return False
-        return len(rows) == 1 and rows.pop()[1] <= MOST_COLUMNS
+def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
+    """The group of a kernel with these parts, each by the names of its nodes."""
+    found = [
+        KernelGroup(graph, tuple(n for n in graph.nodes if n.name in names))
+        for names in map(frozenset, parts)
+    ]
+    if len(found) == 1:
+        return found[0]
+    every = {name for part in found for name in part.made}
+    return KernelGroup(graph, tuple(n for n in graph.nodes if n.name in every), tuple(found))
 
 
-def _row(type_: TensorType) -> tuple[int, int]:
-    """Rows of a token, and their size."""
-    return prod(type_.features[:-1]), type_.features[-1]
+def names_of(group: KernelGroup) -> tuple[tuple[str, ...], ...]:
+    """The names of a group's nodes, part by part, as a `KernelGraph` has them."""
+    return tuple(tuple(n.name for n in part.nodes) for part in group.parts or (group,))
+
+
+def items_of(graph: KernelGraph) -> tuple[Node | KernelGroup, ...]:
+    """The groups and the other nodes, each at the place of its first node."""
+    groups = [group_of(graph, parts) for parts in graph.kernels]
+    group_of_node = {name: group for group in groups for name in group.made}
+    items = (group_of_node.get(node.name, node) for node in graph.nodes)
+    return tuple({id(item): item for item in items}.values())

@@ -1,8 +1,8 @@
-"""Parallelization operators, and the collectives that they are on a rank.
+"""Parallelization operators, and the collectives that a rank runs in their place.
 
 A parallel computation graph has the transitions, on the left, whose types say how ranks hold a
-tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's own graph has the operators on the right
-in their place, and theirs are in its backward:
+tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's graph has the operators on the right in
+their place, and their gradients in its backward:
 
     replicate    - → =     replicate      backward: all_reduce
     reduce       + → -     all_reduce     backward: replicate
@@ -13,40 +13,42 @@ in their place, and theirs are in its backward:
     scatter      + → |d    reduce_scatter backward: all_gather
     gather       |d → =    gathered_copy  backward: reduce_scatter
 
-take and place move nothing: of a tensor that all ranks hold each can take its part, and a part
-among zeros is a summand of the whole. scatter and gather are of the token dim alone.
+take and place move nothing: each rank can take its part of a tensor that all hold, and a part among
+zeros is a summand of the whole. scatter and gather are of the token dim alone, whose parts have as
+many rows on all ranks: where the number of ranks does not divide T, the last rows are zeros, which
+a whole tensor is without (`pcg.parallel.ranks.token_shards`).
 
-Parts of the token dim are of as many rows on all ranks (`pcg.parallel.ranks.token_shards`): where
-the ranks are no divisor of T, the last rows are zeros, which a whole tensor is without.
+`coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
+each step of its ring, whatever it carries: all_reduces and all_gathers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
-from pcg.ir.operators.operator import Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
 from pcg.ir.types import TOKENS, Size, TensorType, counts_tokens, part_of_tokens
 
 
 class Transition(Operator):
-    """The same tensor, held otherwise; it has no shardings of its own.
+    """The same tensor in another layout; it has no shardings of its own.
 
-    A graph with layouts does not run; the ranks' own, where it is a collective, do.
+    A graph with layouts does not run; a rank's graph, which has collectives instead, does.
     """
 
     executable = False
     before: ClassVar[Layout | None] = WHOLE
     after: ClassVar[Layout | None] = WHOLE
-    """Layouts; None for parts of the dim that the attribute `dim` names."""
+    """Layouts of its input and output; None for parts of the dim that the attribute `dim` names."""
 
     def layouts(self, attributes: Attributes) -> tuple[Layout, Layout]:
-        """What it takes, and what it gives."""
-        dim = cast("int", attributes.get("dim", 0))
+        """The layouts of its input and of its output."""
+        dim = attributes.get("dim", 0)
         return self.before or partitioned(dim), self.after or partitioned(dim)
 
 
@@ -54,12 +56,10 @@ class Replicate(Transition):
     """x, of which each rank has a part of the gradient from here on."""
 
     name = "replicate"
+    template = "{0}"
     executable = True
     is_view = True
     after = REPLICATED
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return inputs[0]
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("all_reduce", context.incoming)]
@@ -125,16 +125,16 @@ in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe
 
 
 class Collective(Operator):
-    """What ranks do together; making its result again takes as long as so many operations."""
+    """Communication of all ranks; it counts as the FLOPs that fit into its time."""
 
     is_product = True
     rounds: ClassVar[int] = 1
-    """How often a ring passes the output round: once to gather it, twice to sum it."""
+    """The number of times that a ring passes the output on: once to gather it, twice to sum it."""
     holds_inputs: ClassVar[bool] = True
-    """Whether what it reads, or as much, is held until all has come; a sum is made in a copy."""
+    """True if its inputs, or as much, are held until all has come; a sum is made in a copy."""
 
     def begun_source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        """As `source`, for what begins it: called, that waits for it and gives the result."""
+        """The expression that begins it; its value, called, waits for it and gives the result."""
         return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -145,20 +145,18 @@ class AllReduce(Collective):
     """The sum of the ranks' tensors, on each."""
 
     name = "all_reduce"
+    template = "K.{name}({inputs}, batch)"
     rounds = 2
     holds_inputs = False
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.all_reduce({inputs[0]}, batch)"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.incoming]
 
 
 class OwnPart(Operator):
-    """The rank's part of dim `dim`, one of `degree` equal ones; `tokens` says that it is theirs.
+    """The rank's part of dim `dim`, one of `degree` equal ones; with `tokens`, of the tokens.
 
-    `kept` says that it is kept for backward: then it is a copy, since a view would keep the whole.
+    With `kept` it is saved for backward: then it is a copy, since a view would keep the whole.
     """
 
     name = "own_part"
@@ -173,7 +171,7 @@ class OwnPart(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         kept = ", kept=True" if attributes.get("kept") else ""
-        return f"K.own_part({inputs[0]}, {_part_arguments(attributes)}{kept})"
+        return f"K.own_part({_part_arguments(inputs, attributes)}{kept})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("all_gather", context.incoming, **context.attributes)]
@@ -189,7 +187,7 @@ class TakenPart(OwnPart):
 
 
 class AllGather(Collective):
-    """The parts of `degree` ranks, joined along dim `dim`; `tokens` says that it is theirs."""
+    """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens."""
 
     name = "all_gather"
 
@@ -197,11 +195,11 @@ class AllGather(Collective):
         return (_joined(types, attributes),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.all_gather({inputs[0]}, {_part_arguments(attributes)})"
+        return f"K.all_gather({_part_arguments(inputs, attributes)})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Every rank's rows, before they are joined.
-        rows = cast("int", attributes["degree"]) * inputs[0].size_bytes
+        rows = attributes["degree"] * inputs[0].size_bytes
         return rows if attributes.get("tokens") else sympy.Integer(0)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -209,7 +207,7 @@ class AllGather(Collective):
 
 
 class PlacedPart(AllGather):
-    """The rank's part among zeros, where the others' are."""
+    """The rank's part among zeros in the place of the others'."""
 
     name = "placed_part"
     is_product = False
@@ -219,7 +217,7 @@ class PlacedPart(AllGather):
         return 2 * inputs[0].size_bytes + outputs[0].size_bytes  # zeros, then the part over them
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.placed_part({inputs[0]}, {_part_arguments(attributes)})"
+        return f"K.placed_part({_part_arguments(inputs, attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("taken_part", context.incoming, **context.attributes)]
@@ -228,8 +226,8 @@ class PlacedPart(AllGather):
 class GatheredCopy(AllGather):
     """The parts of `degree` ranks of the tokens, joined; each copy has a part of the gradient.
 
-    It is not kept for backward, which gathers it again where it reads it: kept whole on each rank
-    it would be all that is spared (Korthikanti et al. 2022, §4.2.2).
+    It is not saved for backward, which gathers it again: whole on each rank it would be all that
+    sequence parallelism saves (Korthikanti et al. 2022, §4.2.2).
     """
 
     name = "gathered_copy"
@@ -244,12 +242,10 @@ class ReduceScatter(Collective):
     """The rank's part of the tokens, one of `degree` along dim `dim`, of the sum of all tensors."""
 
     name = "reduce_scatter"
+    template = "K.{name}({inputs}, batch)"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (_parted(types, {**attributes, "tokens": True}),)
-
-    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.reduce_scatter({inputs[0]}, batch)"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("all_gather", context.incoming, tokens=True, **context.attributes)]
@@ -259,7 +255,7 @@ class ReduceScatter(Collective):
 
 
 def _parted(types: Types, attributes: Attributes) -> TensorType:
-    """What one rank has of a tensor."""
+    """The type of one rank's part of a tensor."""
     dim, degree = _dim_and_degree(types, attributes, TOKENS)
     sizes = list(types[0].shape)
     size = sizes[dim]
@@ -273,9 +269,8 @@ def _parted(types: Types, attributes: Attributes) -> TensorType:
 
 
 def _joined(types: Types, attributes: Attributes) -> TensorType:
-    """What the ranks' parts are together."""
-    degree = cast("int", attributes["degree"])
-    dim, degree = _dim_and_degree(types, attributes, part_of_tokens(degree))
+    """The type of the ranks' parts together."""
+    dim, degree = _dim_and_degree(types, attributes, part_of_tokens(attributes["degree"]))
     sizes = list(types[0].shape)
     sizes[dim] = TOKENS if counts_tokens(sizes[dim]) else sizes[dim] * degree
     return types[0].with_shape(tuple(sizes))
@@ -283,7 +278,7 @@ def _joined(types: Types, attributes: Attributes) -> TensorType:
 
 def _dim_and_degree(types: Types, attributes: Attributes, tokens: Size) -> tuple[int, int]:
     """The dim and the degree, checked; `tokens` is the size that a token dim has to have."""
-    dim, degree = cast("int", attributes["dim"]), cast("int", attributes["degree"])
+    dim, degree = attributes["dim"], attributes["degree"]
     if not -len(types[0].dims) <= dim < 0 or degree < 2:
         raise TypeCheckError(f"{types[0]} has no {degree} parts of dim {dim}")
     size = types[0].shape[dim]
@@ -297,24 +292,73 @@ def _dim_and_degree(types: Types, attributes: Attributes, tokens: Size) -> tuple
     return dim, degree
 
 
-def _part_arguments(attributes: Attributes) -> str:
-    return f"{attributes['dim']}, batch" + (", tokens=True" if attributes.get("tokens") else "")
+def _part_arguments(inputs: Sequence[str], attributes: Attributes) -> str:
+    tokens = ", tokens=True" if attributes.get("tokens") else ""
+    return f"{inputs[0]}, {attributes['dim']}, batch{tokens}"
 
 
-OPERATORS: tuple[Operator, ...] = (
-    AllGather(),
-    AllReduce(),
-    Combine(),
-    Gather(),
-    GatheredCopy(),
-    OwnPart(),
-    Partition(),
-    Place(),
-    PlacedPart(),
-    Reduce(),
-    ReduceScatter(),
-    Replicate(),
-    Scatter(),
-    Take(),
-    TakenPart(),
-)
+MOST_JOINED = 4096
+"""Tensors of a message: more than a layer has."""
+
+
+class JoinedCollective(Collective):
+    """One message of several tensors of one dtype."""
+
+    inputs = (2, MOST_JOINED)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
+
+    def _check(self, types: Types) -> None:
+        dtypes = {type_.dtype for type_ in types}
+        if len(dtypes) > 1:
+            raise TypeCheckError(f"{self.name} of {', '.join(sorted(dtypes))}; use one dtype")
+
+
+class AllReduces(JoinedCollective):
+    """The sums of the ranks' tensors, on each."""
+
+    name = "all_reduces"
+    template = "K.{name}([{inputs}], batch)"
+    rounds = AllReduce.rounds
+    holds_inputs = False
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        self._check(types)
+        return types
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * _bytes(inputs)  # what is sent, and what came
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return list(context.upstream)
+
+
+class AllGathers(JoinedCollective):
+    """The parts of `degree` ranks, each tensor's joined along its own of `dims`."""
+
+    name = "all_gathers"
+    template = "K.{name}([{inputs}], {dims}, batch)"
+    rounds = AllGather.rounds
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        self._check(types)
+        dims, degree = attributes["dims"], attributes["degree"]
+        if len(dims) != len(types):
+            raise TypeCheckError(f"all_gathers of {len(types)} tensors along {len(dims)} dims")
+        pairs = zip(types, dims, strict=True)
+        return tuple(_joined((type_,), {"dim": dim, "degree": degree}) for type_, dim in pairs)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _bytes(inputs) + _bytes(outputs)  # what is sent, and what came
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dims, degree = context.attributes["dims"], context.attributes["degree"]
+        return [
+            None if d is None else context.add("own_part", d, dim=dim, degree=degree)
+            for d, dim in zip(context.upstream, dims, strict=True)
+        ]
+
+
+def _bytes(types: Types) -> sympy.Expr:
+    return sympy.Add(*(type_.size_bytes for type_ in types))

@@ -1,6 +1,6 @@
-"""What one rank holds of a tensor that is whole in a file or in an adapter.
+"""Shards: the part that one rank holds of a tensor that is whole in a file or in an adapter.
 
-A rank's parameter says it by `rows`, of the whole's first dim, and `part`, of those rows: with n
+A rank's parameter names it by `rows`, of the whole's first dim, and `part`, of those rows: with n
 ranks, the rank r has entries r m/n … (r + 1) m/n of the m of a dim that is partitioned. Of a tensor
 that is held as summands the first rank has all, the others zeros.
 """
@@ -15,7 +15,9 @@ from torch import Tensor
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
 from pcg.parallel.ranks.group import Ranks
-from pcg.runtime.model.weights import Ranges
+
+Ranges = tuple[tuple[int, int], ...]
+"""The first entry and the end of the part of each dim of a tensor."""
 
 TRANSPOSED = ("lora_B", "_adapter_up")
 """Kinds of which serving has the transpose of what training reads."""

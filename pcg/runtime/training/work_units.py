@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from pcg.runtime.engine.latency import Load
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.load import Load
 
 Result = TypeVar("Result")
 
@@ -82,13 +82,13 @@ Unit: TypeAlias = Forward | Backward | Pages | Release
 Work: TypeAlias = Generator[Unit, None, Result]
 
 
-def run_alone(work: Work[Result]) -> Result:
+def run_to_end(work: Work[Result]) -> Result:
     """Do all of a job's units in turn, each window a whole pass, without the KV cache."""
     try:
         unit = next(work)
         while True:
             try:
-                do_alone(unit)
+                run_unit(unit)
             except BaseException as error:  # the job ends by it, Ctrl-C too
                 unit = work.throw(error)
             else:
@@ -98,7 +98,7 @@ def run_alone(work: Work[Result]) -> Result:
         return result
 
 
-def do_alone(unit: Unit) -> None:
+def run_unit(unit: Unit) -> None:
     """Do one unit with nothing beside it."""
     if isinstance(unit, Forward):
         unit.run(unit.remaining)

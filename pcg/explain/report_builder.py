@@ -1,4 +1,4 @@
-"""Account for the memory of a finetuning step: the report of `pcg.explain`.
+"""Builds the report of `pcg.explain` from a planned model.
 
 The stages say what each way to train keeps for backward, the tensors what becomes of each value,
 and `pcg.explain.step_memory` what all of a step takes. Sizes are formulas in B and S; the numbers
@@ -18,11 +18,12 @@ from pcg.explain.decided_graph import decided_graph
 from pcg.explain.decisions import Decision, decisions
 from pcg.explain.eager.attention import FOLLOWED
 from pcg.explain.eager.memory import eager_memory
-from pcg.explain.eager.saved import Eager
-from pcg.explain.report import GraphNode, ParetoPoint, Report, SavedTensor, Stage
+from pcg.explain.eager.saved_storages import EagerRun
+from pcg.explain.report import Report
+from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
-    Account,
-    Asked,
+    PlannedModel,
+    Setup,
     base_weights,
     bytes_at,
     carried_bytes,
@@ -30,9 +31,8 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
-from pcg.ir.operators.model import CONTEXT
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TORCH_NAMES, tokens_at
+from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
 from pcg.peft.adalora import AdaLoraRecipe
 from pcg.peft.lora import LoraRecipe
@@ -40,14 +40,14 @@ from pcg.peft.registry import Recipe
 from pcg.peft.vera import VeraRecipe
 
 
-def account(what: Account, asked: Asked) -> Report:
+def build_report(planned: PlannedModel, setup: Setup) -> Report:
     """The report of one model, its recipes and a batch."""
-    use, at = what.use, asked.at
+    use, at = planned.use, setup.at
     stages: list[Stage] = []
     notes: list[str] = []
     kept: SavedMemory | None = None
     activations = sympy.Integer(0)
-    virtual = max((recipe.prompt_tokens for recipe in asked.recipes.values()), default=0)
+    virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     checkpointing: tuple[Stage, ...] = ()
@@ -55,95 +55,95 @@ def account(what: Account, asked: Asked) -> Report:
         notes.append(
             f"eager: what eager code keeps with {', '.join(use.not_followed)} is not followed"
         )
-    elif use.trainable and asked.tp > 1:
+    elif use.trainable and setup.tp > 1:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
     elif use.trainable:
-        eager = Eager(
+        eager = EagerRun(
             use.sites,
-            what.attention,
-            str(asked.config["model_type"]),
-            asked.batch,
-            asked.seq,
+            planned.attention,
+            str(setup.config["model_type"]),
+            setup.batch,
+            setup.seq,
             use.bypasses.biases,
-            what.adapter_dtype,
+            planned.adapter_dtype,
             use.bypasses.dropout,
         )
-        found = eager_memory(what.unraised, eager)
+        found = eager_memory(planned.unraised, eager)
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
         if not eager.prefix:  # peft refuses the two together
-            inputs = carried_bytes(what.unraised)
+            inputs = carried_bytes(planned.unraised)
             layers = [inputs] * len(found.layers)
             total = sympy.Add(found.outside, *layers)
             checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
-        notes += _eager_notes(what.unraised, eager, asked.recipes.values())
-    if what.training is not None and what.plan is not None:
-        kept = saved_memory(what.training, what.plan)
+        notes += _eager_notes(planned.unraised, eager, setup.recipes.values())
+    if planned.training is not None and planned.plan is not None:
+        kept = saved_memory(planned.training, planned.plan)
         activations = kept.total
-        plain = _uncompressed_plan(what, asked)
-        stages += _own_stages(what, asked, kept, plain)
+        plain = _uncompressed_plan(planned, setup)
+        stages += _own_stages(planned, setup, kept, plain)
         if plain is None:
             notes.append("rematerialized: without compression nothing keeps within the budget")
     elif use.trainable:
         notes.append(
-            f"compressed: pcg does not finetune this yet ({what.refusal}); activations are "
+            f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
         )
     stages += checkpointing
-    formulas, moments = step_memory(what, asked, kept, activations)
-    elements, _ = base_weights(what.whole)
+    formulas, moments = step_memory(planned, setup, kept, activations)
+    elements, _ = base_weights(planned.whole)
     return Report(
-        model=asked.model,
-        architecture=str((asked.config.get("architectures") or [asked.config["model_type"]])[0]),
-        peft=_recipes_text(asked.recipes),
-        tp=asked.tp,
-        batch=asked.batch,
-        seq=asked.seq,
-        dtype=TORCH_NAMES[what.base.dtype],
-        layers=len(what.base.layers),
+        model=setup.model,
+        architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
+        peft=_recipes_text(setup.recipes),
+        tp=setup.tp,
+        batch=setup.batch,
+        seq=setup.seq,
+        dtype=TORCH_NAMES[planned.base.dtype],
+        layers=len(planned.base.layers),
         parameters={"base": elements, "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        saved=_tensors(what, kept, at) if kept else (),
-        pareto=tuple(ParetoPoint(*point) for point in what.frontiers.points())
-        if what.frontiers
+        saved=_tensors(planned, kept, at) if kept else (),
+        pareto=tuple(ParetoPoint(*point) for point in planned.frontiers.points())
+        if planned.frontiers
         else (),
         notes=tuple(notes),
-        memory_budget=str(asked.budget),
-        optimizer=asked.optimizer.name,
+        memory_budget=str(setup.budget),
+        optimizer=setup.optimizer.name,
         timeline=tuple(moments),
-        graph=_graph(what) if kept else (),
+        graph=_graph(planned) if kept else (),
     )
 
 
-def _uncompressed_plan(what: Account, asked: Asked) -> MemoryPlan | None:
+def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None:
     """What layers would keep without compression; None where that is more than the budget."""
-    assert what.training is not None
+    assert planned.training is not None
     try:
-        return frontiers(what.training, what.kinds, asked.batch, asked.seq).plan(asked.budget)
+        return frontiers(planned.training, planned.kinds, setup.batch, setup.seq).plan(setup.budget)
     except MemoryBudgetError:
         return None
 
 
 def _own_stages(
-    what: Account, asked: Asked, kept: SavedMemory, plain: MemoryPlan | None
+    planned: PlannedModel, setup: Setup, kept: SavedMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
     """What pcg keeps: pruned alone, made again where cheap, compressed too, and by windows."""
-    assert what.training is not None
-    assert what.plan is not None
-    pruned = saved_memory(what.training, keep_all(what.training, what.kinds))
-    yield _stage("pruned", pruned.total, pruned.layers, asked.at)
+    assert planned.training is not None
+    assert planned.plan is not None
+    pruned = saved_memory(planned.training, keep_all(planned.training, planned.kinds))
+    yield _stage("pruned", pruned.total, pruned.layers, setup.at)
     if plain is not None:
-        remade = saved_memory(what.training, plain)
+        remade = saved_memory(planned.training, plain)
         ratio = plain.recompute_flops_ratio
-        yield _stage("rematerialized", remade.total, remade.layers, asked.at, ratio)
-    ratio = what.plan.recompute_flops_ratio
-    yield _stage("compressed", kept.total, kept.layers, asked.at, ratio)
-    if what.windowed is not None:
-        windows = window_memory(what.training, what.windowed)
-        ratio = what.windowed.recompute_flops_ratio
-        yield _stage("token-level", windows.total, windows.layers, asked.at, ratio)
+        yield _stage("rematerialized", remade.total, remade.layers, setup.at, ratio)
+    ratio = planned.plan.recompute_flops_ratio
+    yield _stage("compressed", kept.total, kept.layers, setup.at, ratio)
+    if planned.windowed is not None:
+        windows = window_memory(planned.training, planned.windowed)
+        ratio = planned.windowed.recompute_flops_ratio
+        yield _stage("token-level", windows.total, windows.layers, setup.at, ratio)
 
 
 def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
@@ -186,7 +186,7 @@ def _stage(
     return Stage(name, bytes_at(total, at), round(mean), recompute_flops_ratio)
 
 
-def _eager_notes(model: ModelGraph, eager: Eager, recipes: Iterable[Recipe]) -> Iterable[str]:
+def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) -> Iterable[str]:
     ops = {node.op for graph in model.graphs for node in graph.nodes}
     if "experts" in ops:
         yield (
@@ -204,27 +204,27 @@ def _eager_notes(model: ModelGraph, eager: Eager, recipes: Iterable[Recipe]) -> 
         )
 
 
-def _graph(what: Account) -> tuple[GraphNode, ...]:
+def _graph(planned: PlannedModel) -> tuple[GraphNode, ...]:
     """The layer that most layers are like."""
-    assert what.plan is not None
-    assert what.frontiers is not None
-    index, _ = Counter(what.plan.layers).most_common(1)[0]
-    kind = what.frontiers.layers[what.plan.layers.index(index)]
-    return decided_graph(what.frontiers.kinds[kind], what.plan.plans[index])
+    assert planned.plan is not None
+    assert planned.frontiers is not None
+    index, _ = Counter(planned.plan.layers).most_common(1)[0]
+    kind = planned.frontiers.layers[planned.plan.layers.index(index)]
+    return decided_graph(planned.frontiers.kinds[kind], planned.plan.plans[index])
 
 
 def _tensors(
-    what: Account, kept: SavedMemory, at: Mapping[sympy.Symbol, int]
+    planned: PlannedModel, kept: SavedMemory, at: Mapping[sympy.Symbol, int]
 ) -> tuple[SavedTensor, ...]:
     """What becomes of every tensor of the layers, and what is kept outside them."""
-    assert what.plan is not None
-    assert what.frontiers is not None
+    assert planned.plan is not None
+    assert planned.frontiers is not None
     rows: list[Decision] = []
-    for index, plan in enumerate(what.plan.plans):
-        members = [layer for layer, of in enumerate(what.plan.layers) if of == index]
-        kind = what.frontiers.kinds[what.frontiers.layers[members[0]]]
+    for index, plan in enumerate(planned.plan.plans):
+        members = [layer for layer, of in enumerate(planned.plan.layers) if of == index]
+        kind = planned.frontiers.kinds[planned.frontiers.layers[members[0]]]
         shared = set(kind.shared)
-        restored = len({*members} & {*what.plan.restored})
+        restored = len({*members} & {*planned.plan.restored})
         for row in decisions(kind, plan, len(members)):
             if row.tensor.partition(".")[2] not in shared:
                 is_input = row.op == "input" and row.decision == "save"

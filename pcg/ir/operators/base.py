@@ -1,31 +1,32 @@
-"""What the compiler knows of an operator, and the context in which gradients are built.
+"""The base class of the table's operators, and the context in which gradients are built.
 
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
 expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
-gradient as nodes of the backward graph (`gradient`: the values that it asks for are what backward
-needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would keep (`eager_saves`), how the
+gradient as nodes of the backward graph (`gradient`: the values that it reads are what backward
+needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save (`eager_saves`), how the
 ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
-(`flops`, `moved_bytes`). Operators that kernels fuse also say what an element of theirs is in
-Triton (`tile`).
+(`flops`, `moved_bytes`). Operators that kernels fuse also state an element of theirs in Triton
+(`tile`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import sympy
 
 from pcg.errors import TypeCheckError, UnsupportedError
-from pcg.ir.graph import Attribute, Builder, Graph, Node
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
 from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
-Types = tuple[TensorType, ...]
-Attributes = Mapping[str, Attribute]
-Aligned = tuple[tuple[int, ...], tuple[int, ...]]
+Types: TypeAlias = tuple[TensorType, ...]
+Attributes: TypeAlias = Mapping[str, Any]
+"""A node's attributes by name; each operator knows the types of its own."""
+Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
 
@@ -33,32 +34,35 @@ class Operator:
     """One entry of the operator table."""
 
     name: ClassVar[str]
+    template: ClassVar[str] = "K.{name}({inputs})"
+    """The PyTorch expression: `{0}` is the first input, `{inputs}` are all of them, and attributes
+    go by their names. K are the functions of `pcg.kernels`."""
     inputs: ClassVar[tuple[int, int]] = (1, 1)
     """Fewest and most inputs."""
-    is_view: ClassVar[bool] = False
-    """Whether eager PyTorch gives a view of the first input, which costs no memory."""
-    sees_sequences: ClassVar[bool] = False
-    """Whether a token's result depends on other tokens; true of attention alone."""
-    sees_rows: ClassVar[bool] = False
-    """Whether it asks the batch which token a row is, as where some are virtual."""
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """Names of the outputs after the first."""
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    """Of the outputs' names; operators with more outputs than suffixes number them."""
     returns_sequence: ClassVar[bool] = False
-    """Whether the expression is a sequence even of one output."""
+    """True if the expression is a sequence even of one output."""
+    is_view: ClassVar[bool] = False
+    """True if eager PyTorch gives a view of the first input, which costs no memory."""
     is_product: ClassVar[bool] = False
-    """Whether it is a matrix product or attention: what a memory budget of 1 never recomputes."""
+    """True of matrix products and attention, which a memory budget of 1 never recomputes."""
     is_random: ClassVar[bool] = False
-    """Whether it draws numbers; drawn again for the same step and layer, they are the same."""
+    """True if it draws numbers; drawn again for the same step and layer, they are the same."""
+    sees_sequences: ClassVar[bool] = False
+    """True if a token's result depends on other tokens, as in attention alone."""
+    sees_rows: ClassVar[bool] = False
+    """True if it asks the batch which token a row is, as where some are virtual."""
+    sums_rows: ClassVar[bool] = False
+    """True if an element depends on all of its row, the last dim."""
     linear_in: ClassVar[tuple[tuple[int, ...], ...]] = ()
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
-    sums_rows: ClassVar[bool] = False
-    """Whether an element depends on all of its row, the last dim."""
-    has_template: ClassVar[bool] = False
-    """Whether there is a kernel in Triton of it alone, besides what `tile` makes it a part of."""
+    has_kernel: ClassVar[bool] = False
+    """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
     executable: ClassVar[bool] = True
-    """Whether a program with this operator can run; else it can only be explained."""
+    """False if a program with this operator can only be explained."""
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         """Types of the outputs.
@@ -70,43 +74,47 @@ class Operator:
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
-        raise UnsupportedError(f"operator {self.name!r} cannot run yet; it can only be explained")
+        if not self.executable:
+            raise UnsupportedError(
+                f"operator {self.name!r} cannot run yet; it can only be explained"
+            )
+        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **attributes)
+
+    def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        """The same in a function that requests products by the base's weights from its caller.
+
+        None if the operator has no such product (`pcg.kernels.torch.products`).
+        """
+        return None
 
     def tiles(self, attributes: Attributes) -> bool:
-        """Whether `tile` says what an element is."""
-        return False
+        """Return whether `tile` states an element: by default, if the operator defines it."""
+        return type(self).tile is not Operator.tile
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         """The Triton expression of an element of the first output."""
         raise UnsupportedError(f"operator {self.name!r} is no part of a fused kernel")
-
-    def asked_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The same in a function that asks its caller for products of the base (`K.product`).
-
-        None where there is nothing to ask for.
-        """
-        return None
 
     def gradient(self, context: Gradient) -> list[str | None]:
         """Add the backward nodes; returns the gradient of each input, None where not needed."""
         raise UnsupportedError(f"operator {self.name!r} has no gradient")
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        """What PyTorch's autograd keeps: i for input i, ~j for output j.
+        """The values that PyTorch's autograd saves: i for input i, ~j for output j.
 
         Args:
             requires: for each input, whether it requires a gradient; at least one does.
-            attributes: of the node.
+            attributes: the node's.
         Source: torch's derivatives.yaml.
         """
         return ()
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Feature dims along which it does with each entry the same, whatever the others are."""
+        """Feature dims along which it treats each entry alike, whatever the others are."""
         return iter(())
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
-        """The ways in which ranks can run it without a word between them.
+        """The ways in which ranks can run it without communication.
 
         All whole, all replicated, parts of a dim along which it treats each entry alike, summands
         of what it is linear in. Operators that sum over a dim add theirs.
@@ -158,9 +166,13 @@ class Operator:
         return sympy.Integer(0)
 
     def output_suffixes(self, count: int) -> tuple[str, ...]:
-        return ("", *self.suffixes)[:count]
+        """The suffixes of the names of so many outputs."""
+        if count > len(self.suffixes):
+            return ("", *map(str, range(1, count)))
+        return self.suffixes[:count]
 
     def check_arity(self, types: Types) -> None:
+        """Raise TypeCheckError if it takes another number of inputs."""
         fewest, most = self.inputs
         if not fewest <= len(types) <= most:
             expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
@@ -188,19 +200,38 @@ def _has(type_: TensorType, dim: int, size: object) -> bool:
     return len(type_.features) >= -dim and type_.shape[dim] == size
 
 
+class GraphBuilder(Protocol):
+    """The part of `pcg.ir.builder.Builder` that gradient rules use."""
+
+    types: dict[str, TensorType]
+    reserved: Container[str]
+
+    def input(self, name: str, type_: TensorType) -> str: ...
+
+    def parameter(self, parameter: Parameter) -> str: ...
+
+    def add(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> str: ...
+
+    def add_many(
+        self, op: str, inputs: Sequence[str], *, name: str, scope: str, **attributes: Attribute
+    ) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True)
 class Gradient:
-    """Where a gradient rule finds what it needs.
+    """The context in which a gradient rule adds its nodes.
 
     Attributes:
-        builder: of the backward graph.
+        builder: the builder of the backward graph.
         forward: the graph that is differentiated.
-        node: the node of it.
+        node: its node whose gradient is built.
         upstream: gradient of each output of the node; None where nothing flows back.
         needs: for each input of the node, whether its gradient is needed.
     """
 
-    builder: Builder
+    builder: GraphBuilder
     forward: Graph
     node: Node
     upstream: tuple[str | None, ...]
@@ -219,18 +250,18 @@ class Gradient:
         return gradient
 
     @property
-    def attributes(self) -> dict[str, Attribute]:
+    def attributes(self) -> dict[str, Any]:
         return dict(self.node.attributes)
 
     def input_type(self, index: int) -> TensorType:
         return self.forward.types[self.node.inputs[index]]
 
     def input(self, index: int) -> str:
-        """An input of the forward node, asked for by the backward graph."""
+        """An input of the forward node, read by the backward graph."""
         return self.saved(self.node.inputs[index])
 
     def output(self, index: int = 0) -> str:
-        """An output of the forward node, asked for by the backward graph."""
+        """An output of the forward node, read by the backward graph."""
         return self.saved(self.node.outputs[index].name)
 
     def saved(self, name: str) -> str:

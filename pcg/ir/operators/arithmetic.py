@@ -1,0 +1,385 @@
+"""Elementwise arithmetic: unary functions, casts, and binary operators with broadcasting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.base import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    broadcast_dims,
+    same_dims,
+)
+from pcg.ir.operators.tile import Tile
+from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
+
+
+class Elementwise(Operator):
+    """An operator whose element depends on the same element of each input.
+
+    `tile_template` is its element in Triton.
+    """
+
+    tile_template: ClassVar[str] = ""
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return bool(self.tile_template) or type(self).tile is not Elementwise.tile
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return self.tile_template.format(*(tile.read(index) for index in range(tile.inputs)))
+
+
+class Unary(Elementwise):
+    """y = f(x); `template` is f in PyTorch."""
+
+    saves: ClassVar[tuple[int, ...]] = (0,)
+    """What autograd saves, as in `eager_saves`."""
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return self.saves
+
+
+class UnaryBackward(Elementwise):
+    """dx of a unary function, from dy and what the rule of the forward operator reads."""
+
+    inputs = (2, 2)
+
+
+class Neg(Unary):
+    """y = -x."""
+
+    name = "neg"
+    linear_in = ((0,),)
+    template = tile_template = "-{0}"
+    saves = ()
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("neg", context.incoming)]
+
+
+class Exp(Unary):
+    """y = eˣ; dx = dy y."""
+
+    name = "exp"
+    template = "torch.exp({0})"
+    tile_template = "tl.exp({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("mul", context.incoming, context.output())]
+
+
+class Rsqrt(Unary):
+    """y = 1 / √x; dx = -dy y³ / 2."""
+
+    name = "rsqrt"
+    template = "torch.rsqrt({0})"
+    tile_template = "tl.rsqrt({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        cubed = context.add("pow", context.output(), exponent=3.0)
+        slope = context.add("mul", cubed, scalar=-0.5)
+        return [context.add("mul", context.incoming, slope)]
+
+
+class Sqrt(Unary):
+    """y = √x; dx = dy / (2 y)."""
+
+    name = "sqrt"
+    template = "torch.sqrt({0})"
+    tile_template = "tl.sqrt({0})"
+    saves = (~0,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        half = context.add("mul", context.incoming, scalar=0.5)
+        return [context.add("div", half, context.output())]
+
+
+class Cos(Unary):
+    """y = cos x; dx = -dy sin x."""
+
+    name = "cos"
+    template = "torch.cos({0})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        slope = context.add("neg", context.add("sin", context.input(0)))
+        return [context.add("mul", context.incoming, slope)]
+
+
+class Sin(Unary):
+    """y = sin x; dx = dy cos x."""
+
+    name = "sin"
+    template = "torch.sin({0})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("mul", context.incoming, context.add("cos", context.input(0)))]
+
+
+class Clamp(Unary):
+    """y = min(max(x, min), max); a missing bound is no bound."""
+
+    name = "clamp"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if not attributes.keys() & {"min", "max"}:
+            raise TypeCheckError("clamp has neither the attribute min nor max")
+        return types
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.clamp({inputs[0]}, {attributes.get('min')}, {attributes.get('max')})"
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        x = tile.read(0)
+        if "min" in attributes:
+            x = f"tl.maximum({x}, {attributes['min']!r})"
+        return f"tl.minimum({x}, {attributes['max']!r})" if "max" in attributes else x
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dy, x = context.incoming, context.input(0)
+        return [context.add("clamp_backward", dy, x, **context.attributes)]
+
+
+class ClampBackward(UnaryBackward):
+    """dx = dy where x was within the bounds."""
+
+    name = "clamp_backward"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dy, x = inputs
+        return " * ".join([dy, *self._tests(x, attributes)])
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        dy, x = tile.read(0), tile.read(1)
+        return f"tl.where({' & '.join(self._tests(x, attributes))}, {dy}, 0.0)"
+
+    @staticmethod
+    def _tests(x: str, attributes: Attributes) -> list[str]:
+        bounds = (("min", ">="), ("max", "<="))
+        return [f"({x} {sign} {attributes[b]!r})" for b, sign in bounds if b in attributes]
+
+
+class Pow(Unary):
+    """y = x ** exponent, with a constant exponent."""
+
+    name = "pow"
+    template = "torch.pow({0}, {exponent})"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return attributes["exponent"] in _POWERS
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return _POWERS[float(attributes["exponent"])].format(tile.read(0))
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        exponent = float(context.attributes["exponent"])
+        if exponent == 0.0:
+            return [context.add("mul", context.incoming, scalar=0.0)]
+        power = context.input(0)
+        if exponent != 2.0:
+            power = context.add("pow", power, exponent=exponent - 1.0)
+        slope = context.add("mul", power, scalar=exponent)
+        return [context.add("mul", context.incoming, slope)]
+
+
+_POWERS = {
+    -1.0: "1.0 / {0}",
+    -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+}
+"""Powers that are a few products; PyTorch takes others by exp and log."""
+
+
+class Cast(Unary):
+    """The same numbers in another dtype."""
+
+    name = "cast"
+    saves = ()
+    tile_template = "{0}"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_dtype(attributes["dtype"]),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"{inputs[0]}.to(torch.{TORCH_NAMES[attributes['dtype']]})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.cast(context.incoming, context.input_type(0).dtype)]
+
+
+class Pointwise(Unary):
+    """An operator outside the table that PyTorch tags pointwise, carried as it is.
+
+    `target` is its overload, `arguments` its argument list with {0} for the tensor, and its
+    gradient is PyTorch's own.
+    """
+
+    name = "pointwise"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_dtype(attributes["dtype"]),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"torch.ops.{attributes['target']}({attributes['arguments'].format(inputs[0])})"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = {k: v for k, v in context.attributes.items() if k != "dtype"}
+        dx = context.add("pointwise_backward", context.incoming, context.input(0), **attributes)
+        return [context.cast(dx, context.input_type(0).dtype)]
+
+
+class PointwiseBackward(Operator):
+    """dx of a pointwise operator, by PyTorch's autograd."""
+
+    name = "pointwise_backward"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        function = f"lambda x: {Pointwise().source(['x'], attributes)}"
+        return f"torch.func.vjp({function}, {inputs[1]})[1]({inputs[0]})[0]"
+
+
+class Binary(Operator):
+    """x ∘ y with broadcasting, or x ∘ scalar; with `reversed`, scalar ∘ x."""
+
+    inputs = (1, 2)
+    symbol: ClassVar[str] = ""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if (len(types) == 1) != ("scalar" in attributes):
+            raise TypeCheckError(f"{self.name} takes two tensors, or one and the attribute scalar")
+        if len(types) == 1:
+            scalar = attributes["scalar"]
+            dtype = types[0].dtype
+            if isinstance(scalar, float) and not types[0].is_float:
+                dtype = "f32"
+            elif dtype == "bool" and type(scalar) is int:
+                dtype = "i64"
+            return (types[0].with_dtype(self.result_dtype(dtype)),)
+        if "reversed" in attributes:
+            raise TypeCheckError(f"{self.name} of two tensors is not reversed; swap the two")
+        dtype = self.result_dtype(result_dtype(*types))
+        return (tensor(dtype, *broadcast(types[0].shape, types[1].shape)),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return broadcast_dims(types, self.infer(types, attributes)[0])
+
+    def result_dtype(self, promoted: str) -> str:
+        """The dtype of the result, from that of the operands."""
+        return promoted
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        left, right = inputs[0], inputs[1] if len(inputs) == 2 else repr(attributes["scalar"])
+        if attributes.get("reversed"):
+            left, right = right, left
+        return f"{left} {self.symbol} {right}"
+
+    def tiles(self, attributes: Attributes) -> bool:
+        return math.isfinite(attributes.get("scalar", 0.0))
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return self.source([tile.read(index) for index in range(tile.inputs)], attributes)
+
+
+class Add(Binary):
+    """z = x + y."""
+
+    name = "add"
+    linear_in = ((0, 1),)
+    symbol = "+"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [
+            context.reduced(context.incoming, i) if need else None
+            for i, need in enumerate(context.needs)
+        ]
+
+
+class Sub(Binary):
+    """z = x - y."""
+
+    name = "sub"
+    linear_in = ((0, 1),)
+    symbol = "-"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        gradients: list[str | None] = []
+        for i, need in enumerate(context.needs):
+            negative = (i == 1) != bool(context.attributes.get("reversed"))
+            incoming = context.incoming
+            if need and negative:
+                incoming = context.add("neg", incoming)
+            gradients.append(context.reduced(incoming, i) if need else None)
+        return gradients
+
+
+class Mul(Binary):
+    """z = x · y; dx = dz y, dy = dz x."""
+
+    name = "mul"
+    linear_in = ((0,), (1,))
+    symbol = "*"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        if "scalar" in context.attributes:
+            scaled = context.add("mul", context.incoming, scalar=context.attributes["scalar"])
+            return [context.reduced(scaled, 0)]
+        gradients: list[str | None] = [None, None]
+        for i in (0, 1):
+            if context.needs[i]:
+                scaled = context.add("mul", context.incoming, context.input(1 - i))
+                gradients[i] = context.reduced(scaled, i)
+        return gradients
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        if "scalar" in attributes:
+            return ()
+        return tuple(1 - i for i in (0, 1) if requires[i])
+
+
+class Div(Binary):
+    """z = x / y; dx = dz / y, dy = -dz z / y."""
+
+    name = "div"
+    symbol = "/"
+
+    def result_dtype(self, promoted: str) -> str:
+        return promoted if promoted in ("f64", "f32", "bf16", "f16") else "f32"
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        attributes = context.attributes
+        if attributes.get("reversed"):
+            # y = c / x; dx = -dy y / x
+            product = context.add("mul", context.incoming, context.output())
+            return [context.add("neg", context.add("div", product, context.input(0)))]
+        if "scalar" in attributes:
+            return [context.add("div", context.incoming, scalar=attributes["scalar"])]
+        quotient = context.add("div", context.incoming, context.input(1))
+        gradients: list[str | None] = [None, None]
+        if context.needs[0]:
+            gradients[0] = context.reduced(quotient, 0)
+        if context.needs[1]:
+            product = context.add("mul", quotient, context.output())
+            gradients[1] = context.reduced(context.add("neg", product), 1)
+        return gradients
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        if "scalar" in attributes:
+            return (0,) if attributes.get("reversed") else ()
+        return (0, 1) if requires[1] else (1,)

@@ -1,0 +1,215 @@
+"""Attention over ragged batches, its gradients, and the KV cache's own operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types, same_dims
+from pcg.ir.operators.tile import Tile
+from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
+
+
+class Append(Operator):
+    """Keys or values where attention reads them: in the layer's cache, where the batch keeps one.
+
+    Attribute `to`: `keys` or `values`. Only programs for Triton have it, whose kernels write keys
+    and values to the cache as they make them; without it attention appends its own.
+    """
+
+    name = "append"
+    template = "{0}"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if attributes["to"] not in ("keys", "values") or len(types[0].dims) != 3:
+            raise TypeCheckError(
+                f"append takes [T, heads, d] to 'keys' or 'values', not {types[0]} to "
+                f"{attributes['to']!r}"
+            )
+        return (types[0],)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return tile.read(0)
+
+
+class Attention(Operator):
+    """Causal attention of each token to its own sequence, past ones in the KV cache included.
+
+    out = softmax(softcap(scale · q kᵀ) + bias) v, per head; a KV head serves heads / kv_heads of
+    them. `q: [T, heads, d]`, `k: [T, kv_heads, d]`, `v: [T, kv_heads, d_v]`; outputs
+    `out: [T, heads, d_v]` and the log-sum-exp `lse: [T, heads]` in fp32. A further input, where
+    `alibi`, is the slope of each head: bias = slope · (key position - query position). A further
+    one, where `sinks`, is a logit of each head that takes weight from the softmax.
+
+    Attributes: `scale`; `window`: keys seen, the token's own included, 0 for all; `softcap`: 0 for
+    none.
+    """
+
+    name = "attention"
+    is_product = True
+    inputs = (3, 5)
+    suffixes = ("", "lse")
+    sees_sequences = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        q, k, v = types[:3]
+        if len(q.dims) != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+            raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
+        if int(q.shape[1]) % int(k.shape[1]):
+            raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
+        out = q.with_shape((*q.shape[:2], v.shape[2]))
+        return out, tensor("f32", *q.shape[:2])
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        """Heads, of which those that a KV head serves stand together."""
+        yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        arguments = [context.input(i) for i in range(len(context.node.inputs))]
+        dq, dk, dv = context.add_many(
+            "attention_backward",
+            context.incoming,
+            context.output(0),
+            context.output(1),
+            *arguments,
+            **context.attributes,
+        )
+        return [dq, dk, dv, None, None][: len(arguments)]
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (0, 1, 2, ~0, ~1)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Scores in fp32, once with a cap and once without, their weights and a copy of one.
+        return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, _, v = inputs[:3]
+        keys = _mean_keys(attributes)
+        return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(inputs[1:3])
+
+
+class AttentionBackward(Operator):
+    """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
+
+    name = "attention_backward"
+    is_product = True
+    inputs = (6, 8)
+    suffixes = ("", "dk", "dv")
+    sees_sequences = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return types[3], types[4], types[5]
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # As forward, and the scores' gradient with its parts.
+        return _score_bytes(inputs[3], attributes, 6 if attributes["softcap"] else 4)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, _, v = inputs[3:6]
+        # The forward's scores and their weights again, and four products of the gradients.
+        keys = _mean_keys(attributes)
+        return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The gradients of cached keys and values are added to: read and written.
+        return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
+
+
+class WindowAttentionBackward(AttentionBackward):
+    """dq, dk, dv where keys and values are in the KV cache: from dout, out, lse and q.
+
+    dk and dv are final: they hold what later windows have added up.
+
+    Attributes: those of attention; `kv_heads`; `value_size`, d_v.
+    """
+
+    name = "window_attention_backward"
+    inputs = (4, 6)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        q = types[3]
+        heads, size = attributes["kv_heads"], attributes["value_size"]
+        if int(q.shape[1]) % heads or types[0].shape[2] != size:
+            raise TypeCheckError(
+                f"window_attention_backward of dout {types[0]} and q {q} with kv_heads={heads}, "
+                f"value_size={size}"
+            )
+        kv = (q.shape[0], heads)
+        return q, q.with_shape((*kv, q.shape[2])), q.with_shape((*kv, size))
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        whole = (*inputs[:4], "None", "None", *inputs[4:])
+        return f"K.attention_backward(batch, {_attention_arguments(whole, 6, attributes)})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().flops((*inputs[:4], *outputs[1:]), outputs, attributes)
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        own = Operator.moved_bytes(self, inputs, outputs, attributes)
+        return own + 3 * _cached_bytes(outputs[1:])
+
+
+def _mean_keys(attributes: Attributes) -> sympy.Expr:
+    """Keys that a token attends to, on average over a sequence: itself, and those before it."""
+    window = attributes["window"]
+    seen = sympy.Min(CONTEXT, window) if window else CONTEXT
+    return seen - seen * (seen - 1) / (2 * CONTEXT)
+
+
+def _cached_bytes(kv: Types) -> sympy.Expr:
+    """Bytes of keys and values that are read beside the tokens' own: the rest of one context.
+
+    At least as many tokens as a context has are whole sequences, which read no cache.
+    """
+    a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
+    return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
+
+
+def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
+    """Bytes of scores and masks that the PyTorch kernel makes, one sequence at a time.
+
+    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype.
+
+    Args:
+        q: [T, heads, d].
+        attributes: the node's.
+        copies: scores [heads, S, S] in fp32 that are alive at once where it is not fused.
+    """
+    pairs, heads = CONTEXT**2, int(q.shape[1])
+    if attributes["softcap"] or attributes.get("sinks"):
+        return 4 * copies * heads * pairs
+    if attributes.get("alibi"):
+        # The product in fp32 and the bias in q's dtype, or the bias and its masked copy.
+        return (8 if q.dtype == "f32" else 6) * heads * pairs
+    return DTYPE_BYTES[q.dtype] * pairs if attributes["window"] else sympy.Integer(0)
+
+
+def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attributes) -> str:
+    rest = list(inputs[tensors:])
+    arguments = [*inputs[:tensors], f"scale={attributes['scale']!r}"]
+    arguments += [
+        f"{name}={attributes[name]!r}" for name in ("window", "softcap") if attributes[name]
+    ]
+    arguments += [f"{name}={rest.pop(0)}" for name in ("alibi", "sinks") if attributes.get(name)]
+    return ", ".join(arguments)

@@ -1,0 +1,281 @@
+"""Products of low-rank bypass networks.
+
+A bypass network's operators take *adapter* parameters. In a batch of many adapters each token uses
+its own adapter's weights (segmented products: Punica §4, S-LoRA §5.3), and the scale α/r belongs to
+the adapter, so it appears in no attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Types, cast_bytes
+from pcg.ir.operators.linear import (
+    CONTRACTED,
+    Linear,
+    LinearBackward,
+    Product,
+    output_dim,
+    product_request,
+    tuple_source,
+    weight_name,
+)
+from pcg.ir.types import TensorType
+
+
+class Shrink(Product):
+    """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""
+
+    name = "shrink"
+    linear_in = ((0,), (1,))
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, weight = types
+        if x.shape[-1] != weight.shape[-1]:
+            raise TypeCheckError(f"shrink of {x} by {weight}; expected [r, {x.shape[-1]}]")
+        return (weight.with_shape((x.shape[0], weight.shape[0])),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield output_dim(types)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(*CONTRACTED, PRE_REDUCE)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx = dweight = None
+        if context.needs[0]:
+            dx = context.add("shrink_backward", context.incoming, context.input(1))
+            dx = context.cast(dx, context.input_type(0).dtype)
+        if context.needs[1]:
+            dweight = context.add("outer", context.incoming, context.input(0))
+        return [dx, dweight]
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
+
+
+class ShrinkBackward(LinearBackward):
+    """dx = ds A."""
+
+    name = "shrink_backward"
+
+
+class ExpandAdd(Product):
+    """z = y + scale · s Bᵀ, up from the rank onto the base's output, in y's dtype.
+
+    `y: [T, out]`, `s: [T, r]`, `B: [out, r]`.
+    """
+
+    name = "expand_add"
+    linear_in = ((0, 1), (0, 2))
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, s, weight = types
+        if weight.shape != (y.shape[-1], s.shape[-1]):
+            raise TypeCheckError(
+                f"expand_add of {s} by {weight} onto {y}; expected [{y.shape[-1]}, {s.shape[-1]}]"
+            )
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, 0, -2), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(PRE_REDUCE, *CONTRACTED, PRE_REDUCE)
+        # Its own columns of a summand: what S-LoRA adds into the base's sum (§6).
+        rows = (PRE_REDUCE, REPLICATED, partitioned(-2))
+        yield Sharding(rows, (PRE_REDUCE,), "expand_add_part")
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        ds = dweight = None
+        dy = self._own_columns(context)
+        if context.needs[1]:
+            ds = context.add("expand_backward", dy, context.input(2))
+        if context.needs[2]:
+            dweight = context.add("scaled_outer", dy, context.input(1), context.input(2))
+        return [context.incoming if context.needs[0] else None, ds, dweight]
+
+    def _own_columns(self, context: Gradient) -> str:
+        """The columns of dz that B's rows make."""
+        return context.incoming
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[1].elements * inputs[2].shape[0]
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], inputs[1].dtype)
+
+
+class ExpandAddPart(ExpandAdd):
+    """z = y + scale · s Bᵀ in the rank's own columns: `y: [T, out]`, `s: [T, r]`, `B: [out/n, r]`.
+
+    y is a summand, and so is z: other ranks add what is missing of the other columns.
+    """
+
+    name = "expand_add_part"
+    template = "K.{name}({inputs}, batch)"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, s, weight = types
+        if weight.shape[1:] != s.shape[-1:] or _parts(y, weight) * weight.shape[0] != y.shape[-1]:
+            raise TypeCheckError(f"expand_add_part of {s} by {weight} onto {y}")
+        return (y,)
+
+    def _own_columns(self, context: Gradient) -> str:
+        degree = _parts(context.input_type(0), context.input_type(2))
+        return context.add("taken_part", context.incoming, dim=-1, degree=degree)
+
+
+def _parts(y: TensorType, weight: TensorType) -> int:
+    """The number of ranks that share a weight's rows, where y has all columns."""
+    return int(y.shape[-1]) // int(weight.shape[0])
+
+
+class ExpandBackward(LinearBackward):
+    """ds = scale · dz B, in B's dtype."""
+
+    name = "expand_backward"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        (ds,) = super().infer(types, attributes)
+        return (ds.with_dtype(types[1].dtype),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
+
+
+class Outer(Product):
+    """dA = dsᵀ x summed over the adapter's tokens: `ds: [T, r]`, `x: [T, in]` give `[r, in]`."""
+
+    name = "outer"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        left, right = types[:2]
+        return (left.with_shape((left.shape[-1], right.shape[-1])),)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].elements * inputs[1].shape[-1]
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[1], outputs[0].dtype)
+
+
+class OuterRequest(Outer):
+    """An outer product requested from the caller, for the value that `of` names; for Triton.
+
+    So the products of several jobs are one launch.
+    """
+
+    name = "asked_outer"
+    template = "yield from K.{name}(batch, {of!r}, {inputs})"
+
+
+class ScaledOuter(Outer):
+    """dB = scale · dzᵀ s, in B's dtype: `dz: [T, out]`, `s: [T, r]`, `B: [out, r]`."""
+
+    name = "scaled_outer"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[2],)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], outputs[0].dtype)
+
+
+class LoraLinear(Product):
+    """Linear operators of one input with their LoRA: z_i = x W_iᵀ (+ b_i) + scale · (x A_iᵀ) B_iᵀ.
+
+    Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B. Where some
+    outputs have no LoRA, `adapted` are the indices of those that have, and A and B are theirs.
+    """
+
+    name = "lora_linear"
+    inputs = (4, 129)
+    returns_sequence = True
+
+    @staticmethod
+    def adapted(attributes: Attributes) -> tuple[int, ...]:
+        """Indices of the outputs that have LoRA."""
+        count = attributes["count"]
+        found = attributes.get("adapted", tuple(range(count)))
+        if not isinstance(found, tuple) or sorted({*range(count)}.intersection(found)) != [*found]:
+            raise TypeCheckError(
+                f"lora_linear has adapted={found}; expected some of 0 to {count - 1}, in order"
+            )
+        return found
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        count, x = attributes["count"], types[0]
+        bases = 2 * count if attributes["bias"] else count
+        adapted = self.adapted(attributes)
+        if not adapted or len(types) != 1 + bases + 2 * len(adapted):
+            raise TypeCheckError(f"lora_linear has {len(types)} inputs and {dict(attributes)}")
+        outs: list[TensorType] = []
+        for i in range(count):
+            outs += Linear().infer((x, *types[1 + i : 1 + bases : count]), {})
+        a, b = types[-2 * len(adapted) : -len(adapted)], types[-len(adapted) :]
+        for i, own_a, own_b in zip(adapted, a, b, strict=True):
+            (s,) = Shrink().infer((x, own_a), {})
+            (outs[i],) = ExpandAdd().infer((outs[i], s, own_b), {})
+        return tuple(outs)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        groups = ", ".join(tuple_source(group) for group in self._groups(inputs, attributes))
+        return f"K.lora_linear({inputs[0]}, {groups})"
+
+    def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        weights, biases, a, b = self._groups(inputs, attributes)
+        y = product_request(inputs[0], weights, biases, "whole=True")
+        lora = f"{tuple_source(a)}, {tuple_source(b)}"
+        return f"K.add_lora(({y}), {inputs[0]}, {weights[0]}, {lora})"
+
+    def _groups(self, inputs: Sequence[str], attributes: Attributes) -> list[Sequence[str]]:
+        """Weights, biases, A and B."""
+        count, own = attributes["count"], len(self.adapted(attributes))
+        biases = inputs[1 + count : -2 * own]
+        return [inputs[1 : 1 + count], biases, inputs[-2 * own : -own], inputs[-own:]]
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype  # the base's product; LoRA's are small beside it
+
+
+class LoraLinearBackward(Product):
+    """The gradients of a linear operator with LoRA, without A's; in programs for Triton.
+
+    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A
+
+    `dz: [T, out]`, `W: [out, in]`, `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
+    """
+
+    name = "lora_linear_backward"
+    inputs = (5, 5)
+    suffixes = ("s", "B", "x")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, weight, a, b, s = types
+        (ds,) = ExpandBackward().infer((dz, b), {})
+        (db,) = ScaledOuter().infer((dz, s, b), {})
+        (dx,) = LinearBackward().infer((dz, weight), {})
+        if ds.shape != s.shape or a.shape != (s.shape[-1], weight.shape[1]):
+            raise TypeCheckError(f"lora_linear_backward of {dz} with {a}, {b} and {s}")
+        return ds, db, dx
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        name = weight_name(inputs[1])
+        return f'yield from K.lora_linear_backward(batch, "{name}", {", ".join(inputs)})'
+
+    def compute_dtype(self, inputs: Types) -> str:
+        return inputs[0].dtype  # the base's product; LoRA's are small beside it
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * outputs[2].elements * inputs[0].shape[-1]

@@ -1,0 +1,174 @@
+"""Operators of LoRA's variants: DoRA's norms, VeRA's shared matrices, AdaLoRA's singular values.
+
+They take *adapter* parameters, as those of `lora` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import REPLICATED, WHOLE, Sharding, partitioned, sharding
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+
+
+class ColumnNorm(Operator):
+    """n = ||W + scale · B A||, the length of each output's weights (DoRA §4).
+
+    `W: [out, in]`, `A: [r, in]`, `B: [out, r]` give `[out]` in A's dtype. It is taken for a
+    constant: no gradient flows through it (DoRA §4.3).
+    """
+
+    name = "column_norm"
+    is_product = True
+    constant_in = (0, 1, 2)
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        weight, a, b = types
+        if (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]:
+            raise TypeCheckError(f"column_norm of {weight} with {a} and {b}")
+        return (a.with_shape((weight.shape[0],)),)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        # Rows make entries of their own; sums over parted columns are joined. As there is no
+        # gradient, what is not parted may be held either way.
+        for held in (WHOLE, REPLICATED):
+            yield sharding(partitioned(-2), held, partitioned(-2), partitioned(-1))
+            for given in (WHOLE, REPLICATED):
+                columns = (partitioned(-1), partitioned(-1), held)
+                yield Sharding(columns, (given,), "column_norm_part")
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [None, None, None]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].elements * inputs[1].shape[0]
+
+
+class ColumnNormPart(ColumnNorm):
+    """The length of each output's weights, of which each rank has a part of the columns."""
+
+    name = "column_norm_part"
+    template = "K.{name}({inputs}, batch)"
+
+
+class ColumnFactor(Operator):
+    """f = m / n, DoRA's factor of each output: `m: [out]` the magnitude, `n: [out]` the length."""
+
+    name = "column_factor"
+    inputs = (2, 2)
+    constant_in = (1,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if types[0].shape != types[1].shape:
+            raise TypeCheckError(f"column_factor of {types[0]} and {types[1]}")
+        return (types[0],)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, -1), (-1,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [context.add("div", context.incoming, context.input(1)), None]
+
+
+class VeraDown(Operator):
+    """A site's A: the first `size` columns of the shared matrix, which is not trained (VeRA §3)."""
+
+    name = "vera_down"
+    template = "K.vera_down({0}, {size})"
+    is_view = True
+    constant_in = (0,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        (whole,) = types
+        size = attributes["size"]
+        if len(whole.dims) != 2 or not 0 < size <= int(whole.shape[1]):
+            raise TypeCheckError(f"vera_down of {whole} to {size} columns")
+        return (whole.with_shape((whole.shape[0], size)),)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [None]
+
+
+class VeraUp(Operator):
+    """A site's B: the first rows of the shared matrix, λ_b ⊙ B ⊙ λ_d (VeRA §3).
+
+    `B: [largest out, r]`, which is not trained, `λ_b: [out]`, `λ_d: [r]` give `[out, r]`.
+    """
+
+    name = "vera_up"
+    inputs = (3, 3)
+    constant_in = (0,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        whole, lambda_b, lambda_d = types
+        out, rank = (vector.shape[0] for vector in (lambda_b, lambda_d))
+        if len(whole.dims) != 2 or int(whole.shape[0]) < int(out) or whole.shape[1] != rank:
+            raise TypeCheckError(f"vera_up of {whole} by {lambda_b} and {lambda_d}")
+        return (whole.with_shape((out, rank)),)
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in inputs[1:]))
+        return vectors + 2 * outputs[0].size_bytes  # of the shared matrix the site's rows
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        inputs = [context.input(i) for i in range(3)]
+        return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
+
+
+class VeraUpBackward(Operator):
+    """dλ_b and dλ_d: the rows' and the columns' sums of dB' ⊙ B, weighted by the other vector."""
+
+    name = "vera_up_backward"
+    inputs = (4, 4)
+    suffixes = ("", "d")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        gradient, whole, lambda_b, lambda_d = types
+        if VeraUp().infer((whole, lambda_b, lambda_d), {})[0].shape != gradient.shape:
+            raise TypeCheckError(f"gradient {gradient} does not fit {lambda_b} and {lambda_d}")
+        return lambda_b, lambda_d
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
+        return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
+
+
+class SingularDown(Operator):
+    """AdaLoRA's A with its singular values: `A: [r, in]`, `E: [r, 1]` give E ⊙ A, `[r, in]`."""
+
+    name = "singular_down"
+    inputs = (2, 2)
+    linear_in = ((0,), (1,))
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-2, -2), (-2,)
+        yield (-1, 0), (-1,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        a, e = types
+        if len(a.dims) != 2 or e.shape != (a.shape[0], 1):
+            raise TypeCheckError(f"singular_down of {a} by {e}; expected [{a.shape[0]}, 1]")
+        return (a,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        inputs = [context.input(i) for i in range(2)]
+        return [*context.add_many("singular_down_backward", context.incoming, *inputs)]
+
+
+class SingularDownBackward(Operator):
+    """dA = E ⊙ dA', and dE, the rows' sums of A ⊙ dA'."""
+
+    name = "singular_down_backward"
+    inputs = (3, 3)
+    suffixes = ("", "e")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        gradient, a, e = types
+        if SingularDown().infer((a, e), {})[0].shape != gradient.shape:
+            raise TypeCheckError(f"gradient {gradient} does not fit {a} and {e}")
+        return a, e

@@ -1,0 +1,129 @@
+"""Vectors that bypass networks scale by or add, and their gradients.
+
+They are *adapter* parameters: in a batch of many adapters each token is treated by its own adapter,
+and a token whose adapter has no parameter at the site passes unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.types import TORCH_NAMES
+
+
+class Scale(Operator):
+    """z = l ⊙ (y - b) + b, in y's dtype: each token by its own adapter's l.
+
+    `y: [T, n]`, `l: [n]`; `b: [n]`, what is not scaled, may be missing.
+    """
+
+    name = "scale"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, *vectors = types
+        if len(y.dims) != 2 or any(vector.shape != y.shape[1:] for vector in vectors):
+            raise TypeCheckError(
+                f"scale of {y} by {', '.join(map(str, vectors))}; expected [{y.shape[-1]}]"
+            )
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1,) * len(types), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        base = (PRE_REDUCE,) * (len(types) - 2)
+        yield sharding(PRE_REDUCE, REPLICATED, *base, PRE_REDUCE)
+        if not base:
+            yield sharding(REPLICATED, PRE_REDUCE, PRE_REDUCE)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dy = dvector = None
+        if context.needs[0]:
+            dy = context.add("scale", context.incoming, context.input(1))
+        if context.needs[1]:
+            dtype = context.input_type(1).dtype
+            read = [context.input(0), *(context.input(2) for _ in context.node.inputs[2:])]
+            dvector = context.add("inner", context.incoming, *read, dtype=dtype)
+        return [dy, dvector, None][: len(context.node.inputs)]
+
+
+class VectorGradient(Operator):
+    """A sum over the adapter's tokens, [n] in the attribute `dtype`."""
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[0].with_shape(types[0].shape[1:]).with_dtype(attributes["dtype"]),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        found = super().source(inputs, attributes)
+        return f"{found}.to(torch.{TORCH_NAMES[attributes['dtype']]})"
+
+
+class Inner(VectorGradient):
+    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz: [T, n]`, `y: [T, n]` give `[n]`.
+
+    `b: [n]` may be missing.
+    """
+
+    name = "inner"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        left, right = types[:2]
+        if left.shape != right.shape or len(left.dims) != 2:
+            raise TypeCheckError(f"inner of {left} and {right}")
+        return super().infer(types, attributes)
+
+
+class InnerRequest(Inner):
+    """An inner product requested from the caller, for the value that `of` names; for Triton."""
+
+    name = "asked_inner"
+    template = "(yield from K.{name}(batch, {of!r}, {inputs}))"
+
+
+class SumTokens(VectorGradient):
+    """The sum over the adapter's tokens: `[T, n]` gives `[n]`; scaled as a parameter `[n]` is."""
+
+    name = "sum_tokens"
+    inputs = (1, 2)
+
+
+class SumTokensRequest(SumTokens):
+    """A sum over tokens requested from the caller, for the value that `of` names; for Triton."""
+
+    name = "asked_sum_tokens"
+    template = "(yield from K.{name}(batch, {of!r}, {inputs}))"
+
+
+class BiasAdd(Operator):
+    """z = y + scale · b', or with a base operator's bias b, which b' replaces, z = y + (b' - b).
+
+    `y: [T, out]`; `b': [out]`, the adapter's bias; `b: [out]`, the base's, may be missing.
+    """
+
+    name = "bias_add"
+    inputs = (2, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, *biases = types
+        if any(bias.shape != y.shape[1:] for bias in biases):
+            raise TypeCheckError(f"bias_add of {', '.join(map(str, biases))} onto {y}")
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1,) * len(types), (-1,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dbias = None
+        if context.needs[1]:
+            # The scale is the parameter's own; one that replaces the base's has none.
+            scaled = [context.input(1)] if len(context.node.inputs) == 2 else []
+            dtype = context.input_type(1).dtype
+            dbias = context.add("sum_tokens", context.incoming, *scaled, dtype=dtype)
+        dy = context.incoming if context.needs[0] else None
+        return [dy, dbias, None][: len(context.node.inputs)]

@@ -1,0 +1,146 @@
+"""Operators over the vocabulary: the embedding and the loss, and the parts of them on a rank.
+
+A rank's part has a run of the vocabulary's rows (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import sympy
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.operators.base import (
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    cast_bytes,
+    widened,
+)
+from pcg.ir.types import tensor
+
+
+class Embedding(Operator):
+    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`."""
+
+    name = "embedding"
+    template = "F.embedding({1}, {0})"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        table, ids = types
+        if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise or ids.features:
+            raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
+        return (table.with_shape((ids.shape[0], table.shape[1])),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, 0), (-1,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows chosen
+
+    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
+        return (1,)
+
+
+class EmbeddingPart(Embedding):
+    """Rows of the rank's part of a table, 0 for ids of other ranks: a summand of the embedding."""
+
+    name = "embedding_part"
+    template = "K.embedding_part({1}, {0}, batch)"
+
+
+class CrossEntropy(Operator):
+    """loss = -log softmax(logits)[target] of each token, in fp32; 0 where the target is negative.
+
+    `logits: [T, V]`, `targets: [T]` give `[T]`.
+    """
+
+    name = "cross_entropy"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (tensor("f32", types[0].shape[0]),)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield Sharding((partitioned(-1), WHOLE), (WHOLE,), "cross_entropy_part")
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[0])
+        return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes  # and their log-probabilities
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        logits, targets = context.input(0), context.input(1)
+        return [context.add(f"{self.name}_backward", context.incoming, logits, targets), None]
+
+
+class CrossEntropyBackward(Operator):
+    """dlogits = dloss · (softmax(logits) - onehot(target))."""
+
+    name = "cross_entropy_backward"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (types[1],)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[1])
+        if wide == inputs[1]:
+            return sympy.Integer(0)
+        return 2 * wide.size_bytes - outputs[0].size_bytes  # the logits and the softmax in fp32
+
+
+class CrossEntropyPart(CrossEntropy):
+    """The loss of each token, from the rank's part of the logits; ranks exchange numbers a token.
+
+    loss = log Σ_ranks Σ_v exp(logit_v) - Σ_ranks logit_target, 0 of a rank without the target.
+    """
+
+    name = "cross_entropy_part"
+    template = "K.{name}({inputs}, batch)"
+
+
+class CrossEntropyPartBackward(CrossEntropyBackward):
+    """dlogits of the rank's part."""
+
+    name = "cross_entropy_part_backward"
+    template = "K.{name}({inputs}, batch)"
+
+
+class LinearCrossEntropy(Operator):
+    """The loss of a frozen head, and with `dloss` the gradient of its input.
+
+    Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
+    `softcap` c · tanh(l / c), and never exist for all tokens.
+    """
+
+    name = "linear_cross_entropy"
+    inputs = (3, 5)
+    is_product = True
+    suffixes = ("", "dx")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x = types[0]
+        loss = tensor("f32", x.shape[0])  # as cross_entropy's
+        trains = len(types) == 4 + bool(attributes["bias"])
+        return (loss, x) if trains else (loss,)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        given = list(inputs)
+        bias = given.pop(2) if attributes["bias"] else "None"
+        trains = len(given) == 4
+        arguments = [*given, *([] if trains else ["None"]), bias]
+        arguments += [f"{name}={attributes[name]!r}" for name in ("scale", "softcap")]
+        called = f"K.linear_cross_entropy({', '.join(arguments)})"
+        return called if trains else f"{called}[0]"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * len(outputs) * inputs[0].elements * inputs[1].shape[0]

@@ -1,0 +1,201 @@
+"""Group nodes that one kernel can run: norms, rotary embedding, and chains of elementwise nodes.
+
+Groups begin with one node each. Going through the graph, a node's group and the group that made
+what it reads become one where
+
+    tokens and features      all that leaves the new group has the same number of each,
+    rows                     what is summed over rows has the rows of all that leaves it,
+    order                    no path leads from it through another node back into it.
+
+So do, at last, groups that have to load two tensors or more of the size of what leaves them.
+
+What a memory plan recomputes in backward stands in the graph like any other node, so it is made in
+registers beside what reads it. Views at a group's border cost nothing, and stay outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from pcg.errors import PassError
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.kernel_group import KernelGroup, names_of
+from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
+from pcg.passes.pass_base import GraphPass
+
+MOST_COLUMNS = 32768
+"""The longest row that one program holds: 32 elements a thread of 32 warps are in registers."""
+MOST_VALUES = 24
+"""The most values that a kernel reads and writes: addresses take registers, too."""
+
+
+class GroupKernels(GraphPass):
+    """Say which nodes of a graph one kernel runs."""
+
+    name = "group_kernels"
+
+    def run(self, graph: Graph) -> KernelGraph:
+        kernels = tuple(map(names_of, _Grouping(graph).run()))
+        return KernelGraph(
+            graph.name, graph.inputs, graph.parameters, graph.nodes, graph.outputs, kernels
+        )
+
+
+def grouped(graph: Graph, name: str) -> KernelGraph:
+    """The graph, for a pass that runs behind `group_kernels`.
+
+    Raises:
+        PassError: its nodes are not grouped.
+    """
+    if not isinstance(graph, KernelGraph):
+        raise PassError(f"pass {name!r} runs behind 'group_kernels'; put that before it")
+    return graph
+
+
+class _Grouping:
+    """Groups under way; a group is known by the place of one of its nodes in the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._places = {node.name: i for i, node in enumerate(graph.nodes)}
+        self._owner = list(range(len(graph.nodes)))
+        self._members = [[i] for i in self._owner]
+
+    def run(self) -> list[KernelGroup]:
+        graph = self._graph
+        for i, node in enumerate(graph.nodes):
+            if not is_fusible(graph, node):
+                continue
+            for name in node.inputs:
+                j = self._places.get(name)
+                if j is not None and is_fusible(graph, graph.nodes[j]):
+                    self._join(i, j)
+        for i, j in self._reading_the_same():
+            if self._owner[j] != self._owner[i] and _loads_in_common(
+                self._group(self._members[self._owner[i]]),
+                self._group(self._members[self._owner[j]]),
+            ):
+                self._join(i, j)
+        fusible = (m for m in self._members if m and is_fusible(graph, graph.nodes[m[0]]))
+        found = [_without_views_at_borders(self._group(members)) for members in fusible]
+        return [group for group in found if _is_worth_a_kernel(group)]
+
+    def _group(self, members: Sequence[int]) -> KernelGroup:
+        return KernelGroup(self._graph, tuple(self._graph.nodes[i] for i in sorted(members)))
+
+    def _join(self, i: int, j: int) -> None:
+        """Make one group of those of two nodes, if one kernel can run both."""
+        first, second = self._owner[j], self._owner[i]
+        both = self._members[first] + self._members[second]
+        if first != second and _fits(self._group(both)) and not self._has_detour(first, second):
+            self._members[first], self._members[second] = both, []
+            for k in both:
+                self._owner[k] = first
+
+    def _reading_the_same(self) -> Iterator[tuple[int, int]]:
+        """Pairs of nodes for kernels, a later and the first, that read one token-wise value."""
+        graph = self._graph
+        for name, readers in graph.consumers.items():
+            if graph.types[name].is_token_wise:
+                fusible = [n for n in readers if is_fusible(graph, n)]
+                first, *others = [self._places[n.name] for n in fusible] or [0]
+                yield from ((other, first) for other in others)
+
+    def _has_detour(self, first: int, second: int) -> bool:
+        """Whether a path leads from one group to another through nodes of neither."""
+
+        def readers(group: int) -> set[int]:
+            return {
+                self._owner[self._places[reader.name]]
+                for i in self._members[group]
+                for value in self._graph.nodes[i].outputs
+                for reader in self._graph.consumers.get(value.name, ())
+            }
+
+        # An edge from the second to the first would be a way back, too.
+        waiting = list((readers(first) | readers(second)) - {first, second})
+        seen = set(waiting)
+        while waiting:
+            for reader in readers(waiting.pop()):
+                if reader in (first, second):
+                    return True
+                if reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+        return False
+
+
+def is_fusible(graph: Graph, node: Node) -> bool:
+    """Whether a kernel of a group can run a node, as far as it alone goes."""
+    type_ = node.output.type
+    if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
+        return False
+    types = [type_, *(graph.types[name] for name in node.inputs)]
+    sized = all(type_.dims and type_.is_sized for type_ in types)
+    return sized and bool(type_.features) and operator(node.op).tiles(dict(node.attributes))
+
+
+def _loads_in_common(one: KernelGroup, other: KernelGroup) -> bool:
+    """Whether two groups read two tensors or more, as large as what leaves them."""
+    types, size = one.graph.types, one.type.features
+    both = {*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()
+    return sum(prod(types[name].features) == prod(size) for name in both) > 1
+
+
+def _fits(group: KernelGroup) -> bool:
+    """Whether one kernel can run a group, as far as its types go."""
+    types: Mapping[str, TensorType] = group.graph.types
+    leaving = [types[name] for name in group.outputs]
+    if len(leaving) + len(group.inputs) > MOST_VALUES:
+        return False
+    if len({(t.shape[0], prod(t.features)) for t in leaving}) != 1:
+        return False
+    if not group.sums_rows:
+        return True
+    rows = {_row(type_) for type_ in leaving}
+    for node in group.nodes:
+        read, made = types[node.inputs[0]], types[node.name]
+        if operator(node.op).sums_rows:
+            rows.add(_row(read))
+        if operator(node.op).is_view and _row(read) != _row(made):
+            return False
+    return len(rows) == 1 and rows.pop()[1] <= MOST_COLUMNS
+
+
+def _row(type_: TensorType) -> tuple[int, int]:
+    """Rows of a token, and their size."""
+    return prod(type_.features[:-1]), type_.features[-1]
+
+
+def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
+    """The group without views that read from outside, or that only others read.
+
+    A view that the group reads, too, stays in it: outside, it would wait for the group, and the
+    group for it.
+    """
+    while True:
+        read = {name for node in group.nodes for name in node.inputs}
+        inner = tuple(
+            node
+            for node in group.nodes
+            if not operator(node.op).is_view
+            or (node.inputs[0] in group.made and (node.name in read or not group.leaves(node)))
+        )
+        if len(inner) == len(group.nodes):
+            return group
+        group = KernelGroup(group.graph, inner)
+
+
+def _is_worth_a_kernel(group: KernelGroup) -> bool:
+    """Whether PyTorch would run more than one for it, and there is none yet."""
+    computing = [node for node in group.nodes if not operator(node.op).is_view]
+    if len(computing) != 1:
+        return bool(computing)
+    node = computing[0]
+    # What is a function of ours there is several of PyTorch's; it does not append to the cache.
+    return node.op == "append" or (
+        operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
+        and not operator(node.op).has_kernel
+    )

@@ -1,0 +1,44 @@
+"""The limits of an engine's steps, and the SLOs that it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcg.errors import GenerationError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a step, and the service level objectives (SLOs) of requests.
+
+    Attributes:
+        running: the most sequences at once.
+        tokens: the most tokens of a step, inference and finetuning together.
+        least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
+        ttft_slo_s: SLO of the time to the first token, seconds; None for none.
+        tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
+        idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
+            waits so long, or for one window of `least_chunk` tokens if that is predicted to take
+            longer.
+        prefetched: the number of requests behind those that could begin whose adapters are copied
+            ahead, too.
+    Raises:
+        GenerationError: a value is out of range.
+    """
+
+    running: int = 256
+    tokens: int = 4096
+    least_chunk: int = 16
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    idle_step_s: float = 0.2
+    prefetched: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("running", "tokens", "least_chunk"):
+            if getattr(self, name) < 1:
+                raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
+        for name in ("ttft_slo_s", "tpot_slo_s", "idle_step_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise GenerationError(f"{name}={value!r}; use seconds above 0")

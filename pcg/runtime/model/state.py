@@ -1,0 +1,293 @@
+"""The model state that an executor, its engines and its finetuning jobs share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.ir.program.program import Program, Serving, Training
+from pcg.ir.types import TORCH_NAMES
+from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.same_program import check_same, serving_text
+from pcg.peft.adapters import (
+    Adapter,
+    check_biases,
+    check_fits,
+    new_adapter,
+    read_adapter,
+    recipe_from,
+    with_shared,
+)
+from pcg.peft.registry import is_shorthand
+from pcg.runtime.adapters.padded_tables import PaddedTables
+from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.model.base_weights import TensorSource, WeightStore
+from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
+from pcg.runtime.text.tokenizer import Tokenizer
+
+
+class StateListener(Protocol):
+    """Is told when the state changes; every engine over it is one."""
+
+    def use_program(self, program: ServingProgram) -> None:
+        """Serve by another program from now on."""
+
+    def forget(self, adapter: Adapter) -> None:
+        """Drop what is kept of an adapter that was removed, replaced or changed."""
+
+
+class ModelState:
+    """A program with weights, adapters, a tokenizer, and the programs specialised for adapters.
+
+    Over ranks there is one on each, and all of them are called alike, in the same order; adapters
+    are whole in each one's memory.
+
+    Args:
+        program: the compiled program.
+        weights: where the base's weights come from.
+        specialiser: compiles the program anew for adapters at other sites.
+        tokenizer: the model's tokenizer; None without one.
+        eos_ids: the tokens that end a sequence.
+        device: the device of the weights.
+        ranks: the group.
+
+    Attributes:
+        serving: the program that serves now.
+        weight_store: the base's weights.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: TensorSource,
+        specialiser: Specialiser,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.program = program
+        self.ranks = ranks
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.device = device
+        self.weight_store = WeightStore(program, weights, device, ranks)
+        self._specialiser = specialiser
+        self._adapters: dict[str, Adapter] = {}
+        self._unsettled: dict[str, Callable[[], None]] = {}
+        self._listeners: WeakSet[StateListener] = WeakSet()
+        self._linear = self.weight_store.linear()
+        self._served = ServedWeights(self._linear, program.base.module_shapes())
+        self._trainings = TrainingPrograms(program, specialiser, ranks)
+        self.serving = self._bind(program.serving)
+
+    def _bind(self, serving: Serving) -> ServingProgram:
+        model = serving.model
+        weights = self.weight_store.bind(model)
+        runner = ModelRunner(serving, weights, self.ranks)
+        kind = RaggedTables if self.program.backend == "triton" else PaddedTables
+        tables = kind(model, self._served, self.device, self.ranks)
+        return ServingProgram(serving, model_sources(model), weights, runner, tables)
+
+    def add_listener(self, listener: StateListener) -> None:
+        """Tell a listener, as long as it lives, of other programs and changed adapters."""
+        self._listeners.add(listener)
+
+    # ------------------------------------------------------------------------------- facts
+
+    @property
+    def max_positions(self) -> int | None:
+        """The number of positions of the model; None if its configuration names no bound."""
+        config = self.program.config
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if isinstance(config.get(name), int):
+                return int(config[name])
+        return None
+
+    @property
+    def adapter_dtype(self) -> str:
+        """Dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
+        return "f64" if self.program.dtype == "f64" else "f32"
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters by name, with whole tensors."""
+        for name in list(self._unsettled):
+            self.settle_adapter(name)
+        return dict(self._adapters)
+
+    # ------------------------------------------------------------------------------- adapters
+
+    def adapter(self, name: str) -> Adapter:
+        """Return an adapter. AdapterError: there is none of that name."""
+        self.settle_adapter(name)
+        try:
+            return self._adapters[name]
+        except KeyError:
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
+
+    def adapters_of(
+        self, count: int, adapter: str | Sequence[str | None] | None
+    ) -> list[Adapter | None]:
+        """Return the adapter of each of `count` prompts; see `Executor.generate`."""
+        names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != count:
+            raise GenerationError(
+                f"{len(names)} adapters for {count} prompts; give one name, or one for each"
+            )
+        return [None if name is None else self.adapter(name) for name in names]
+
+    def check_free(self, name: str) -> None:
+        """Raise an AdapterError if there is an adapter of that name."""
+        if name in self._adapters:
+            raise AdapterError(f"there is an adapter {name!r} already; remove it first")
+
+    def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
+        """Load or make an adapter without serving it; see `Executor.add_adapter`."""
+        base = self.program.base
+        modules = base.module_shapes()
+        if isinstance(path_or_config, Path) or (
+            isinstance(path_or_config, str) and not is_shorthand(path_or_config)
+        ):
+            adapter = read_adapter(path_or_config, name)
+            check_fits(adapter, modules, self.program.name, base.output_module)
+            adapter = with_shared(adapter, modules)
+            check_biases(adapter, self._base_biases(adapter))
+        else:
+            adapter = new_adapter(
+                name,
+                recipe_from(path_or_config),
+                modules,
+                seed=seed,
+                output_layer=base.output_module,
+                model_type=str(self.program.config["model_type"]),
+                base_model_name=self.program.name,
+                base_weights=self._linear,
+            )
+            adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
+            check_biases(adapter, adapter.biases)
+        return self.on_host(adapter)
+
+    def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
+        """Copy the base's biases that a fresh adapter trains."""
+        biases: dict[str, Tensor] = {}
+        for source, parameter in self.weight_store.frozen():
+            module, _, kind = source.rpartition(".")
+            if kind == "bias" and adapter.recipe.trains_bias(module, adapter.weights):
+                biases[module] = self.weight_store.whole(source, parameter).clone()
+        return biases
+
+    def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
+        """Serve an adapter that is in memory, in place of one of that name.
+
+        Args:
+            adapter: the adapter.
+            program: the program that `program_for` found for it; None compiles one if need be.
+        """
+        adapter = dataclasses.replace(adapter)
+        before = dict(self._adapters)
+        self._adapters[adapter.name] = adapter
+        try:
+            if not served_sources(adapter) <= self.serving.sources:
+                served = [served_sources(other) for other in self._adapters.values()]
+                if program is None or not frozenset().union(*served) <= program.sources:
+                    program = self.program_for(adapter)
+                self.serving = program
+                for listener in self._listeners:
+                    listener.use_program(program)
+        except BaseException:
+            self._adapters = before
+            raise
+        self._served.changed(adapter)
+        if adapter.name in before:
+            self._tell_changed(before[adapter.name])
+        return adapter
+
+    def program_for(self, adapter: Adapter) -> ServingProgram:
+        """Return a program that serves an adapter and those that are there, on any thread.
+
+        It is compiled only if the program that serves now does not read all of the adapter.
+        """
+        if served_sources(adapter) <= self.serving.sources:
+            return self.serving
+        others = {**self._adapters, adapter.name: adapter}
+        recipes = [other.recipe for other in others.values()]
+        serving = self._specialiser.serving(self.program, recipes)
+        check_same(self.ranks, {"the serving program": serving_text(serving)})
+        return self._bind(serving)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. AdapterError: there is none of that name."""
+        adapter = self.adapter(name)
+        self.serving.tables.forget(adapter)
+        self._tell_changed(adapter)
+        self._unsettled.pop(name, None)
+        del self._adapters[name]
+
+    def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
+        """Serve an adapter's tensors as they are now, after they were changed in place.
+
+        Args:
+            name: the adapter's name.
+            settle: over ranks, gathers the trained tensors; it is called when they are next read.
+        """
+        if settle is not None and self.ranks.size > 1:
+            self._unsettled[name] = settle
+        self._served.changed(self._adapters[name])
+        self.serving.tables.forget(self._adapters[name])
+        self._tell_changed(self._adapters[name])
+
+    def settle_adapter(self, name: str) -> None:
+        """Gather an adapter's trained tensors, unless that was done."""
+        settle = self._unsettled.pop(name, None)
+        if settle is not None:
+            settle()
+
+    def _tell_changed(self, adapter: Adapter) -> None:
+        for listener in self._listeners:
+            listener.forget(adapter)
+
+    # ------------------------------------------------------------------------------- where they lie
+
+    def on_host(self, adapter: Adapter) -> Adapter:
+        """Return the adapter in the adapters' dtype, in host memory."""
+        return self._moved(adapter, torch.device("cpu"))
+
+    def for_training(self, adapter: Adapter) -> Adapter:
+        """Return the adapter where it is trained: on the device; over ranks, in host memory."""
+        return self._moved(adapter, self.device) if self.ranks.size == 1 else self.on_host(adapter)
+
+    def _moved(self, adapter: Adapter, device: torch.device) -> Adapter:
+        dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])
+        tensors = (*adapter.tensors, *adapter.shared.values())
+        if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
+            return dataclasses.replace(adapter)
+        return adapter.map(lambda tensor: tensor.to(device, dtype))
+
+    # ------------------------------------------------------------------------------- training
+
+    def training(self, adapter: Adapter, windows: bool) -> Training:
+        """Return the program that trains an adapter, for windows or for whole sequences.
+
+        Raises:
+            UnsupportedError: the adapter's encoder was not saved with it.
+        """
+        recipe = adapter.recipe
+        if recipe.encoder is not None and not adapter.encoder:
+            raise UnsupportedError(
+                f"adapter {adapter.name!r} cannot be trained: {recipe.method} trains "
+                f"{recipe.encoder}, of which a saved adapter holds what it made alone; "
+                "train a fresh one, or go on from a checkpoint"
+            )
+        return self._trainings.get(adapter, windows)

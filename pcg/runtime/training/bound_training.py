@@ -1,0 +1,223 @@
+"""A training program with one adapter bound: its prologue, layers, loss and their backward.
+
+The loss is the sum over target tokens divided by a normaliser, such as all target tokens of a
+mini-batch, so that gradients of its parts add up. The epilogue runs forward and backward for a
+chunk of target tokens at a time, so logits never exist for all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.ir.program.program import Training, python_name
+from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.peft.adapters import Adapter
+from pcg.peft.prompt_encoder import EncodedTraining
+from pcg.runtime.adapters.adapter_shards import AdapterShards
+from pcg.runtime.adapters.binding import bind
+from pcg.runtime.model.base_weights import BaseWeights
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.merged_execution import ProductRequest
+from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
+from pcg.runtime.training.data import IGNORED, Example
+from pcg.runtime.training.loss_chunks import loss_chunks
+
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
+_ALL_TOKENS = 2**31
+
+
+class BoundTraining:
+    """A training program with the base's weights and one adapter bound.
+
+    Attributes:
+        training: the compiled program.
+        weights: the base's weights.
+        adapter: the adapter that is trained.
+        ranks: the group.
+        shards: this rank's shards of the adapter.
+        parameters: the trained tensors by name.
+    """
+
+    def __init__(
+        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = ALONE
+    ) -> None:
+        self.training = training
+        self.weights = weights
+        self.adapter = adapter
+        self.ranks = ranks
+        self._functions = load_functions(training.source, "training")
+        self._inputs = LayerInputs(training.model)
+        model = training.model
+        self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
+        self._layers = [
+            bind(model.blocks[block].parameters, shards, layer, weights.layers[layer])
+            for layer, block in enumerate(model.layers)
+        ]
+        self._parts_tokens = parts_tokens(model)
+        self._first = bind(model.prologue.parameters, shards, 0, weights.prologue)
+        self._outer = bind(model.epilogue.parameters, shards, 0, weights.epilogue)
+        self.parameters: Mapping[str, Tensor] = shards.tensors
+        self._trained = {id(tensor) for tensor in self.parameters.values()}
+        self._encoder: EncodedTraining | None = None
+        if adapter.recipe.encoder is not None:
+            self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
+            self.parameters = self._encoder.parameters
+        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
+        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
+            self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(vars(self.weights.prologue).values())).device  # type: ignore[no-any-return]
+
+    def targets_of(self, example: Example) -> list[int]:
+        """Return what each token must predict, virtual tokens first; negative for nothing."""
+        skipped = 0 if self.adapter.recipe.learns_first_token else 1
+        unlearned = [IGNORED] * (self.adapter.prompt_tokens + skipped)
+        return [*unlearned, *example.labels[skipped:], IGNORED][1:]
+
+    # ------------------------------------------------------------------------------- encoders
+
+    def encode_prompts(self) -> None:
+        """Run the recipe's encoder, if it has one, which makes the virtual tokens of a pass."""
+        if self._encoder is not None:
+            self._encoder.make()
+            self.shards.take()
+
+    def encode_prompts_backward(self) -> None:
+        """Run the encoder's backward from the gradients of the virtual tokens of a pass."""
+        if self._encoder is not None:
+            self._gather_encoded_gradients()
+            self._encoder.backward()
+
+    def _gather_encoded_gradients(self) -> None:
+        """Gather the gradients of the weights that an encoder made from their shards."""
+        if self.ranks.size == 1:
+            return
+        self.shards.sum_gradients()
+        gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
+        for path, gradient in self.shards.joined(gradients).items():
+            weight = self.adapter.parameter(path)
+            assert weight is not None
+            weight.weight.grad = gradient.to(weight.weight.device)
+        for tensor in self.shards.tensors.values():
+            tensor.grad = None
+
+    # ------------------------------------------------------------------------------- functions
+
+    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Run the prologue; returns the first layer's input, and what all layers read."""
+        function = self._functions["prologue"]
+        shared = function(
+            self.weights.prologue, self._first, batch, batch.input_ids, batch.positions
+        )
+        shared = shared if isinstance(shared, tuple) else (shared,)
+        count = self._inputs.carried
+        # The first layer alone reads these, and frees them unless backward needs them.
+        return shared[:count], (*(None,) * count, *shared[count:])
+
+    def layer(
+        self,
+        layer: int,
+        batch: Batch,
+        carried: Sequence[Tensor],
+        shared: Sequence[Tensor | None],
+    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        """Run a layer forward; returns its outputs, and what it saves for backward."""
+        training = self.training
+        batch.layer = layer
+        forward = self._functions[training.plans[training.layers[layer]].forward.name]
+        graph = training.model.blocks[training.model.layers[layer]]
+        result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from forward(
+            self.weights.layers[layer],
+            self._layers[layer],
+            batch,
+            *carried,
+            *self._inputs.of(graph, shared),
+        )
+        return result
+
+    def loss(
+        self,
+        batch: Batch,
+        targets: Tensor,
+        carried: Sequence[Tensor],
+        shared: Sequence[Tensor | None],
+        weight: float | None,
+    ) -> tuple[float, list[Tensor]]:
+        """Return the summed loss, and with a weight the gradient of each carried value."""
+        epilogue = self.training.model.epilogue
+        shared = self._inputs.of(epilogue, shared)
+        gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        batch.layer = len(self._layers)  # behind the layers
+        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._parts_tokens):
+            batch.chosen = chunk.rows
+            part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
+            arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
+            if weight is None:
+                total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
+                continue
+            dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
+            slope = torch.full(chunk.rows.shape, weight, dtype=dtype, device=targets.device)
+            (loss,), dx, trained = self._functions["epilogue_train"](*arguments, slope)
+            total += loss.sum(dtype=torch.float64)
+            for gradient, d in zip(gradients, dx, strict=True):
+                chunk.put_own(d, gradient)
+            self._accumulate(self._outer, self.training.epilogue_trained, trained)
+        batch.chosen = None
+        return float(total), gradients
+
+    def layer_backward(
+        self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
+    ) -> ProductRequest[list[Tensor]]:
+        """Run a layer backward; `saved` and `gradients` are emptied.
+
+        Returns:
+            The gradients of the layer's inputs; none if nothing below is trained.
+        """
+        plan = self.training.plans[self.training.layers[layer]]
+        if plan.backward is None:
+            return []
+        batch.layer = layer
+        below, trained = yield from self._functions[plan.backward.name](
+            self.weights.layers[layer], self._layers[layer], batch, saved, gradients
+        )
+        self._accumulate(self._layers[layer], plan.trained, trained)
+        return list(below)
+
+    def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
+        """Run the prologue backward, if something in it is trained."""
+        training = self.training
+        if training.prologue is None:
+            return
+        batch.layer = 0  # as it was forward
+        trained = self._functions[training.prologue.name](
+            self.weights.prologue,
+            self._first,
+            batch,
+            gradients,
+            batch.input_ids,
+            batch.positions,
+        )
+        self._accumulate(self._first, training.prologue_trained, trained)
+
+    def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        taken: set[int] = set()
+        for name, gradient in zip(names, gradients, strict=True):
+            weight = getattr(bound, python_name(name)).weight
+            if id(weight) not in self._trained:
+                continue
+            gradient = gradient.to(weight.dtype)
+            if weight.grad is not None:
+                weight.grad.add_(gradient)
+                continue
+            # Biases that are added to one sum share one gradient tensor, so it is copied.
+            weight.grad = gradient.clone() if gradient.data_ptr() in taken else gradient
+            taken.add(gradient.data_ptr())

@@ -1,0 +1,121 @@
+"""Publishers: which version of an adapter is served while a job trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pcg.peft.adapters import Adapter
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.training_copy import owned
+
+
+class Publisher(Protocol):
+    """Is told of each change of a job's adapter, and decides what is served.
+
+    Attributes:
+        state: the model that serves.
+        windows: True if the job's sequences go through the KV cache, window by window.
+    """
+
+    state: ModelState
+    windows: bool
+
+    def start(self, adapter: Adapter) -> Adapter:
+        """Return the adapter to train, before the first step."""
+
+    def undo(self) -> None:
+        """Serve what was served before: the job cannot start."""
+
+    def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
+        """Note a step, which changed the adapter's tensors in place.
+
+        Args:
+            adapter: the adapter that is trained.
+            settle: gathers its tensors over ranks, before they are read.
+        """
+
+    def settle(self) -> None:
+        """Gather the adapter's tensors over ranks."""
+
+    def finish(self, adapter: Adapter) -> None:
+        """Serve the adapter that the job ends with."""
+
+
+class InPlacePublisher:
+    """Serves the very tensors that are trained; nothing may be served during a step."""
+
+    windows = False
+
+    def __init__(self, state: ModelState, name: str) -> None:
+        self.state = state
+        self._name = name
+        self._before = state.adapters.get(name)
+        self._adapter: Adapter | None = None
+
+    def start(self, adapter: Adapter) -> Adapter:
+        self._adapter = self.state.put_adapter(adapter)
+        return self._adapter
+
+    def undo(self) -> None:
+        if self._before is None:
+            self.state.remove_adapter(self._name)
+        else:
+            self.state.put_adapter(self._before)
+
+    def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
+        self.state.refresh_adapter(self._name, settle)
+
+    def settle(self) -> None:
+        self.state.settle_adapter(self._name)
+
+    def finish(self, adapter: Adapter) -> None:
+        if adapter is not self._adapter:
+            self.state.put_adapter(adapter)
+
+
+class VersionPublisher:
+    """Serves a copy of the adapter, replaced every few steps, while the job trains on.
+
+    Args:
+        state: the model that serves.
+        every: steps from one version to the next; 0 publishes only the result.
+        on_publish: called after each version.
+    """
+
+    windows = True
+
+    def __init__(
+        self, state: ModelState, every: int = 0, on_publish: Callable[[], None] = lambda: None
+    ) -> None:
+        self.state = state
+        self._every = every
+        self._on_publish = on_publish
+        self._steps = 0
+        self._unsettled: Callable[[], None] | None = None
+
+    def start(self, adapter: Adapter) -> Adapter:
+        return adapter
+
+    def undo(self) -> None:
+        """Do nothing: the served version did not change."""
+
+    def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
+        if settle is not None:
+            self._steps += 1
+            self._unsettled = settle
+            if self._every and self._steps % self._every == 0:
+                self.settle()
+                self._publish(owned(adapter))
+
+    def settle(self) -> None:
+        settle, self._unsettled = self._unsettled, None
+        if settle is not None:
+            settle()
+
+    def finish(self, adapter: Adapter) -> None:
+        self._publish(adapter)
+
+    def _publish(self, adapter: Adapter) -> None:
+        self.state.put_adapter(self.state.on_host(adapter))
+        self._on_publish()

@@ -1,0 +1,31 @@
+"""Emitted source stays as it is, to the byte, until it is changed on purpose.
+
+`tests/support/emitted_programs.py` says how to renew what is pinned.
+"""
+
+from __future__ import annotations
+
+import difflib
+from itertools import islice
+
+import pytest
+
+from tests.support.emitted_programs import CASES, Case, pinned
+
+SHOWN = 40
+"""Lines of a difference that a failure shows."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emitted_source_is_the_pinned_one(case: Case) -> None:
+    for kind, source in case.sources().items():
+        before = pinned()[str(case)][kind]
+        if source != before:
+            lines = difflib.unified_diff(
+                before.splitlines(), source.splitlines(), "pinned", f"{kind}.py", n=1, lineterm=""
+            )
+            pytest.fail("\n".join(["the emitted source changed:", *islice(lines, SHOWN)]))
+
+
+def test_every_program_is_pinned() -> None:
+    assert pinned().keys() == {str(case) for case in CASES}

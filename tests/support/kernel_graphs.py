@@ -1,0 +1,33 @@
+"""Graphs whose nodes are grouped to kernels, as the pipeline groups them for Triton."""
+
+from __future__ import annotations
+
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.kernel_group import KernelGroup, items_of
+from pcg.ir.verifier import verify
+from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.order_kernels import OrderKernels
+from pcg.passes.fusion.side_by_side import SideBySide
+from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+
+
+def grouped(graph: Graph) -> KernelGraph:
+    """A graph grouped as it is, without appends to the cache of its own."""
+    found = OrderKernels().run(SideBySide().run(GroupKernels().run(graph)))
+    verify(found)
+    return found
+
+
+def lowered(graph: Graph) -> KernelGraph:
+    """A graph as it is emitted for Triton."""
+    return grouped(SplitCacheAppend().run(graph))
+
+
+def schedule(graph: Graph) -> tuple[Node | KernelGroup, ...]:
+    """The groups and the other nodes of a graph, in the order in which they run."""
+    return items_of(grouped(graph))
+
+
+def groups(graph: Graph) -> list[KernelGroup]:
+    """The groups of a graph, in the order in which they run."""
+    return [item for item in schedule(graph) if isinstance(item, KernelGroup)]
