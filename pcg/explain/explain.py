@@ -31,7 +31,8 @@ from pcg.options import (
 )
 from pcg.parallel.base_plan import read_tp_plan
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned

@@ -16,7 +16,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
 from pcg.options import check_degree
 from pcg.parallel.costs.accelerators import find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, made, run_passes

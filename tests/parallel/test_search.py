@@ -17,7 +17,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.bypass_sites import BypassSite
-from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
+from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
+from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Search, SearchResult
