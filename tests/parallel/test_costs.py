@@ -38,6 +38,7 @@ from pcg.parallel.costs.device_profile import (
     ProfileModel,
     fitted_link,
 )
+from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import differentiate
 from pcg.passes.prune import prune
