@@ -114,7 +114,7 @@ def compile_command(
             "seq": seq,
         }
         program = compiler.compile_program(
-            model, recipe, observe=observe, backend=backend, **options
+            model, recipe, observe=observe, **{**options, "backend": backend}
         )
         manifest = None
         if output is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pcg.errors import MemoryBudgetError
 from pcg.explain.report_data import GpuCapacity
 from pcg.explain.step_memory import PlannedModel, Setup, memory_bytes
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.options import MemoryBudget
 from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
 

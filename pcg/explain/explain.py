@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -20,18 +20,11 @@ from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report, formula_text
 from pcg.explain.step_memory import PlannedModel, Setup, peak_moment, step_formulas, storage_key
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
-from pcg.options import (
-    adapter_dtype,
-    check_degree,
-    costs_name,
-    dtype_name,
-    recipes_of,
-)
-from pcg.parallel.base_plan import read_tp_plan
+from pcg.keywords import takes
+from pcg.options import ExplainOptions, MemoryBudget, dtype_name
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
-from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
@@ -40,74 +33,38 @@ from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
 from pcg.peft.config_reader import config_fields
+from pcg.peft.recipes_by_name import recipes_of
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
 
-def explain(
-    model: Any,
-    peft: object = "lora",
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-    peers: bool = False,
-) -> Report:
-    """Account for the memory of a finetuning step, and say what is saved for backward and why.
+@dataclass(frozen=True)
+class ExplainArguments(ExplainOptions):
+    """Arguments of `explain`.
 
-    Args:
+    Attributes:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
         peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
             peft's, or {name: one of these, or an adapter directory}.
-        tp: tensor-parallel degree.
-        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
-            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype; the configuration's own by default.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters, a name of
-        `pcg.runtime.training.optimizer_table.OPTIMIZERS`. optimizer_options: of it, as finetuning
-        takes them; some keep more. gpus: names of GPUs to fit the step to. find_region: give
-        formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
-            change with tokens, rank, degree and link. Takes seconds.
-        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
-            them to import functorch and inductor.
+    """
+
+    model: Any
+    peft: object = "lora"
+
+
+@takes(ExplainArguments)
+def explain(given: ExplainArguments) -> Report:
+    """Account for the memory of a finetuning step: what is saved for backward, and why.
+
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    options: dict[str, Any] = {
-        "batch": batch,
-        "seq": seq,
-        "dtype": dtype,
-        "memory_budget": memory_budget,
-    }
-    options["find_region"] = find_region
-    options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
-    options["sequence_parallel"] = sequence_parallel
-    options["gradient_accumulation_steps"] = gradient_accumulation_steps
-    options |= {"optimizer": optimizer, "optimizer_options": optimizer_options}
-    found = compare(model, {"": peft}, **options)
-    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+    return compared(given.model, {"": given.peft}, given)[""]
 
 
-def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+def _with_peers(report: Report, config: Mapping[str, Any], recipes: Mapping[str, Recipe]) -> Report:
     """The report with what torch's partitioner keeps."""
     from pcg.explain.peers import with_peers  # imports functorch and inductor, which takes seconds
 
@@ -116,8 +73,6 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
             f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
             "use tp=1"
         )
-    is_module = isinstance(model, torch.nn.Module)
-    config = model.config.to_dict() if is_module else resolve(model).config
     adapters = {
         name: config_fields(recipe, recipe.target_modules or (), "", {})
         | ({"target_modules": None} if recipe.target_modules is None else {})
@@ -126,68 +81,59 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
     return with_peers(report, config, recipes, adapters)
 
 
-def compare(
-    model: Any,
-    pefts: Mapping[str, object],
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-) -> dict[str, Report]:
-    """`explain` of several recipes over one model, which is traced once; by their names.
+@dataclass(frozen=True)
+class CompareArguments(ExplainOptions):
+    """Arguments of `compare`.
 
-    Args:
+    Attributes:
         model: as for `explain`.
-        pefts: by name, what `explain` takes as `peft`.
-        tp: and all others: as for `explain`.
-        costs: the device that bypass networks are parallelized for.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters.
-        optimizer_options: of it.
-        gpus: names of GPUs to fit the step to.
-        find_region: as for `explain`.
+        pefts: what `explain` takes as `peft`, by name.
     """
-    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
+
+    model: Any
+    pefts: Mapping[str, object]
+
+
+@takes(CompareArguments)
+def compare(given: CompareArguments) -> dict[str, Report]:
+    """Explain several recipes over one model, which is traced once; by their names.
+
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    return compared(given.model, given.pefts, given)
+
+
+def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
+    """`compare` with its options as one object."""
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [find_accelerator(name) for name in gpus]
+    devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
-    budget = MemoryBudget.parse(memory_budget, batch, seq)
-    updates = Optimizer.of(optimizer, optimizer_options)
-    updates.check_parted(tp)
+    updates = Optimizer.of(options.optimizer, options.optimizer_options)
+    updates.check_parted(options.tp)
     source = resolve(model)
     state = Compilation(
         source.name,
         source.config,
         lambda base: Bypasses(),
-        dtype_name(dtype),
-        budget=budget,
-        tp=tp,
-        costs=find_cost_model(costs_name(costs, gpus)) if tp > 1 else None,
-        tp_plan=read_tp_plan(tp_plan),
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        dtype_name(options.dtype),
+        budget=options.budget,
+        tp=options.tp,
+        costs=find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None,
+        tp_plan=options.styles,
+        sequence_parallel=options.sequence_parallel,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
     )
     folded = run_passes(state, last="fold")
-    return {
-        name: _explained(folded, found, updates, devices, find_region)
+    reports = {
+        name: _explained(folded, found, updates, devices, options.find_region)
         for name, found in recipes.items()
+    }
+    if not options.peers:
+        return reports
+    return {
+        name: _with_peers(report, source.config, recipes[name]) for name, report in reports.items()
     }
 
 
@@ -344,7 +290,7 @@ def _planned(
         attached.plan,
         attached.training_epilogue[0] if attached.training_epilogue else None,
         use_of(unraised),
-        adapter_dtype(unraised.dtype),
+        unraised.adapter_dtype,
         made(folded.traced).attention,
         refusal,
         attached.sharded,
@@ -357,4 +303,4 @@ def _use_of(
 ) -> Callable[[ModelGraph], AdapterUse]:
     """What the recipes train of a base, by a function of it."""
     model_type = str(folded.config["model_type"])
-    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))
+    return lambda base: adapter_use(base, recipes, model_type, base.adapter_dtype)

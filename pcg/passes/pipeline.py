@@ -23,9 +23,9 @@ from pcg.errors import (
 )
 from pcg.ir.graph import Graph
 from pcg.ir.printer import print_graphs
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.ir.verifier import verify
+from pcg.options import MemoryBudget
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.attach import attach

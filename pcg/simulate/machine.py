@@ -11,10 +11,9 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import check_degree
+from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
@@ -124,7 +123,7 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    check_degree(tp)
+    PlanOptions(tp=tp)
     memory, costs = find_accelerator(device), find_cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pcg.errors import MemoryBudgetError
 from pcg.ir.analysis.saved_memory import outside_bytes
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
+from pcg.options import MemoryBudget
 from pcg.passes.memory.budget import Mix, mixed, mixes, spread
 from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops
 from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
