@@ -286,7 +286,7 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 def test_memory_of_a_rank_is_what_is_predicted_and_less(
     name: str, degree: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.ir.test_saved_memory.SEQ", seq)
+    monkeypatch.setattr("tests.support.measured_memory.SEQ", seq)
     monkeypatch.setattr("tests.support.ranked.SEQ", seq)
     check_memory(name, degree, sequence_parallel=True)
     predicted, plain = (
