@@ -38,8 +38,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
-from pcg.peft.adapters import new_adapter, write_adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import new_adapter
+from pcg.peft.lora import LoraConfig
+from pcg.peft.registry import SHORTHANDS
+from pcg.peft.writer import write_adapter
 from pcg.runtime.executor import Executor
 
 HIDDEN, FFN, LAYERS, RANK = 512, 1376, 32, 16
@@ -180,12 +182,12 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=512)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    executor = pcg.compile(model(), {"first": LoraRecipe.default()}, device="cpu")
+    executor = pcg.compile(model(), {"first": SHORTHANDS["lora"]}, device="cpu")
     executor.remove_adapter("first")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory) / "adapter"
         shapes = executor.program.base.module_shapes()
-        recipe = LoraRecipe(rank=RANK, alpha=2 * RANK, target_modules="all-linear")
+        recipe = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
         write_adapter(new_adapter("x", recipe, shapes, output_layer="lm_head"), folder)
         size = (folder / "adapter_model.safetensors").stat().st_size
         result: dict[str, Any] = {

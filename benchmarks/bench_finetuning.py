@@ -57,7 +57,7 @@ def budget_of(model: torch.nn.Module, batch: int, sequence: int) -> float:
 
 def ours(model: torch.nn.Module, ids: torch.Tensor, budget: float) -> Callable[[], None]:
     """What runs a step of ours."""
-    from pcg.runtime.training.data import Example
+    from pcg.runtime.training.example import Example
 
     batch, sequence = ids.shape
     executor = pcg.compile(model, {"mine": "lora"}, memory_budget=budget, batch=batch, seq=sequence)

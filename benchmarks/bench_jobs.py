@@ -22,7 +22,7 @@ from measure import interleave, medians, ratio, write
 from peft import LoraConfig, get_peft_model
 
 import pcg
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 
 CASES = ((4, 16), (4, 64), (4, 256), (16, 16), (16, 64))
 """Jobs, and tokens of a sequence."""

@@ -55,6 +55,7 @@ from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.localize import localize
 from pcg.passes.sharding.overlap import overlap
 from pcg.passes.sharding.parallelize import search_layer
+from pcg.peft.lora import LoraBypass
 from pcg.runtime.model.batch import Batch, whole_sequences
 
 CONFIG = {
@@ -182,7 +183,8 @@ def measure_case(
     """Seconds of each strategy, measured and predicted."""
 
     def bypasses(base: Any) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), rank))
+        sites = (s for s in base.linear_sites() if "{layer}" in s)
+        return Bypasses(dict.fromkeys(sites, (LoraBypass(rank),)))
 
     state = run_passes(Compilation("bench", CONFIG, bypasses, "float32"), last="attach")
     assert state.training_model is not None

@@ -51,6 +51,7 @@ from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence as Running
@@ -60,7 +61,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.machine import SimulatedProgram, simulated_program
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
@@ -89,10 +90,10 @@ class StubDevice:
     def open(self, request: Request, number: int) -> Running:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
-    def fetch(self, adapters: Any) -> None:
+    def prefetch(self, adapters: Any) -> None:
         """Adapters have no tensors."""
 
-    def is_coming(self, adapter: Any) -> bool:
+    def is_copying(self, adapter: Any) -> bool:
         return False
 
     def evict(self, adapter: Any) -> None:
@@ -173,9 +174,8 @@ class Load:
         limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
         scheduler = Scheduler(pool, pages_of_adapters, limits)
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
-        self.engine = EngineLoop(
-            device, scheduler, MachineClock(), log=EventLog(10_000), latencies=latencies
-        )
+        options = EngineOptions(log=EventLog(10_000), latencies=latencies)
+        self.engine = EngineLoop(device, scheduler, MachineClock(), options)
         self._adapters = [StubAdapter(f"adapter {i}") for i in range(adapters)]
         self._shares = [1 / (i + 1) for i in range(adapters)]
         for _ in range(running + 8):

@@ -59,13 +59,13 @@ from pcg.runtime.engine.sharing import (
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
 from pcg.simulate.workloads.popularity import PowerLaw
 from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
-from pcg.simulate.workloads.synthetic import spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
 from pcg.simulate.workloads.workload import Workload
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -106,7 +106,7 @@ def served(engine: Engine, workload: Workload) -> ServingReport:
 def over_adapters(executor: Executor, adapters: int, requests: int) -> float:
     """Output tokens a second of requests that come at once, over so many adapters."""
     workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=0, requests=requests)
-    workload = spread(workload, PowerLaw(adapters, 1.0), seed=0)
+    workload = assign_adapters(workload, PowerLaw(adapters, 1.0), seed=0)
     engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
     return served(engine, workload).output_throughput
 
@@ -179,7 +179,7 @@ RULES: Mapping[str, Callable[[], Sharing]] = {
 def capacity(executor: Executor) -> float:
     """Requests a second that are served at most."""
     workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=1, requests=64)
-    workload = spread(workload, PowerLaw(8, 1.0), seed=1)
+    workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=1)
     engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
     return served(engine, workload).request_throughput
 
@@ -228,7 +228,7 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64, sampled=8))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
-    workload = spread(workload, PowerLaw(8, 1.0), seed=3)
+    workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
 
     def engine_of(rule: Sharing) -> Engine:
         return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)

@@ -34,10 +34,10 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
-from pcg.simulate.engine import SimulatedEngine
+from pcg.runtime.training.example import Example
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
-from pcg.simulate.simulation import Simulation, TakingTurns
+from pcg.simulate.simulated_engine import SimulatedEngine
+from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between
 from pcg.simulate.workloads.synthetic import synthetic
@@ -143,7 +143,7 @@ def _until_served(engine: SimulatedEngine, workload: Workload) -> tuple[tuple[Ev
         if not left:
             engine.cancel_job("trained")
 
-    events = Simulation([engine], TakingTurns(), on_step=after).run(workload)
+    events = Simulation([engine], RoundRobin(), on_step=after).run(workload)
     return events, engine.clock.now_s()
 
 

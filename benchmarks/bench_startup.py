@@ -36,8 +36,11 @@ from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, PassRecord, run_passes
 from pcg.passes.sharding.parallelize import search_layer
-from pcg.peft.adapters import new_adapter, read_adapter, write_adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import new_adapter
+from pcg.peft.lora import LoraBypass
+from pcg.peft.reader import read_adapter
+from pcg.peft.registry import SHORTHANDS
+from pcg.peft.writer import write_adapter
 
 CONFIG = Path(__file__).parent.parent / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"
 IMPORT = "import torch; from transformers import LlamaForCausalLM"
@@ -59,7 +62,7 @@ def reading(folder: Path) -> dict[str, Callable[[], float]]:
     names = [f"self_attn.{x}_proj" for x in "qkvo"]
     names += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     linears = {f"model.layers.{i}.{name}": (64, 64) for i in range(32) for name in names}
-    write_adapter(new_adapter("x", LoraRecipe.default(), linears), folder)
+    write_adapter(new_adapter("x", SHORTHANDS["lora"], linears), folder)
 
     def timed(read: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
@@ -82,7 +85,7 @@ def compiling() -> dict[str, Callable[[], float]]:
 
     def passes() -> float:
         records: list[PassRecord] = []
-        compile_program(config, LoraRecipe.default(), observe=records.append)
+        compile_program(config, SHORTHANDS["lora"], observe=records.append)
         return sum(record.seconds for record in records if record.name != "trace")
 
     def search() -> float:
@@ -102,7 +105,8 @@ def compiling() -> dict[str, Callable[[], float]]:
 
 
 def _all_linear(base: ModelGraph) -> Bypasses:
-    return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 16))
+    sites = (s for s in base.linear_sites() if "{layer}" in s)
+    return Bypasses(dict.fromkeys(sites, (LoraBypass(16),)))
 
 
 def main() -> None:

@@ -32,9 +32,8 @@ from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
-from pcg.peft.config_reader import config_fields
-from pcg.peft.recipes_by_name import recipes_of
-from pcg.peft.registry import Recipe
+from pcg.peft.reader import recipes_of
+from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
@@ -74,8 +73,7 @@ def _with_peers(report: Report, config: Mapping[str, Any], recipes: Mapping[str,
             "use tp=1"
         )
     adapters = {
-        name: config_fields(recipe, recipe.target_modules or (), "", {})
-        | ({"target_modules": None} if recipe.target_modules is None else {})
+        name: recipe.config_fields(recipe.target_modules, "", {})
         for name, recipe in recipes.items()
     }
     return with_peers(report, config, recipes, adapters)

@@ -30,7 +30,7 @@ from pcg.options import MemoryBudget
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.sharding.parallelize import Sharded
 from pcg.passes.training_graphs import LayerKind
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 
 LOSS_CHUNK_BYTES = 16 * 2**20

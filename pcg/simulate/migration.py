@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.memory.pool import pages_for
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_engine import SimulatedEngine
 
 
 @dataclass

@@ -96,11 +96,11 @@ class ProfiledDevice:
     def open(self, request: Request, number: int) -> Sequence:
         return self._device.open(request, number)
 
-    def fetch(self, adapters: List[ServedAdapter]) -> None:
-        self._device.fetch(adapters)
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
+        self._device.prefetch(adapters)
 
-    def is_coming(self, adapter: ServedAdapter) -> bool:
-        return self._device.is_coming(adapter)
+    def is_copying(self, adapter: ServedAdapter) -> bool:
+        return self._device.is_copying(adapter)
 
     def evict(self, adapter: ServedAdapter) -> None:
         self._device.evict(adapter)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcg.errors import UnsupportedError
+from pcg.kernels.batch import Span
 from pcg.kernels.triton.attention.cache_rows import CacheRows, append
 from pcg.kernels.triton.attention.forward import paged_attention
 from pcg.kernels.triton.attention.work import (
@@ -19,10 +20,9 @@ from pcg.kernels.triton.attention.work import (
     SPLIT_KEYS,
     TILE_ROWS,
     AttentionWork,
-    Part,
     Room,
 )
-from tests.support.attention_cases import TOLERANCE, Case, Paged, cases, reference, view
+from tests.support.attention_cases import TOLERANCE, Case, Paged, cases, reference, span, view
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 
@@ -116,7 +116,7 @@ def test_a_token_that_decodes_over_many_splits(window: int) -> None:
 def test_whole_sequences_without_a_cache(case: Case, lengths: list[int]) -> None:
     q, k, v = case.tensors(sum(lengths))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    parts = [Part(start, length) for start, length in zip(starts, lengths, strict=True)]
+    parts = [span(start, length) for start, length in zip(starts, lengths, strict=True)]
     work = AttentionWork.build(parts, case.group, CPU)
     with sanitized():
         out, lse = paged_attention(
@@ -135,7 +135,7 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
     batch = Paged(case, ((1, 540), (40, 30), (1, 20)))
     append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
 
-    def run(parts: list[Part], room: Room | None = None) -> torch.Tensor:
+    def run(parts: list[Span], room: Room | None = None) -> torch.Tensor:
         work = AttentionWork.build(parts, case.group, CPU, room=room)
         with sanitized():
             out, _ = paged_attention(batch.q, batch.keys, batch.values, work, **case.keywords())
@@ -158,11 +158,11 @@ def test_a_batch_larger_than_its_room() -> None:
 def test_how_a_batch_is_cut() -> None:
     pages = range(10**4)
     parts = [
-        Part(0, 1, 3 * SPLIT_KEYS - 1, pages),
-        Part(1, 100, 7, pages, origin=40),
-        Part(101, 1, 10**5, pages),
-        Part(102, 1),
-        Part(103, 64, 900, pages),
+        span(0, 1, 3 * SPLIT_KEYS - 1, pages),
+        span(1, 100, 7, pages, origin=40),
+        span(101, 1, 10**5, pages),
+        span(102, 1),
+        span(103, 64, 900, pages),
     ]
     work = AttentionWork.build(parts, 4, CPU)
     assert work.parts.tolist()[1] == [1, 100, 7, 40]

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.kernels.batch import Span
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.attention.backward import paged_attention_backward
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows, append
+from pcg.kernels.triton.attention.cache_rows import CacheRows, append
 from pcg.kernels.triton.attention.forward import paged_attention
-from pcg.kernels.triton.attention.work import AttentionWork, Part
-from tests.support.attention_cases import TOLERANCE, Case, cases, reference, rows_of
+from pcg.kernels.triton.attention.work import AttentionWork
+from tests.support.attention_cases import TOLERANCE, Case, cases, reference, rows_of, span
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 
@@ -84,7 +86,7 @@ def check_whole(case: Case, lengths: Sequence[int]) -> None:
     """Sequences without a cache."""
     device = torch.device(case.device)
     qkv = q, k, v = case.tensors(sum(lengths))
-    parts = [Part(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+    parts = [span(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
     work = AttentionWork.build(parts, case.group, device, backward=True)
     keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
     with sanitized():
@@ -135,14 +137,14 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
     done = [0] * len(lengths)
     windows = []
     for step in range(max(map(len, chunks))):
-        parts: list[Part] = []
+        parts: list[Span] = []
         tokens: list[int] = []
         slots: list[int] = []
         for i, lengths_of_parts in enumerate(chunks):
             if step < len(lengths_of_parts):
                 length = lengths_of_parts[step]
                 pages = tables[i][: -(-(done[i] + length) // PAGE_TOKENS)]
-                parts.append(Part(len(tokens), length, done[i], pages, origins[i]))
+                parts.append(span(len(tokens), length, done[i], pages, origins[i]))
                 slots += rows_of(parts[-1])[done[i] :]
                 tokens += range(origins[i] + done[i], origins[i] + done[i] + length)
                 done[i] += length
@@ -205,7 +207,7 @@ def test_lists_and_sums_have_to_fit() -> None:
     q, k, v = case.tensors(3)
     keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
     forward, both = (
-        AttentionWork.build([Part(0, 3)], case.group, q.device, backward=backward)
+        AttentionWork.build([span(0, 3)], case.group, q.device, backward=backward)
         for backward in (False, True)
     )
     out, lse = paged_attention(q, keys, values, both, keeps=True, **case.keywords())

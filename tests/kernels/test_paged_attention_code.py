@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.attention.backward import key_blocks, query_blocks
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS
 from pcg.kernels.triton.attention.forward import Blocks, split_blocks, tile_blocks
 from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TILE_ROWS
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled

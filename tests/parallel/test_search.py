@@ -23,6 +23,8 @@ from pcg.parallel.search import Candidate, Search, SearchResult
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.sharding.parallelize import search_layer
+from pcg.peft.vera import VeraBypass
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.parallelized import RANK, Machine, attached, costs
 from tests.support.sharded import LENGTHS, check_candidates, errors
@@ -113,7 +115,7 @@ def test_nothing_costs_less_with_neighbours_in_one_message(alpha: float) -> None
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "k_proj"))]
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64")
+        return lora(dict.fromkeys(sites, RANK), dtype="f64")
 
     state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
     state = run_passes(state, last="attach")
@@ -281,7 +283,7 @@ def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(vera=dict.fromkeys(sites, RANK))
+        return Bypasses(dict.fromkeys(sites, (VeraBypass(RANK),)))
 
     state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float32")
     state = run_passes(state, last="attach")
@@ -305,7 +307,7 @@ def test_every_reader_gathers_or_none() -> None:
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "down_proj"))]
-        return Bypasses(dict.fromkeys(sites, RANK), magnitudes=frozenset(sites), dtype="f64")
+        return lora(dict.fromkeys(sites, RANK), use_dora=True, dtype="f64")
 
     state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
     state = run_passes(state, last="attach")

@@ -17,7 +17,7 @@ from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape
 from pcg.parallel.costs.work import work_of
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, made, run_passes
-from pcg.simulate.machine import SimulatedProgram, simulated_program
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.source import resolve
 
 MODEL = "meta-llama/Llama-3.2-1B"

@@ -32,6 +32,7 @@ from pcg.passes.sharding.parallelize import parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
 from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
+from tests.support.bypasses import lora
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
 from tests.support.parallelized import PLAN, attached, sharded, transitions
@@ -256,7 +257,7 @@ def test_64_ranks_by_shapes() -> None:
     config = {**resolve("meta-llama/Llama-3.1-70B").config, "num_hidden_layers": 1}
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
+        return lora(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
 
     state = pipeline.Compilation("70b", config, bypasses, "float32")
     state = pipeline.run_passes(state, last="attach")

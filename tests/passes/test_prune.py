@@ -10,9 +10,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.prune import prune
+from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model
 
@@ -20,7 +20,7 @@ UP = "model.layers.{layer}.up"
 
 
 def all_gradients() -> Differentiated:
-    return differentiate(attach(mlp_model(), Bypasses({UP: 2})).blocks[0], ["x"])
+    return differentiate(attach(mlp_model(), lora({UP: 2})).blocks[0], ["x"])
 
 
 def test_text() -> None:
@@ -49,7 +49,7 @@ graph @block_0_backward(%d_add: f32[T, 4], %relu: f32[T, 6], %up_s: f32[T, 2], %
 
 def test_the_relu_that_only_the_frozen_product_read_is_no_longer_needed() -> None:
     down = "model.layers.{layer}.down"
-    graph = attach(mlp_model(), Bypasses({down: 2})).blocks[0]
+    graph = attach(mlp_model(), lora({down: 2})).blocks[0]
     found = differentiate(graph, ["x"])
     assert "norm" in found.needed  # the gradient of up.weight reads it
     assert "norm" not in prune(found, ["x"]).needed

@@ -9,8 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
-from pcg.kernels.triton.attention.work import Part
+from pcg.kernels.batch import Span
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.triton.attention.cache_rows import CacheRows
+from pcg.runtime.memory.pool import PageTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -126,6 +128,14 @@ def reference(
     return torch.einsum("hnm,mhd->nhd", weights, v), torch.logsumexp(scores, -1).T
 
 
+def span(
+    start: int, length: int, context: int = 0, pages: Sequence[int] = (), origin: int = 0
+) -> Span:
+    """A span whose sequence has these pages; without any there is no cache."""
+    table = PageTable("a test", list(pages)) if pages else None
+    return Span(start, length, context, table, origin=origin)
+
+
 class Paged:
     """A batch over a cache: random keys and values of each part's context lie in random pages.
 
@@ -144,13 +154,13 @@ class Paged:
         generator = torch.Generator().manual_seed(seed)
         free = torch.randperm(sum(needed) + 3, generator=generator).tolist()
         self.keys, self.values = case.cache(len(free))
-        self.parts: list[Part] = []
+        self.parts: list[Span] = []
         self.wanted: list[tuple[Tensor, Tensor]] = []
         slots = []
         start = origin = 0
         for count, (length, context) in zip(needed, shape, strict=True):
             pages = [free.pop() for _ in range(count)]
-            self.parts.append(Part(start, length, context, pages, origin))
+            self.parts.append(span(start, length, context, pages, origin))
             start += length
             origin += length + context
         self.q, self.k, self.v = case.tensors(start, seed)
@@ -180,9 +190,10 @@ class Paged:
         return torch.cat(outs), torch.cat(sums)
 
 
-def rows_of(part: Part) -> list[int]:
+def rows_of(part: Span) -> list[int]:
     """Rows of the cache that a part's tokens have, from its sequence's first."""
-    every = [page * PAGE_TOKENS + row for page in part.pages for row in range(PAGE_TOKENS)]
+    assert part.table is not None
+    every = [page * PAGE_TOKENS + row for page in part.table.pages for row in range(PAGE_TOKENS)]
     return every[: part.context + part.length]
 
 

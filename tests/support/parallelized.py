@@ -14,6 +14,7 @@ from pcg.ir.types import TOKENS
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sharding.parallelize import Sharded, parallelize
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.sharded import LENGTHS
 
@@ -26,7 +27,7 @@ def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
+        return lora(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
 
     state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
     return pipeline.run_passes(state, last="attach")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.head_sizes import HEAD_SIZES
+from pcg.kernels.sizes import HEAD_SIZES, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton.adapters import segmented_lora, trained_adapters
-from pcg.kernels.triton.adapters.rank_rows import ALIGNMENT, RankRows, int32_on, rank_rows
+from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.segmented_activate import segmented_activate
 from pcg.kernels.triton.adapters.segmented_vectors import segmented_bias_add, segmented_scale
 from pcg.kernels.triton.adapters.token_tiles import (
@@ -45,7 +45,7 @@ from pcg.kernels.triton.attention.backward import paged_attention_backward
 from pcg.kernels.triton.attention.cache_rows import CacheRows, append
 from pcg.kernels.triton.attention.decode_lists import DecodeLists, decode_room
 from pcg.kernels.triton.attention.forward import paged_attention
-from pcg.kernels.triton.attention.work import AttentionWork, Part
+from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.kernels.triton.fused import FusedPart, fused, side_by_side
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy
@@ -178,18 +178,10 @@ def _work(batch: Any, group: int, backward: bool) -> AttentionWork:
         return recorded
     key = ("attention", group, backward)
     if key not in batch.known:
-        parts = [
-            Part(span.start, span.length, span.context, _pages(span), span.origin)
-            for span in batch.spans
-        ]
         device = batch.input_ids.device
-        batch.known[key] = AttentionWork.build(parts, group, device, backward=backward)
+        batch.known[key] = AttentionWork.build(batch.spans, group, device, backward=backward)
     found: AttentionWork = batch.known[key]
     return found
-
-
-def _pages(span: Any) -> tuple[int, ...]:
-    return () if span.table is None else tuple(span.table.pages)
 
 
 # ------------------------------------------------------------------------------- LoRA
@@ -299,7 +291,7 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
 def _is_stack(y: Tensor, vector: Any) -> bool:
     """Whether a vector is a stack of adapters' own, with rows that kernels can read."""
     segments = getattr(vector, "segments", None)
-    return segments is not None and y.dim() == 2 and not y.shape[1] % ALIGNMENT
+    return segments is not None and y.dim() == 2 and not y.shape[1] % ROW_ALIGNMENT
 
 
 def _vectors(y: Tensor, vector: Any) -> tuple[RankRows, TokenTiles]:

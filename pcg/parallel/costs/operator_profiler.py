@@ -25,11 +25,11 @@ from pcg.errors import CostModelError
 from pcg.ir.operators import operator
 from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, TensorType
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.bypass import MadeWeight
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
 from pcg.parallel.ranks.group import PendingCollective
+from pcg.peft.weights import AdapterWeight
 
 HALVES = ("bf16", "f16")
 
@@ -151,7 +151,7 @@ def _call(case: Case, tokens: int, device: torch.device) -> Callable[[], Any]:
     values: dict[str, Any] = {}
     for i, type_ in enumerate(case.inputs):
         value = _random(type_, tokens, device)
-        values[f"x{i}"] = MadeWeight(value) if i in case.adapters else value
+        values[f"x{i}"] = AdapterWeight(value) if i in case.adapters else value
     source = operator(case.op).source(list(values), case.attributes)
     known = {"torch": torch, "F": F, "K": torch_ops, "batch": _Step(tokens, device), **values}
     call: Callable[[], Any] = eval(f"lambda: {source}", known)

@@ -25,8 +25,8 @@ from pcg.runtime.engine.sharing import (
 )
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
-from pcg.simulate.machine import SimulatedProgram, simulated_program
-from pcg.simulate.simulation import SeparateInstances, Simulation, TakingTurns
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
+from pcg.simulate.simulation import RoundRobin, SeparateInstances, Simulation
 from pcg.simulate.workloads.lengths import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
@@ -198,6 +198,6 @@ def co_serving(
     workload = flexllm(
         rate_per_s, cv, seed=seed, duration_s=duration_s, prompts=prompts, outputs=outputs
     ).at_rate(rate_per_s)
-    router = SeparateInstances(chosen.serving) if chosen.is_separate else TakingTurns()
+    router = SeparateInstances(chosen.serving) if chosen.is_separate else RoundRobin()
     events = Simulation(engines, router).run(workload, workload.duration_s)
     return serving_report(events, slo, start_s=0.0, end_s=workload.duration_s)

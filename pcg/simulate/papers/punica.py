@@ -10,9 +10,9 @@ from functools import partial
 from pcg.runtime.engine.events import Event, EventLog, Kind
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sequence import Sequence as Served
-from pcg.simulate.machine import SimulatedProgram, simulated_program
 from pcg.simulate.migration import Migration, working_set
-from pcg.simulate.simulation import Fullest, Simulation
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
+from pcg.simulate.simulation import FullestFirst, Simulation
 from pcg.simulate.workloads.lengths import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
@@ -88,7 +88,7 @@ def cluster_hour(
     limits = Limits(running=PUNICA_BATCH)
     # An hour has tens of millions of tokens: they are counted, and not kept.
     engines = [program.engine(limits, log=EventLog(0)) for _ in range(PUNICA_GPUS)]
-    simulation = Simulation(engines, Fullest(PUNICA_BATCH), adapters)
+    simulation = Simulation(engines, FullestFirst(PUNICA_BATCH), adapters)
     if migrates:
         simulation.migration = Migration(PUNICA_BATCH)
     tally = _Tally(simulation)

@@ -10,8 +10,8 @@ from pcg.errors import BenchmarkError
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
-from pcg.simulate.machine import SimulatedProgram, simulated_program
-from pcg.simulate.simulation import Simulation, TakingTurns
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
+from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.popularity import PowerLaw
 from pcg.simulate.workloads.presets import S_LORA_LENGTHS, S_LORA_TTFT_SLO_S
 from pcg.simulate.workloads.synthetic import s_lora
@@ -101,6 +101,6 @@ def many_adapters(
         f"adapter-{i}": program.adapter(f"adapter-{i}", ranks[i % len(ranks)])
         for i in range(adapters)
     }
-    simulation = Simulation([program.engine(Limits())], TakingTurns(), held)
+    simulation = Simulation([program.engine(Limits())], RoundRobin(), held)
     events = simulation.run(workload)
     return serving_report(events, Slo(S_LORA_TTFT_SLO_S), start_s=0.0)

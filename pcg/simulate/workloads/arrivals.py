@@ -4,10 +4,10 @@
     Poisson    intervals are exponential
     Gamma      intervals are Gamma distributed: mean 1/rate, standard deviation cv/rate
     Bursty     Poisson at a rate that is drawn again and again
-    Curve      Poisson at a rate that follows a curve
+    RateCurve      Poisson at a rate that follows a curve
 
 All start at time 0 in their steady state: the mean number of requests in any T seconds is rate · T
-(over whole periods, for `Curve`).
+(over whole periods, for `RateCurve`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Bursty(Arrivals):
 
 
 @dataclass(frozen=True)
-class Curve(Arrivals):
+class RateCurve(Arrivals):
     """A Poisson process whose rate follows straight lines between points, again and again.
 
     Attributes:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.arrivals import Bursty, Curve
+from pcg.simulate.workloads.arrivals import Bursty, RateCurve
 from pcg.simulate.workloads.lengths import SHAREGPT_OUTPUTS, SHAREGPT_PROMPTS, Between, Lengths
 from pcg.simulate.workloads.popularity import PowerLaw, Skewed
-from pcg.simulate.workloads.synthetic import s_lora, spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, s_lora, synthetic
 from pcg.simulate.workloads.workload import Workload
 
 
@@ -86,9 +86,9 @@ def punica_hour(
     Args:
         rate_per_s: mean rate.
     """
-    arrivals = Curve(rate_per_s, duration_s, (0.0, 1.0, 0.0))
+    arrivals = RateCurve(rate_per_s, duration_s, (0.0, 1.0, 0.0))
     workload = synthetic(arrivals, prompts, outputs, seed=seed, duration_s=duration_s)
-    return spread(workload, Skewed(1.5), seed=seed)
+    return assign_adapters(workload, Skewed(1.5), seed=seed)
 
 
 def flexllm(

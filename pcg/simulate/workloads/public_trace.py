@@ -6,7 +6,7 @@
                        Timestamp is in seconds
 
 Rows without an output are failed requests (so BurstGPT's description says) and are left out, as are
-rows without a prompt. Neither trace has adapters: `spread` gives them some.
+rows without a prompt. Neither trace has adapters: `assign_adapters` gives them some.
 
 Source: AzurePublicDataset's AzureLLMInferenceDataset2023.md and 2024.md; BurstGPT's README.
 """

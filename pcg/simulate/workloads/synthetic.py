@@ -30,7 +30,7 @@ def synthetic(
     duration_s: float | None = None,
     requests: int | None = None,
 ) -> Workload:
-    """Requests of one arrival process, for the base model; `spread` gives them adapters.
+    """Requests of one arrival process, for the base model; `assign_adapters` gives them adapters.
 
     Args:
         duration_s: requests up to this time; or
@@ -85,7 +85,7 @@ def s_lora(
     return Workload(tuple(_requests(merge(*processes), prompts, outputs, seed)))
 
 
-def spread(
+def assign_adapters(
     workload: Workload,
     popularity: Popularity,
     *,
@@ -105,7 +105,7 @@ def spread(
     return Workload(tuple(replace(one, adapter=names[place]) for one, place in pairs))
 
 
-def of_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
+def assign_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
     """Give each adapter's requests a tenant, one after the other by the adapter's first request.
 
     Requests for the base model are of the first tenant.

@@ -16,7 +16,7 @@ from pcg.simulate.workloads.presets import (
     punica_hour,
     s_lora_preset,
 )
-from pcg.simulate.workloads.synthetic import of_tenants, s_lora, spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, assign_tenants, s_lora, synthetic
 from pcg.simulate.workloads.workload import Workload
 
 SHORT = Fixed(3)
@@ -51,14 +51,14 @@ def test_a_seed_decides_all_and_each_part_by_itself() -> None:
 
 def test_spread_changes_adapters_alone() -> None:
     plain = synthetic(Poisson(5.0), Between(1, 99), Between(1, 99), seed=4, requests=100)
-    named = spread(plain, Uniform(), seed=4)
+    named = assign_adapters(plain, Uniform(), seed=4)
     assert Counter(one.adapter for one in named) == {f"adapter-{i}": 10 for i in range(10)}
     for one, other in zip(plain, named, strict=True):
         assert (one.time_s, one.prompt_tokens) == (other.time_s, other.prompt_tokens)
-    mine = spread(plain, Uniform(2), seed=4, adapters=["a", "b", "c"])
+    mine = assign_adapters(plain, Uniform(2), seed=4, adapters=["a", "b", "c"])
     assert set(mine.adapters) == {"a", "b"}
     with pytest.raises(BenchmarkError, match="100 adapters are asked for and 2 named"):
-        spread(plain, Distinct(), seed=4, adapters=["a", "b"])
+        assign_adapters(plain, Distinct(), seed=4, adapters=["a", "b"])
 
 
 @pytest.mark.parametrize("cv", [1.0, 4.0])
@@ -143,10 +143,10 @@ def test_flexllm_is_burstier_than_poisson() -> None:
 
 def test_tenants_own_adapters() -> None:
     plain = synthetic(Gamma(5.0, 1.0), SHORT, SHORT, seed=4, requests=40)
-    assert {one.tenant for one in of_tenants(plain, ["x", "y"])} == {"x"}
-    found = of_tenants(spread(plain, Uniform(4), seed=0), ["x", "y"])
+    assert {one.tenant for one in assign_tenants(plain, ["x", "y"])} == {"x"}
+    found = assign_tenants(assign_adapters(plain, Uniform(4), seed=0), ["x", "y"])
     owners = {one.adapter: one.tenant for one in found}
     assert [owners[name] for name in found.adapters] == ["x", "y", "x", "y"]
     assert all(one.tenant == owners[one.adapter] for one in found)
     with pytest.raises(BenchmarkError, match="no tenants"):
-        of_tenants(plain, [])
+        assign_tenants(plain, [])

@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.triton.attention.cache_rows import CacheRows
 from pcg.kernels.triton.attention.forward import Blocks, head_constants
 from pcg.kernels.triton.attention.scores import LOG2E, bounded, places, seen
 from pcg.kernels.triton.attention.work import KEY_BLOCK, TILE_ROWS, AttentionWork

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAGE_TOKENS = 16
-"""Tokens of a page."""
+from pcg.kernels.sizes import PAGE_TOKENS
+
 _APPENDED_TOKENS = 16
 """Of a program of `append`."""
 

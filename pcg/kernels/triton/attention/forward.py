@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.head_sizes import HEAD_SIZES
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+from pcg.kernels.sizes import HEAD_SIZES, PAGE_TOKENS
+from pcg.kernels.triton.attention.cache_rows import CacheRows
 from pcg.kernels.triton.attention.scores import LN2, LOG2E, LOWEST, bounded, places, seen
 from pcg.kernels.triton.attention.work import SPLIT_KEYS, TILE_ROWS, AttentionWork
 
