@@ -214,7 +214,7 @@ def measure_case(
             if turn:
                 seconds[name].append(slowest)
     return {
-        name: {"seconds": median(values), "predicted": search.bill.of(found[name]).cost}
+        name: {"seconds": median(values), "predicted": search.costs.of(found[name]).value}
         for name, values in seconds.items()
     }
 
