@@ -1,4 +1,4 @@
-"""What `pcg profile` measures: each operator that runs, over tokens, widths and ranks.
+"""The cases that `pcg profile` measures: each operator, over tokens, widths and ranks.
 
 A case has types in `T`. Elementwise operators go by class, with one case each; products have the
 shapes of a block: square, up and down by four. `embedding` and what follows from the vocabulary
@@ -25,10 +25,10 @@ class Grid:
     """The sizes that are measured.
 
     Attributes:
-        tokens: of a step.
+        tokens: numbers of tokens of a step.
         widths: features of a layer, multiples of 64.
-        ranks: of adapters.
-        vocabulary: rows of the embedding.
+        ranks: ranks of adapters.
+        vocabulary: number of rows of the embedding.
         budget_s: time for one measurement.
     """
 
@@ -49,10 +49,10 @@ class Case:
     """An operator to measure.
 
     Attributes:
-        op: its name.
+        op: the operator's name.
         inputs: types in `T`.
-        attributes: of the node.
-        adapters: which inputs are an adapter's parameters.
+        attributes: the node's attributes.
+        adapters: places of the inputs that are an adapter's parameters.
     """
 
     op: str
@@ -101,7 +101,7 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
 
 
 def _integers() -> Iterator[Case]:
-    """What becomes of positions and ids."""
+    """Operators of positions and ids."""
     ids = tensor("i64", TOKENS)
     for op in ("add", "sub", "mul"):
         yield Case(op, (ids,), {"scalar": 2})
