@@ -15,7 +15,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
 from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.passes.pipeline import Compilation, made, run_passes

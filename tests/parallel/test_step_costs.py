@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pcg.errors import CostModelError
 from pcg.ir.operators.base import Types
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape
 from pcg.parallel.costs.work import work_of
 from pcg.passes.bypasses import Bypasses
