@@ -34,10 +34,10 @@ from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
 from pcg.passes.pipeline import Compilation, made, run_passes
 from pcg.passes.sharding.parallelize import search_layer
-from pcg.passes.training_graphs import LayerKind
 from pcg.peft.config_reader import config_fields
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer

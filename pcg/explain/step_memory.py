@@ -27,9 +27,9 @@ from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.sharding.parallelize import Sharded
-from pcg.passes.training_graphs import LayerKind
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 

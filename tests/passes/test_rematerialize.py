@@ -20,9 +20,11 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
 from pcg.passes.differentiate import differentiate
 from pcg.passes.memory.budget import mixed, mixes, spread
-from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops, node_flops
+from pcg.ir.analysis.product_flops import graph_flops, node_flops
+from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.prune import prune
-from pcg.passes.training_graphs import LayerKind, plan_layer
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.recompute import plan_layer
 from tests.passes.test_differentiate import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model

@@ -6,7 +6,7 @@ import dataclasses
 
 from pcg.ir.parser import parse_graph
 from pcg.ir.program.program import ModelGraph, TrainingGraph
-from pcg.passes.memory.rematerialize import SaveProblem
+from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.prune import prune
 from pcg.passes.training_graphs import layer_kinds, plan_layer
 

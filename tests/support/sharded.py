@@ -15,11 +15,12 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.differentiate import differentiate
-from pcg.passes.memory.rematerialize import SaveProblem
+from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.prune import prune
 from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
 from pcg.passes.sharding.localize import localize
-from pcg.passes.training_graphs import LayerKind, plan_layer
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.recompute import plan_layer
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.threads import ThreadRanks, run_ranks

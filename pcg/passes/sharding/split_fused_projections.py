@@ -15,6 +15,7 @@ from typing import cast
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.passes.pass_base import GraphPass
 
 _ROWS: dict[str, tuple[bool, ...]] = {
     "linear": (False, True, True),
@@ -34,9 +35,13 @@ _MADE_ROWS: dict[str, tuple[bool, ...]] = {
 """The same of what is made of weights alone: rows of a matrix, entries of a vector."""
 
 
-def split_fused_projections(graph: Graph) -> Graph:
-    """The graph whose slices of fused products are products of slices of their weights."""
-    return _Splitter(graph).run()
+class SplitFusedProjections(GraphPass):
+    """Make slices of fused products products of slices of their weights."""
+
+    name = "split_fused_projections"
+
+    def run(self, before: Graph) -> Graph:
+        return _Splitter(before).run()
 
 
 class _Splitter:
