@@ -360,7 +360,7 @@ def _executor(
     model: str,
     load_format: str,
     dtype: str | None,
-    backend: str | None,
+    backend: Any,
     device: str | None,
     seed: int,
 ) -> Executor:

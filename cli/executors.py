@@ -11,6 +11,7 @@ import typer
 from .console import busy
 
 if TYPE_CHECKING:
+    from pcg.options import Backend
     from pcg.runtime.executor import Executor
 
 
@@ -22,7 +23,7 @@ def open_executor(
     dtype: str | None,
     device: str | None,
     trust_edits: bool,
-    backend: str | None = None,
+    backend: Backend | None = None,
     tp: int | None = None,
     sequence_parallel: bool = False,
 ) -> Executor:

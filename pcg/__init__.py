@@ -5,7 +5,7 @@
     executor.generate("def main(", max_new_tokens=32)
 
 Names are found when they are first used (PEP 562), so that `import pcg` takes milliseconds and not
-the seconds that torch takes.
+the seconds that torch takes. Errors other than their root are in `pcg.errors`.
 """
 
 import sys
@@ -13,78 +13,28 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pcg.errors import (
-    AdapterError,
-    BenchmarkError,
-    CodegenError,
-    ConfigError,
-    CostModelError,
-    DataError,
-    EngineError,
-    FinetuneError,
-    FinetuneInterrupted,
-    GenerationError,
-    IrError,
-    MemoryBudgetError,
-    MissingShardError,
-    ModelNotFoundError,
-    OutOfMemoryError,
-    ParallelError,
-    ParseError,
-    PassError,
-    PcgError,
-    PickleWeightsError,
-    ProgramError,
-    RankLostError,
-    SourceError,
-    TraceError,
-    TypeCheckError,
-    UnsupportedError,
-    VerifyError,
-    WeightsError,
-)
+from pcg.errors import PcgError
 
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
     from pcg.peft.lora import LoraRecipe
+    from pcg.runtime.engine.async_engine import AsyncEngine
+    from pcg.runtime.engine.engine import Engine
+    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdapterError",
-    "BenchmarkError",
-    "CodegenError",
-    "ConfigError",
-    "CostModelError",
-    "DataError",
-    "EngineError",
+    "AsyncEngine",
+    "Engine",
     "Executor",
-    "FinetuneError",
-    "FinetuneInterrupted",
-    "GenerationError",
-    "IrError",
+    "Limits",
     "LoraRecipe",
-    "MemoryBudgetError",
-    "MissingShardError",
-    "ModelNotFoundError",
-    "OutOfMemoryError",
-    "ParallelError",
-    "ParseError",
-    "PassError",
     "PcgError",
-    "PickleWeightsError",
-    "ProgramError",
-    "RankLostError",
     "SamplingParams",
-    "SourceError",
-    "TraceError",
-    "TypeCheckError",
-    "UnsupportedError",
-    "VerifyError",
-    "WeightsError",
     "__version__",
     "compile",
     "explain",
@@ -93,11 +43,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncEngine": "pcg.runtime.engine.async_engine",
+    "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
+    "Limits": "pcg.runtime.engine.limits",
     "LoraRecipe": "pcg.peft.lora",
     "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",
-    "explain": "pcg.explain.explain",
     "load": "pcg.compiler",
 }
 
@@ -114,19 +66,28 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    """Keeps `pcg.trace` the function; the import system would make it the package of that name.
+class _FunctionOverPackage:
+    """A function of pcg that has the name of one of its packages, which import it as attribute.
 
     `from pcg.trace import …` goes by the package's full name and is not touched.
     """
 
-    @property
-    def trace(self) -> Any:
-        return import_module("pcg.compiler").trace
+    def __init__(self, home: str) -> None:
+        self.home = home
 
-    @trace.setter
-    def trace(self, package: ModuleType) -> None:
-        """Ignore what the import system sets."""
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return getattr(import_module(self.home), self.name)
+
+    def __set__(self, instance: object, package: object) -> None:
+        """Ignore the package that the import system sets."""
 
 
-sys.modules[__name__].__class__ = _Package
+class _Pcg(ModuleType):
+    trace = _FunctionOverPackage("pcg.compiler")
+    explain = _FunctionOverPackage("pcg.explain.explain")
+
+
+sys.modules[__name__].__class__ = _Pcg

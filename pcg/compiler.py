@@ -5,8 +5,10 @@ Long by what its calls say of their arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +22,25 @@ from pcg.errors import (
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import read_manifest
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
-from pcg.options import (
-    adapter_dtype,
-    check_backend,
-    check_degree,
-    check_device,
-    costs_name,
-    dtype_name,
-    is_recipe,
-    recipes_of,
-)
-from pcg.parallel.base_plan import read_tp_plan
-from pcg.parallel.costs.catalog import find_cost_model, own_sheet
+from pcg.ir.types import TORCH_NAMES
+from pcg.keywords import takes
+from pcg.options import Backend, CompileOptions, dtype_name
+from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
 from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, PassRecord, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stage import PassRecord
+from pcg.passes.stages import Base, Emitted
 from pcg.passes.sites import bypasses_of
+from pcg.peft.recipes_by_name import is_recipe, recipes_of
 from pcg.peft.registry import Recipe, recipe_fields
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.random_weights import RandomWeights
-from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint, Weights
+from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.source import resolve
+from pcg.source import ModelSource, resolve
 from pcg.trace import Trace
 from pcg.trace import trace as trace_config
 
@@ -62,181 +58,138 @@ def _require_runnable(name: str, model: ModelGraph) -> None:
                 )
 
 
-def compile_program(
-    model: str | os.PathLike[str] | Mapping[str, Any],
-    peft: object = "lora",
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    backend: str = "torch",
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    batch: int = 1,
-    seq: int = 1024,
-    observe: Callable[[PassRecord], None] | None = None,
-) -> Program:
+@dataclass(frozen=True)
+class ProgramArguments(CompileOptions):
+    """Arguments of `compile_program`.
+
+    Attributes:
+        model: a directory with a config.json, a hub id, an id that ships with pcg, or a config.
+        peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a configuration of peft's,
+            a dict of its fields, or {name: one of these, or the directory of an adapter}.
+        observe: a function that is told of each pass as it ends.
+    """
+
+    model: str | os.PathLike[str] | Mapping[str, Any]
+    peft: object = "lora"
+    observe: Callable[[PassRecord], None] | None = field(default=None, kw_only=True)
+
+
+@takes(ProgramArguments)
+def compile_program(given: ProgramArguments) -> Program:
     """Compile a model to a program; no weights are needed.
 
-    Args:
-        model: a directory with a config.json, a hub id, an id that ships with pcg, or a config.
-        peft: None, "lora", a peft LoraConfig, a dict of its fields, or {name: one of these or the
-            path of an adapter}.
-        tp: tensor-parallel degree.
-        costs: the device that adapters are parallelized for: a name, as H100 (the default), or a
-            file of `pcg profile`.
-        tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
-            or a JSON file of such; Megatron's, read off the graph, by default.
-        sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
-        gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
-            adapter weights' gradients are spread where the search weighs them.
-        backend: "torch", which runs on any device, or "triton", fused for NVIDIA GPUs.
-        dtype: torch's name of the dtype; the configuration's own by default.
-        memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
-            product (the default), to 0, the least; or bytes, as "8GiB".
-        batch: sequences of a step that the budget is planned for.
-        seq: tokens of each.
-        observe: told of each pass as it ends.
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
-    check_backend(backend)
-    source = resolve(model)
+    return _compiled(resolve(given.model), given.peft, given, given.observe)
+
+
+def _compiled(
+    source: ModelSource,
+    peft: object,
+    options: CompileOptions,
+    observe: Callable[[PassRecord], None] | None = None,
+) -> Program:
     recipes = recipes_of(peft)
     model_type = str(source.config["model_type"])
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return bypasses_of(base, recipes.values(), model_type, adapter_dtype(base.dtype))
+        return bypasses_of(base, recipes.values(), model_type, base.adapter_dtype)
 
-    budget = MemoryBudget.parse(memory_budget, batch, seq)
-    name = costs_name(costs) if tp > 1 else ""
-    state = Compilation(
-        source.name,
-        source.config,
-        bypasses,
-        dtype_name(dtype),
-        budget=budget,
-        tp=tp,
-        costs=find_cost_model(name) if name else None,
-        tp_plan=read_tp_plan(tp_plan),
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        backend=backend,
-    )
-    state = run_passes(state, observe, last="raise")
-    _require_runnable(state.name, made(state.base))
-    state = run_passes(state, observe, first="attach")
-    traced = made(state.traced)
+    costs = costs_name(options.costs) if options.tp > 1 else None
+    backend = options.emitted_backend
+    model = None if costs is None else find_cost_model(costs)
+    passes = pipeline(Settings(options, source.name, bypasses, model, backend))
+    traced = passes.trace.run(source.config, observe)
+    base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
+    _require_runnable(source.name, base.model)
+    emitted = passes.emitted(base, observe)
     return Program(
         source.name,
         source.config,
-        made(state.base),
-        made(state.serving),
-        state.training,
+        base.model,
+        emitted.serving,
+        emitted.training,
         {name: recipe_fields(recipe) for name, recipe in recipes.items()},
-        budget,
-        traced.constants,
-        traced.base_prefix,
-        traced.dtype,
-        tp,
-        name,
-        state.tp_plan,
-        state.sequence_parallel,
-        state.gradient_accumulation_steps,
-        state.backend,
+        CompileOptions(
+            tp=options.tp,
+            costs=costs,
+            tp_plan=options.styles or None,
+            sequence_parallel=options.sequence_parallel,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            dtype=TORCH_NAMES[traced.trace.dtype],
+            memory_budget=options.budget.written,
+            batch=options.batch,
+            seq=options.seq,
+            backend=backend,
+        ),
+        traced.trace.constants,
+        traced.trace.base_prefix,
+        traced.trace.dtype,
     )
 
 
-def compile(
-    model: Any,
-    peft: object = None,
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    backend: str = "auto",
-    dtype: str | None = None,
-    device: str | torch.device | None = None,
-    memory_budget: float | str | None = None,
-    batch: int = 1,
-    seq: int = 1024,
-) -> Executor:
-    """Compile a model and load its weights: an executor that generates and finetunes.
+@dataclass(frozen=True)
+class CompileArguments(CompileOptions):
+    """Arguments of `compile`.
 
-    Args:
+    Attributes:
         model: a directory with weights, a hub id, or a transformers model in memory.
-        peft: None, "lora", a peft LoraConfig, or {name: LoraConfig, recipe or adapter directory};
-            named adapters are added to the executor.
+        peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
+            these, or the directory of an adapter}; named adapters are added to the executor.
         tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
             them, and all of them make the same calls.
-        costs: the device that adapters are parallelized for: a name, as H100, or a file of
-            `pcg profile`; the sheet of the device that there is by default.
-        tp_plan: the base's plan: a style, as colwise or rowwise, for each module path of a layer,
-            or a JSON file of such; Megatron's, read off the graph, by default.
-        sequence_parallel: whether ranks hold parts of the tokens of norms and residuals.
-        gradient_accumulation_steps: batches an optimizer step, over which the sums of copied
-            adapter weights' gradients are spread where the search weighs them.
-        backend: "torch", which runs on any device; "triton", fused for NVIDIA GPUs; "auto" is
-            "torch".
-        dtype: torch's name of the dtype, or a torch dtype; the configuration's own by default.
-        device: of the weights; the GPU where there is one, else the CPU. Over ranks "cuda" is a
-            GPU of each one's own, and a GPU that two of them name is refused.
-        memory_budget: what finetuning may keep for backward: from 1, all that spares a matrix
-            product (the default), to 0, the least; or bytes, as "8GiB".
-        batch: sequences of a step that the budget is planned for.
-        seq: tokens of each.
+        device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
+            "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
+    """
+
+    model: Any
+    peft: object = None
+    device: str | torch.device | None = field(default=None, kw_only=True)
+
+
+@takes(CompileArguments)
+def compile(given: CompileArguments) -> Executor:
+    """Compile a model and load its weights: an executor that generates and finetunes.
+
     Raises:
         ParallelError: the ranks have compiled different programs; which, and in what.
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
-    if backend == "auto":
-        backend = "torch"
-    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
-    if tp > 1:
-        check_started(tp)
+    device, options = given.device, given
+    if given.tp > 1:
+        check_started(given.tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
         device = own_device(_device(device))
-        if costs is None:
-            costs = own_sheet(device)
-    options: dict[str, Any] = {
-        "tp": tp,
-        "costs": costs,
-        "tp_plan": tp_plan,
-        "sequence_parallel": sequence_parallel,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "backend": backend,
-        "memory_budget": memory_budget,
-        "batch": batch,
-        "seq": seq,
-    }
-    module = model if isinstance(model, torch.nn.Module) else None
-    if module is not None:
-        if hasattr(module, "peft_config"):
-            raise UnsupportedError(
-                "the model is wrapped by peft already; give the base model, and its adapter by "
-                "peft={name: directory}"
-            )
-        config = module.config.to_dict()  # type: ignore[union-attr,operator]
-        dtype = dtype or str(next(module.parameters()).dtype)
-        program = compile_program(config, peft, dtype=dtype, **options)
-        weights: Weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
-        return make_executor(program, weights, peft, None, device)
-    source = resolve(model, weights=True)
-    program = compile_program(model, peft, dtype=dtype, **options)
-    return make_executor(
-        program, Checkpoint.open(source, program.base_prefix), peft, source.directory, device
-    )
+        if given.costs is None:
+            options = dataclasses.replace(given, costs=own_sheet(device))
+    if not isinstance(given.model, torch.nn.Module):
+        source = resolve(given.model, weights=True)
+        program = _compiled(source, given.peft, options)
+        checkpoint = Checkpoint.open(source, program.base_prefix)
+        return make_executor(program, checkpoint, given.peft, source.directory, device)
+    module = given.model
+    if hasattr(module, "peft_config"):
+        raise UnsupportedError(
+            "the model is wrapped by peft already; give the base model, and its adapter by "
+            "peft={name: directory}"
+        )
+    if options.dtype is None:
+        options = dataclasses.replace(options, dtype=str(next(module.parameters()).dtype))
+    program = _compiled(resolve(config_of(module)), given.peft, options)
+    weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
+    return make_executor(program, weights, given.peft, None, device)
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of a transformers model in memory; anything else as it is."""
+    return model.config.to_dict() if isinstance(model, torch.nn.Module) else model  # type: ignore[union-attr,operator]
 
 
 def compile_random(
     model: str | os.PathLike[str] | Mapping[str, Any],
     *,
-    backend: str = "torch",
+    backend: Backend = "torch",
     dtype: str | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
@@ -336,9 +289,7 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
         SourceError: the model cannot be found or read.
         TraceError: it cannot be turned into a graph; names the operator and the module.
     """
-    if isinstance(model, torch.nn.Module):
-        model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    return trace_config(resolve(model).config, dtype_name(dtype), whole)
+    return trace_config(resolve(config_of(model)).config, dtype_name(dtype), whole)
 
 
 def make_executor(
@@ -363,10 +314,10 @@ def make_executor(
     from pcg.runtime.model.state import ModelState
 
     device = _device(device)
-    check_device(program.backend, device)
+    _check_device(program.options.backend, device)
     if ranks is None:
         device = own_device(device)
-        ranks = join_group(program.tp, device)
+        ranks = join_group(program.options.tp, device)
     check_same_program(ranks, program)
     tokenizer = None
     if directory is not None and (directory / "tokenizer.json").exists():
@@ -386,6 +337,17 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def _check_device(backend: str, device: torch.device) -> None:
+    """Refuse a device that a backend's programs do not run on."""
+    interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    if backend == "triton" and device.type != "cuda" and not interprets:
+        raise UnsupportedError(
+            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
+            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
+            "to run its kernels on the CPU, slowly: it is meant for tests"
+        )
+
+
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
     if tokenizer is not None:
         return frozenset(tokenizer.eos_ids)
@@ -394,41 +356,37 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 class _Specialiser:
-    """Runs the pipeline again from attach, for adapters at other sites."""
+    """Compiles a program's base anew, for adapters at other sites."""
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
-        return made(self._run(program, recipes, trains=False).serving)  # type: ignore[no-any-return]
+        return self._emitted(program, recipes, trains=False).serving
 
     def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
-        state = self._run(program, [recipe], trains=True, windows=windows)
-        return made(state.training)  # type: ignore[no-any-return]
+        training = self._emitted(program, [recipe], trains=True, windows=windows).training
+        assert training is not None  # a recipe attaches somewhere, or is refused
+        return training
 
     @staticmethod
-    def _run(
+    def _emitted(
         program: Program, recipes: Sequence[Recipe], trains: bool, windows: bool = False
-    ) -> Compilation:
+    ) -> Emitted:
         model_type = str(program.config["model_type"])
-        dtype = adapter_dtype(program.base.dtype)
+        options = program.options
 
         def bypasses(base: ModelGraph) -> Bypasses:
-            return bypasses_of(base, recipes, model_type, dtype)
+            return bypasses_of(base, recipes, model_type, base.adapter_dtype)
 
-        state = Compilation(
+        costs = None if options.costs is None else find_cost_model(options.costs)
+        settings = Settings(
+            options,
             program.name,
-            program.config,
             bypasses,
+            costs,
+            options.backend,
             trains=trains,
-            budget=program.memory_budget,
-            tp=program.tp,
-            costs=find_cost_model(program.costs) if program.costs else None,
-            tp_plan=program.tp_plan,
             windows=windows,
-            sequence_parallel=program.sequence_parallel,
-            gradient_accumulation_steps=program.gradient_accumulation_steps,
-            backend=program.backend,
-            base=program.base,
         )
-        return run_passes(state, first="attach")
+        return pipeline(settings).emitted(Base(program.base))
 
 
 SPECIALISER = _Specialiser()

@@ -1,125 +1,255 @@
-"""What the compiler's calls are given: checked, and as its own types."""
+"""The options of compiling and of explaining: what they mean, and which of them go together.
+
+The library's functions take these fields as keywords (`pcg.keywords`), a program carries them, and
+the command line makes its options of them. Importing this file costs next to nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from pcg.errors import ParallelError, UnsupportedError
-from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.costs.accelerators import SHEETS
-from pcg.peft.adapters import read_adapter, recipe_from
-from pcg.peft.registry import Recipe, is_shorthand
-
-if TYPE_CHECKING:
-    import torch
-
-
-def recipes_of(peft: object) -> dict[str, Recipe]:
-    """The recipes that `peft` names; one without a name is called `default`."""
-    if peft is None:
-        return {}
-    if isinstance(peft, Mapping) and not is_recipe(peft):
-        return {str(name): _recipe(value) for name, value in peft.items()}
-    return {"default": _recipe(peft)}
-
-
-def is_recipe(peft: Mapping[Any, Any]) -> bool:
-    """Whether it is one recipe, and not recipes by name."""
-    return "peft_type" in peft
-
-
-def _recipe(value: object) -> Recipe:
-    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
-        return read_adapter(value, "adapter").recipe
-    return recipe_from(value)
-
-
-def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
-    """The sheet or the profile asked for; else the first GPU that has a sheet, else an H100."""
-    if costs is None:
-        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
-    path = Path(costs).expanduser()
-    return str(path.resolve()) if path.is_file() else os.fspath(costs)
-
-
-def check_degree(
-    tp: object,
-    costs: object = None,
-    tp_plan: object = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: object = 1,
-) -> None:
-    """Refuse what is no number of ranks, and what is said of ranks where there is one.
-
-    Raises:
-        ParallelError: it is so; names the fix.
-    """
-    if type(tp) is not int or tp < 1:
-        raise ParallelError(f"tp={tp!r}; use an int of at least 1")
-    steps = gradient_accumulation_steps
-    if type(steps) is not int or steps < 1:
-        raise ParallelError(f"gradient_accumulation_steps={steps!r}; use an int of at least 1")
-    of_ranks = (
-        ("costs", costs),
-        ("tp_plan", tp_plan),
-        ("gradient_accumulation_steps", None if steps == 1 else steps),
-    )
-    for name, given in of_ranks:
-        if tp == 1 and given is not None:
-            raise ParallelError(
-                f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; give "
-                f"tp=2 or more (--tp 2), or leave {name} out"
-            )
-    if sequence_parallel and tp == 1:
-        raise ParallelError(
-            "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one rank; "
-            "use tp=2 or more, or leave it out"
-        )
-
+from pcg.units import parse_bytes
 
 BACKENDS = ("torch", "triton")
+Backend = Literal["auto", "torch", "triton"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+STYLES = ("colwise", "rowwise", "replicated")
+"""transformers' words for how a module is sharded, which a plan over ranks may have."""
 
 
-def check_backend(backend: object) -> None:
-    """UnsupportedError: programs are emitted for no such backend, or it is not installed."""
-    if backend not in BACKENDS:
-        raise UnsupportedError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        raise UnsupportedError(
-            "backend='triton' needs the package triton, which exists for Linux alone; install it, "
-            "or use backend='torch'"
-        )
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options that decide how a finetuning step is planned.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        costs: the device that adapters are parallelized for: a name, as H100, or a file of
+            `pcg profile`; the sheet of the device that there is by default, else H100.
+        tp_plan: the base's plan over the ranks: a style (colwise, rowwise or replicated) for each
+            module path of a layer, as self_attn.q_proj, or a JSON file of such; with transformers'
+            keys, as layers.*.self_attn.q_proj, too. Megatron's, read off the graph, by default.
+        sequence_parallel: hold parts of the tokens of norms and residuals on each rank.
+        gradient_accumulation_steps: batches an optimizer step, over which the search for adapters'
+            strategies spreads the sums of copied weights' gradients.
+        dtype: float32, bfloat16, float16 or float64; the configuration's own by default.
+        memory_budget: what finetuning may save for backward: from 1, all that spares a matrix
+            product (the default), to 0, the least; or bytes, as 8GiB.
+        batch: sequences of the finetuning step that the budget is planned for.
+        seq: tokens of each of these sequences.
+    Raises:
+        ParallelError: an option of ranks is out of range, or has no effect.
+        UnsupportedError: another option is out of range.
+    """
+
+    tp: int = 1
+    costs: str | os.PathLike[str] | None = None
+    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None
+    sequence_parallel: bool = False
+    gradient_accumulation_steps: int = 1
+    dtype: str | None = None
+    memory_budget: float | str | None = None
+    batch: int = 1
+    seq: int = 1024
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        dtype_name(self.dtype)
+        _ = self.budget
+
+    def _check_ranks(self) -> None:
+        for name in ("tp", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ParallelError(f"{name}={value!r}; use an int of at least 1")
+        if self.tp > 1:
+            return
+        steps = self.gradient_accumulation_steps
+        of_ranks = {
+            "costs": self.costs,
+            "tp_plan": self.tp_plan,
+            "gradient_accumulation_steps": None if steps == 1 else steps,
+        }
+        for name, given in of_ranks.items():
+            if given is not None:
+                raise ParallelError(
+                    f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; "
+                    f"give tp=2 or more (--tp 2), or leave {name} out"
+                )
+        if self.sequence_parallel:
+            raise ParallelError(
+                "sequence_parallel=True shares norms and residuals over ranks, and tp=1 is one "
+                "rank; use tp=2 or more, or leave it out"
+            )
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory budget with the step that it is for."""
+        return MemoryBudget.parse(self.memory_budget, self.batch, self.seq)
+
+    @property
+    def styles(self) -> dict[str, str]:
+        """The base's plan over the ranks by module path; empty where none is given.
+
+        Raises:
+            ParallelError: the file cannot be read, or a style is none of `STYLES`.
+        """
+        return {} if self.tp_plan is None else _styles(self.tp_plan)
 
 
-def check_device(backend: str, device: torch.device) -> None:
-    """UnsupportedError: a backend's programs do not run on a device."""
-    if backend == "triton" and device.type != "cuda" and not _interprets():
-        raise UnsupportedError(
-            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
-            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
-            "to run its kernels on the CPU, slowly: it is meant for tests"
-        )
+def _styles(plan: str | os.PathLike[str] | Mapping[str, str]) -> dict[str, str]:
+    name = "tp_plan"
+    if not isinstance(plan, Mapping):
+        path = Path(plan).expanduser()
+        name = f"tp_plan {path}"
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ParallelError(f"{name} cannot be read as JSON: {error}") from error
+    if not isinstance(plan, Mapping) or not plan:
+        raise ParallelError(f"{name} has to be an object with a style for each module path")
+    for module, style in plan.items():
+        if style not in STYLES:
+            raise ParallelError(f"{name}: {module} is {style!r}; use one of {', '.join(STYLES)}")
+    return {str(module): str(style) for module, style in plan.items()}
 
 
-def _interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(PlanOptions):
+    """Options of a program.
+
+    Attributes:
+        backend: what source is emitted for: torch, which runs on any device; triton, fused for
+            NVIDIA GPUs; or auto, which is torch.
+    """
+
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend not in ("auto", *BACKENDS):
+            raise UnsupportedError(f"backend={self.backend!r}; use one of {', '.join(BACKENDS)}")
+
+    @property
+    def emitted_backend(self) -> Backend:
+        """The backend that `auto` stands for, or the one given.
+
+        Raises:
+            UnsupportedError: it is not installed.
+        """
+        if self.backend == "triton" and importlib.util.find_spec("triton") is None:
+            raise UnsupportedError(
+                "backend='triton' needs the package triton, which exists for Linux alone; install "
+                "it, or use backend='torch'"
+            )
+        return "torch" if self.backend == "auto" else self.backend
 
 
-def adapter_dtype(base: str) -> str:
-    """Dtype of adapters over a base: fp32 over half precision, as peft has it."""
-    return "f64" if base == "f64" else "f32"
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(PlanOptions):
+    """Options of a report.
+
+    Attributes:
+        optimizer: the optimizer of torch.optim that updates the adapters: adadelta, adafactor,
+            adagrad, adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd.
+        optimizer_options: options of the optimizer by torch's names, as {"momentum": 0.9}; some
+            need more memory.
+        gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
+        find_region: give formulas in the rank, too, where there is one, and find for which sequence
+            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
+            change with tokens, rank, degree and link. Takes seconds.
+        peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds, most
+            of them to import functorch and inductor.
+    """
+
+    optimizer: str = "adamw"
+    optimizer_options: Mapping[str, Any] | None = None
+    gpus: Sequence[str] = ()
+    find_region: bool = False
+    peers: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A bound of what a finetuning step saves for backward: a share of what it could, or bytes.
+
+    Attributes:
+        share: 1 saves all that spares a matrix product, 0 the least; between, bytes are as far
+            between those two. None where `size_bytes` is given.
+        size_bytes: bytes that a step of `batch` sequences of `seq` tokens saves at most. None where
+            `share` is given.
+        batch: sequences of the step that the plan is made for.
+        seq: tokens of each.
+    """
+
+    share: float | None = 1.0
+    size_bytes: int | None = None
+    batch: int = 1
+    seq: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, number in (("batch", self.batch), ("seq", self.seq)):
+            if type(number) is not int or number < 1:
+                raise UnsupportedError(f"{name}={number!r}; use an int of at least 1")
+        if (self.share is None) == (self.size_bytes is None):
+            raise UnsupportedError("a memory budget is either a share or a number of bytes")
+
+    @classmethod
+    def parse(cls, value: object, batch: int = 1, seq: int = 1024) -> MemoryBudget:
+        """The budget that a user writes: None (1), 0 to 1, bytes above 1, "0.3" or "8GiB".
+
+        Raises:
+            UnsupportedError: it is none of these.
+        """
+        if value is None:
+            return cls(batch=batch, seq=seq)
+        size = parse_bytes(value) if isinstance(value, str) else None
+        if size is not None:
+            return cls(None, size, batch, seq)
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                raise _refused(value) from None
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise _refused(value)
+        if not math.isfinite(number) or number < 0:
+            raise _refused(value)
+        if number <= 1:
+            return cls(float(number), None, batch, seq)
+        if number != int(number):
+            raise _refused(value)
+        return cls(None, int(number), batch, seq)
+
+    @property
+    def written(self) -> float | str:
+        """The budget as `parse` reads it."""
+        return self.share if self.share is not None else f"{self.size_bytes}B"
+
+    def __str__(self) -> str:
+        return f"{self.share:g}" if self.share is not None else f"{self.size_bytes} bytes"
+
+
+def _refused(value: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"memory_budget={value!r}; use a number from 0 (least memory) to 1 (no matrix product "
+        "recomputed), or bytes such as '8GiB'"
+    )
 
 
 def dtype_name(dtype: object) -> str | None:
-    """A dtype, of torch or by name, as torch's name of it; None for None."""
+    """Torch's name of a dtype, which is given as such or by name; None for None."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    if name not in TORCH_NAMES.values():
-        raise UnsupportedError(f"dtype={name!r}; use one of float32, bfloat16, float16, float64")
+    if name not in DTYPES:
+        raise UnsupportedError(f"dtype={name!r}; use one of {', '.join(DTYPES)}")
     return name

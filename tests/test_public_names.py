@@ -50,12 +50,15 @@ def test_every_name_is_there() -> None:
         _ = pcg.nonsense
 
 
-def test_every_error_is_public() -> None:
+def test_public_errors_have_one_root_and_stand_in_the_tree() -> None:
     from pcg import errors
 
     types = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
-    there = {name for name, value in types.items() if issubclass(value, errors.PcgError)}
-    assert there <= set(pcg.__all__)
+    there = {name for name, value in types.items() if value.__module__ == "pcg.errors"}
+    assert all(issubclass(types[name], pcg.PcgError) for name in there)
+    tree = errors.__doc__ or ""
+    assert all(f" {name} " in tree or f"\n{name}\n" in tree for name in there)
+    assert there & set(pcg.__all__) == {"PcgError"}
 
 
 def test_version_is_that_of_the_distribution() -> None:
@@ -63,9 +66,13 @@ def test_version_is_that_of_the_distribution() -> None:
     assert pcg.__version__ == project["version"]
 
 
-def test_trace_stays_a_function_beside_its_package(model: Path) -> None:
+def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
+    import pcg.explain.report
     import pcg.trace.export
+    from pcg.explain.report import Report
     from pcg.trace import Trace
+
+    assert isinstance(pcg.explain(model, seq=16), Report)
 
     by_path = pcg.trace(model)
     assert isinstance(by_path, Trace)

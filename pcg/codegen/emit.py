@@ -14,11 +14,9 @@ class Emitter(Protocol):
 
     SERVING: Sequence[str]
 
-    @staticmethod
-    def emit_function(function: Function) -> str: ...
+    def emit_function(self, function: Function) -> str: ...
 
-    @staticmethod
-    def emit_module(title: str, note: str, functions: Sequence[str]) -> str: ...
+    def emit_module(self, title: str, note: str, functions: Sequence[str]) -> str: ...
 
 
 EMITTERS: Mapping[str, Emitter] = {"torch": torch_emitter, "triton": triton_emitter}

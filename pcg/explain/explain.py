@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -20,93 +20,50 @@ from pcg.explain.rank_formulas import in_rank, rank_of, with_rank
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report, formula_text
 from pcg.explain.step_memory import PlannedModel, Setup, peak_moment, step_formulas, storage_key
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
-from pcg.options import (
-    adapter_dtype,
-    check_degree,
-    costs_name,
-    dtype_name,
-    recipes_of,
-)
-from pcg.parallel.base_plan import read_tp_plan
+from pcg.keywords import takes
+from pcg.options import ExplainOptions, MemoryBudget
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import SheetModel, costs_name, find_cost_model
 from pcg.parallel.search import Search
-from pcg.passes.bypasses import Bypasses
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
-from pcg.passes.pipeline import Compilation, made, run_passes
-from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
+from pcg.passes.sharding.shard import Shard
+from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
 from pcg.peft.config_reader import config_fields
+from pcg.peft.recipes_by_name import recipes_of
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
 
-def explain(
-    model: Any,
-    peft: object = "lora",
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-    peers: bool = False,
-) -> Report:
-    """Account for the memory of a finetuning step, and say what is saved for backward and why.
+@dataclass(frozen=True)
+class ExplainArguments(ExplainOptions):
+    """Arguments of `explain`.
 
-    Args:
+    Attributes:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
         peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
             peft's, or {name: one of these, or an adapter directory}.
-        tp: tensor-parallel degree.
-        costs: the device that bypass networks are parallelized for: a name, as H100, or a file of
-            `pcg profile`; the first of `gpus` that has a sheet by default, else H100.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype; the configuration's own by default.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters, a name of
-        `pcg.runtime.training.optimizer_table.OPTIMIZERS`. optimizer_options: of it, as finetuning
-        takes them; some keep more. gpus: names of GPUs to fit the step to. find_region: give
-        formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
-            change with tokens, rank, degree and link. Takes seconds.
-        peers: say what torch's min-cut partitioner keeps, too, on one rank; takes seconds, most of
-            them to import functorch and inductor.
+    """
+
+    model: Any
+    peft: object = "lora"
+
+
+@takes(ExplainArguments)
+def explain(given: ExplainArguments) -> Report:
+    """Account for the memory of a finetuning step: what is saved for backward, and why.
+
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    options: dict[str, Any] = {
-        "batch": batch,
-        "seq": seq,
-        "dtype": dtype,
-        "memory_budget": memory_budget,
-    }
-    options["find_region"] = find_region
-    options |= {"tp": tp, "costs": costs, "tp_plan": tp_plan, "gpus": gpus}
-    options["sequence_parallel"] = sequence_parallel
-    options["gradient_accumulation_steps"] = gradient_accumulation_steps
-    options |= {"optimizer": optimizer, "optimizer_options": optimizer_options}
-    found = compare(model, {"": peft}, **options)
-    return _with_peers(found[""], model, recipes_of(peft)) if peers else found[""]
+    return compared(given.model, {"": given.peft}, given)[""]
 
 
-def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Report:
+def _with_peers(report: Report, config: Mapping[str, Any], recipes: Mapping[str, Recipe]) -> Report:
     """The report with what torch's partitioner keeps."""
     from pcg.explain.peers import with_peers  # imports functorch and inductor, which takes seconds
 
@@ -115,8 +72,6 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
             f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
             "use tp=1"
         )
-    is_module = isinstance(model, torch.nn.Module)
-    config = model.config.to_dict() if is_module else resolve(model).config
     adapters = {
         name: config_fields(recipe, recipe.target_modules or (), "", {})
         | ({"target_modules": None} if recipe.target_modules is None else {})
@@ -125,73 +80,94 @@ def _with_peers(report: Report, model: Any, recipes: Mapping[str, Recipe]) -> Re
     return with_peers(report, config, recipes, adapters)
 
 
-def compare(
-    model: Any,
-    pefts: Mapping[str, object],
-    *,
-    tp: int = 1,
-    costs: str | os.PathLike[str] | None = None,
-    tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None,
-    sequence_parallel: bool = False,
-    gradient_accumulation_steps: int = 1,
-    batch: int = 1,
-    seq: int = 1024,
-    dtype: str | None = None,
-    memory_budget: float | str | None = None,
-    optimizer: str = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    gpus: Sequence[str] = (),
-    find_region: bool = False,
-) -> dict[str, Report]:
-    """`explain` of several recipes over one model, which is traced once; by their names.
+@dataclass(frozen=True)
+class CompareArguments(ExplainOptions):
+    """Arguments of `compare`.
 
-    Args:
+    Attributes:
         model: as for `explain`.
-        pefts: by name, what `explain` takes as `peft`.
-        tp: and all others: as for `explain`.
-        costs: the device that bypass networks are parallelized for.
-        tp_plan: the base's plan over ranks, as for `compile`.
-        sequence_parallel: as for `compile`.
-        gradient_accumulation_steps: as for `compile`.
-        batch: sequences of a step.
-        seq: tokens of each.
-        dtype: torch's name of the dtype.
-        memory_budget: as for `compile`.
-        optimizer: that updates the adapters.
-        optimizer_options: of it.
-        gpus: names of GPUs to fit the step to.
-        find_region: as for `explain`.
+        pefts: what `explain` takes as `peft`, by name.
     """
-    check_degree(tp, costs, tp_plan, sequence_parallel, gradient_accumulation_steps)
+
+    model: Any
+    pefts: Mapping[str, object]
+
+
+@takes(CompareArguments)
+def compare(given: CompareArguments) -> dict[str, Report]:
+    """Explain several recipes over one model, which is traced once; by their names.
+
+    Raises:
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    return compared(given.model, given.pefts, given)
+
+
+def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
+    """`compare` with its options as one object."""
     if isinstance(model, torch.nn.Module):
         model = model.config.to_dict()  # type: ignore[union-attr,operator]
-    devices = [find_accelerator(name) for name in gpus]
+    devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
-    budget = MemoryBudget.parse(memory_budget, batch, seq)
-    updates = Optimizer.of(optimizer, optimizer_options)
-    updates.check_parted(tp)
+    updates = Optimizer.of(options.optimizer, options.optimizer_options)
+    updates.check_parted(options.tp)
     source = resolve(model)
-    state = Compilation(
-        source.name,
-        source.config,
-        lambda base: Bypasses(),
-        dtype_name(dtype),
-        budget=budget,
-        tp=tp,
-        costs=find_cost_model(costs_name(costs, gpus)) if tp > 1 else None,
-        tp_plan=read_tp_plan(tp_plan),
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
-    folded = run_passes(state, last="fold")
-    return {
-        name: _explained(folded, found, updates, devices, find_region)
+    costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
+    settings = Settings(options, source.name, costs=costs)
+    passes = pipeline(settings)
+    traced = passes.trace.run(source.config)
+    folded = _Folded(source.config, settings, traced, passes.fold.run(traced))
+    reports = {
+        name: _explained(folded, found, updates, devices, options.find_region)
         for name, found in recipes.items()
+    }
+    if not options.peers:
+        return reports
+    return {
+        name: _with_peers(report, source.config, recipes[name]) for name, report in reports.items()
     }
 
 
+@dataclass(frozen=True)
+class _Folded:
+    """A folded model, before any recipe, and what it is explained for."""
+
+    config: Mapping[str, Any]
+    settings: Settings
+    traced: Traced
+    base: Base
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return self.settings.options.budget
+
+    @property
+    def tp(self) -> int:
+        return self.settings.options.tp
+
+    def having(self, **options: Any) -> _Folded:
+        """The same explained for other options."""
+        changed = dataclasses.replace(self.settings.options, **options)
+        return dataclasses.replace(
+            self, settings=dataclasses.replace(self.settings, options=changed)
+        )
+
+    def attached(self, recipes: Mapping[str, Recipe]) -> tuple[Pipeline, Base, Attached]:
+        """The pipeline for these recipes, and the model without and with their bypass networks."""
+        use = self.use_of(recipes)
+        settings = dataclasses.replace(self.settings, bypasses=lambda base: use(base).bypasses)
+        passes = pipeline(settings)
+        base = passes.raise_operators.run(self.base)
+        return passes, base, passes.attach.run(base)
+
+    def use_of(self, recipes: Mapping[str, Recipe]) -> Callable[[ModelGraph], AdapterUse]:
+        """What the recipes train of a base, by a function of it."""
+        model_type = str(self.config["model_type"])
+        return lambda base: adapter_use(base, recipes, model_type, base.adapter_dtype)
+
+
 def _explained(
-    folded: Compilation,
+    folded: _Folded,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
     devices: Sequence[Accelerator],
@@ -199,12 +175,15 @@ def _explained(
 ) -> Report:
     """The report of a folded model and recipes."""
     planned = _planned(folded, recipes, windows=True)
-    setup = Setup(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
+    setup = Setup(
+        folded.settings.model, folded.config, recipes, folded.budget, folded.tp, optimizer
+    )
     report = build_report(planned, setup)
     if find_region and planned.frontiers is not None:
         report = _with_regions(report, folded, planned, setup)
-    if planned.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(planned.sharded, made(folded.device_costs()))
+    costs = folded.settings.device_costs
+    if planned.sharded is not None and costs is not None:
+        rows = parallel_rows(planned.sharded, costs)
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)
@@ -213,19 +192,19 @@ def _explained(
     )
 
 
-def _with_regions(
-    report: Report, folded: Compilation, planned: PlannedModel, setup: Setup
-) -> Report:
+def _with_regions(report: Report, folded: _Folded, planned: PlannedModel, setup: Setup) -> Report:
     """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
-    budget, kinds = folded.budget, made(planned.frontiers).kinds
+    budget, model, known = folded.budget, planned.training, planned.frontiers
+    assert model is not None
+    assert known is not None
     rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(made(planned.training), kinds, budget.batch, seq)
+        found = frontiers(model, known.kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
     def at_degree(degree: int) -> AtDegree:
-        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(setup, tp=degree)
+        state, then = folded.having(tp=degree), dataclasses.replace(setup, tp=degree)
         found = planned if degree == folded.tp else _planned(state, setup.recipes)
         peak = peak_moment(found, then)
         return AtDegree(_formulas(found, state, then), storage_key(found), peak)
@@ -239,7 +218,9 @@ def _with_regions(
     if rank is not None:
 
         def at_rank(other: int) -> MemoryPlan:
-            return made(_planned(folded, with_rank(setup.recipes, other)).plan)  # type: ignore[no-any-return]
+            plan = _planned(folded, with_rank(setup.recipes, other)).plan
+            assert plan is not None
+            return plan
 
         ranks = valid_range(at_rank, rank, MOST_RANK)
     return dataclasses.replace(
@@ -251,45 +232,46 @@ def _with_regions(
     )
 
 
-def _formulas(planned: PlannedModel, folded: Compilation, setup: Setup) -> dict[str, sympy.Expr]:
+def _formulas(planned: PlannedModel, folded: _Folded, setup: Setup) -> dict[str, sympy.Expr]:
     """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
     rank = rank_of(setup.recipes)
     if rank is None:
         return step_formulas(planned, setup)
     # The plan is given, and need not be within the budget at other ranks.
-    state = dataclasses.replace(folded, budget=MemoryBudget(batch=setup.batch, seq=setup.seq))
+    state = folded.having(memory_budget=None, batch=setup.batch, seq=setup.seq)
 
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
         if other == rank:
             return step_formulas(planned, setup)
         found = _planned(state, with_rank(setup.recipes, other))
-        plan = replanned(made(planned.plan), made(found.frontiers))
+        assert planned.plan is not None
+        assert found.frontiers is not None
+        plan = replanned(planned.plan, found.frontiers)
         if plan is None:
             return None
-        return step_formulas(dataclasses.replace(found, plan=plan), setup)
+        return step_formulas(dataclasses.replace(found, plan=in_order(plan)), setup)
 
-    return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
+    formulas = in_rank(at_rank, rank)
+    assert formulas is not None
+    return formulas
 
 
 def _parallel_regions(
-    folded: Compilation, recipes: Mapping[str, Recipe]
+    folded: _Folded, recipes: Mapping[str, Recipe]
 ) -> dict[str, list[dict[str, Any]]]:
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
 
-    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
-        bypasses = _use_of(state, then)
-        attached = run_passes(
-            dataclasses.replace(state, bypasses=lambda base: bypasses(base).bypasses),
-            first="raise",
-            last="attach",
-        )
-        pairs = zip(made(attached.training_model).blocks, made(attached.base).blocks, strict=True)
-        layers = list(pairs)
+    def at(state: _Folded, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        passes, _, attached = state.attached(then)
+        prepared = passes.parallelize.until(Shard).run(attached)
+        model, machine = prepared.training, state.settings.costs
+        assert model is not None
+        assert machine is not None
 
-        def searches_at(tokens: int, context: int) -> list[Search]:
-            costs = state.device_costs_at(made(state.costs), tokens, context)
-            given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
-            return [search_layer(block, plain, *given) for block, plain in layers]
+        def searches_at(tokens: int, context: int) -> Sequence[Search]:
+            costs = state.settings.device_costs_at(machine, tokens, context)
+            sharding = Shard(state.tp, costs, state.settings.options.sequence_parallel)
+            return sharding.searches(model, prepared, trains=True)
 
         return token_regions(searches_at, state.budget.seq)
 
@@ -301,59 +283,52 @@ def _parallel_regions(
     for degree in (2, 4, 8):
         if degree != folded.tp:
             try:
-                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+                found[f"tp {degree}"] = at(folded.having(tp=degree), recipes)
             except ParallelError:
                 continue  # it does not divide the model
-    model = folded.costs
+    model = folded.settings.costs
     if isinstance(model, SheetModel):
         for link in model.sheet.links:
             if link != model.link_name:
                 costs = SheetModel(model.name, model.sheet, link, model.achieved)
-                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+                settings = dataclasses.replace(folded.settings, costs=costs)
+                found[link] = at(dataclasses.replace(folded, settings=settings), recipes)
     return found
 
 
-def _planned(
-    folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
-) -> PlannedModel:
+def _planned(folded: _Folded, recipes: Mapping[str, Recipe], windows: bool = False) -> PlannedModel:
     """What a report of a folded model and recipes accounts for; with windows, of these too."""
-    use_of = _use_of(folded, recipes)
-    state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
-    attached = run_passes(state, first="raise", last="parallelize")
+    passes, base, attached = folded.attached(recipes)
+    sharded = passes.parallelize.run(attached)
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     windowed: MemoryPlan | None = None
+    trained: TrainedModel | None = None
     try:
-        attached = run_passes(attached, first="differentiate", last="prune")
-        kinds = attached.kinds
+        pruned = passes.prune.run(passes.differentiate.run(sharded))
+        kinds = () if pruned.training is None else pruned.training.kinds
         if windows:
-            through_cache = dataclasses.replace(attached, windows=True)
-            windowed = run_passes(through_cache, first="compress", last="rematerialize").plan
-        attached = run_passes(attached, first="compress", last="rematerialize")
+            through_cache = pipeline(dataclasses.replace(folded.settings, windows=True))
+            compressed = through_cache.compress.run(pruned)
+            found = through_cache.rematerialize.run(compressed).training
+            windowed = None if found is None else found.plan
+        trained = passes.rematerialize.run(passes.compress.run(pruned)).training
     except UnsupportedError as error:
         refusal = str(error)
-    unraised = made(folded.base)
+    unraised = folded.base.model
     return PlannedModel(
         unraised,
-        made(attached.base),
-        made(attached.local_base),
-        attached.training_model,
+        base.model,
+        sharded.base,
+        sharded.training,
         kinds,
-        attached.frontiers,
-        attached.plan,
-        attached.training_epilogue[0] if attached.training_epilogue else None,
-        use_of(unraised),
-        adapter_dtype(unraised.dtype),
-        made(folded.traced).attention,
+        None if trained is None else trained.frontiers,
+        None if trained is None else trained.plan,
+        None if trained is None else trained.epilogue,
+        folded.use_of(recipes)(unraised),
+        unraised.adapter_dtype,
+        folded.traced.trace.attention,
         refusal,
-        attached.sharded,
+        sharded if isinstance(sharded, Sharded) else None,
         windowed,
     )
-
-
-def _use_of(
-    folded: Compilation, recipes: Mapping[str, Recipe]
-) -> Callable[[ModelGraph], AdapterUse]:
-    """What the recipes train of a base, by a function of it."""
-    model_type = str(folded.config["model_type"])
-    return lambda base: adapter_use(base, recipes, model_type, adapter_dtype(base.dtype))

@@ -23,13 +23,13 @@ from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import layout_of
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS
 from pcg.passes.layer_kind import LayerKind
+from pcg.options import MemoryBudget
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
-from pcg.passes.sharding.parallelize import Sharded
+from pcg.passes.stages import Sharded
 from pcg.peft.registry import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 

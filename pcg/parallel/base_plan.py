@@ -16,50 +16,18 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from math import gcd
-from pathlib import Path
 
 import sympy
 
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED, Layout, partitioned
+from pcg.options import STYLES
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
-
-
-STYLES = {"colwise": COLUMN, "rowwise": ROW, "replicated": REPLICATED}
-"""transformers' words that a plan of the user's may have."""
-
-
-def read_tp_plan(plan: str | os.PathLike[str] | Mapping[str, str] | None) -> dict[str, str]:
-    """A plan of the user's: a style for each module path of a layer, as "self_attn.q_proj".
-
-    Args:
-        plan: a mapping, or a JSON file of one; with transformers' keys, such as
-            "layers.*.self_attn.q_proj", too.
-    Raises:
-        ParallelError: the file cannot be read, or a style is none of `STYLES`.
-    """
-    if plan is None:
-        return {}
-    name = "tp_plan"
-    if not isinstance(plan, Mapping):
-        path = Path(plan).expanduser()
-        name = f"tp_plan {path}"
-        try:
-            plan = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ParallelError(f"{name} cannot be read as JSON: {error}") from error
-    if not isinstance(plan, Mapping) or not plan:
-        raise ParallelError(f"{name} has to be an object with a style for each module path")
-    for module, style in plan.items():
-        if not isinstance(style, str) or style not in STYLES:
-            raise ParallelError(f"{name}: {module} is {style!r}; use one of {', '.join(STYLES)}")
-    return {str(module): str(style) for module, style in plan.items()}
+_LAYOUTS = dict(zip(STYLES, (COLUMN, ROW, REPLICATED), strict=True))
 
 
 def base_plan(
@@ -70,8 +38,8 @@ def base_plan(
     Args:
         graph: of a layer, without bypass networks.
         degree: number of ranks.
-        given: a plan of the user's, as `read_tp_plan` gives it; products that it does not name are
-            replicated.
+        given: a plan of the user's, as `PlanOptions.styles` gives it; products that it does not
+            name are replicated.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named. Or a
             given module is no linear operator of the layer.
@@ -100,7 +68,7 @@ def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
             raise ParallelError(
                 f"tp_plan: {module} is no linear operator of {graph.name}; it has {known}"
             )
-        plan |= dict.fromkeys(named, STYLES[style])
+        plan |= dict.fromkeys(named, _LAYOUTS[style])
     return plan
 
 

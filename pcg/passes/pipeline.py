@@ -10,12 +10,12 @@ verifier looks at every graph that a pass made (`pcg.passes.stage`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.options import PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
@@ -57,55 +57,43 @@ from pcg.passes.stages import (
 )
 from pcg.passes.window_attention import WindowAttention
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Settings:
     """What a pipeline is made for.
 
     Attributes:
+        options: the user's options; above tp=1, the graphs after `parallelize` are one rank's.
         model: the model's name, for the emitted source.
         bypasses: the bypass networks of a base; none by default.
-        trains: True to make what finetunes, where there are any.
-        dtype: torch's name of the dtype; None for the configuration's own.
-        whole: True to trace every layer, not one of each kind.
-        backend: the backend that source is emitted for: "torch" or "triton".
-        budget: what training may save for backward.
-        windows: True if what finetunes takes sequences window by window, through the KV cache.
-        tp: tensor-parallel degree. Above 1, the graphs after `parallelize` are those of one rank.
         costs: the device and links that bypass networks are parallelized for; None if not known.
-        tp_plan: the base's plan over ranks, by module; empty to read it off the graph.
-        sequence_parallel: True if ranks hold parts of the tokens between the base's products.
-        gradient_accumulation_steps: the batches of an optimizer step that `costs` are of.
+        backend: the backend that source is emitted for: "torch" or "triton".
+        trains: True to make what finetunes, where there are any bypass networks.
+        windows: True if what finetunes takes sequences window by window, through the KV cache.
+        whole: True to trace every layer, not one of each kind.
     """
 
+    options: PlanOptions = PlanOptions()
     model: str = "model"
     bypasses: Callable[[ModelGraph], Bypasses] = lambda base: Bypasses()
-    trains: bool = True
-    dtype: str | None = None
-    whole: bool = False
-    backend: str = "torch"
-    budget: MemoryBudget = field(default_factory=MemoryBudget)
-    windows: bool = False
-    tp: int = 1
     costs: CostModel | None = None
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
-    sequence_parallel: bool = False
-    gradient_accumulation_steps: int = 1
+    backend: str = "torch"
+    trains: bool = True
+    windows: bool = False
+    whole: bool = False
 
     @property
     def device_costs(self) -> DeviceCosts | None:
         """The costs of a batch on the device; None where they are not known."""
         if self.costs is None:
             return None
-        return self.device_costs_at(
-            self.costs, self.budget.batch * self.budget.seq, self.budget.seq
-        )
+        batch, seq = self.options.batch, self.options.seq
+        return self.device_costs_at(self.costs, batch * seq, seq)
 
     def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
         """The costs of so many tokens that attend to so many, by a device's."""
-        return DeviceCosts(costs, self.tp, tokens, context, self.gradient_accumulation_steps)
+        options = self.options
+        return DeviceCosts(costs, options.tp, tokens, context, options.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True)
@@ -128,6 +116,17 @@ class Pipeline:
     def stages(self) -> tuple[Stage[Any, Any], ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which users know states of the compilation, in order."""
+        labels = (names for stage in self.stages for _, names in stage.flat())
+        return tuple(dict.fromkeys(name for names in labels for name in names))
+
+    def base(self, config: Mapping[str, Any], observe: Observer | None = None) -> Base:
+        """The model of a config.json, without bypass networks."""
+        folded = self.fold.run(self.trace.run(config, observe), observe)
+        return self.raise_operators.run(folded, observe)
+
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:
         """The graphs of a program, from models with bypass networks; not fused yet."""
         sharded = self.parallelize.run(attached, observe)
@@ -146,21 +145,22 @@ LAYER_ORDER: tuple[LayerPass, ...] = (CoalesceLayer(), OverlapLayer())
 
 def pipeline(given: Settings) -> Pipeline:
     """The pipeline for these settings."""
-    over_ranks, triton = given.tp > 1, given.backend == "triton"
+    options, triton = given.options, given.backend == "triton"
+    tp, sequence_parallel = options.tp, options.sequence_parallel
     return Pipeline(
-        trace=Stage("trace", (Trace(given.dtype, given.whole),)),
+        trace=Stage("trace", (Trace(dtype_name(options.dtype), given.whole),)),
         fold=Stage("fold", (FoldTrace(),)),
         raise_operators=Stage("raise", (On(Base.map_model, RaiseOperators()),)),
         attach=Stage("attach", (Attach(given.bypasses, given.trains),)),
         parallelize=Stage(
             "parallelize",
             when(
-                over_ranks,
+                tp > 1,
                 On(Attached.map_blocks, SplitFusedProjections()),
-                PlanBase(given.tp, given.tp_plan),
-                RepeatHeadsOfModels(given.tp),
-                Shard(given.tp, given.device_costs, given.sequence_parallel),
-                On(Sharded.map_graphs, Localize(given.tp)),
+                PlanBase(tp, options.styles),
+                RepeatHeadsOfModels(tp),
+                Shard(tp, given.device_costs, sequence_parallel),
+                On(Sharded.map_graphs, Localize(tp)),
             ),
         ),
         differentiate=Stage("differentiate", (AddLoss(), DifferentiateModel())),
@@ -175,7 +175,7 @@ def pipeline(given: Settings) -> Pipeline:
         rematerialize=Stage(
             "rematerialize",
             (
-                Rematerialize(given.budget),
+                Rematerialize(options.budget),
                 *(On(Trained.map_layers, one) for one in LAYER_ORDER),
             ),
         ),
@@ -225,18 +225,6 @@ def pipeline(given: Settings) -> Pipeline:
 def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]:
     """The passes where they run; none where not."""
     return passes if condition else ()
-
-
-def names() -> tuple[str, ...]:
-    """The names of all stages and passes, in order, a stage before its passes."""
-    every = pipeline(Settings(backend="triton", tp=2, windows=True))
-
-    def of(stage: Stage[Any, Any]) -> Iterator[str]:
-        yield stage.name
-        for one in stage.passes:
-            yield from of(one) if isinstance(one, Stage) else (one.name,)
-
-    return tuple(dict.fromkeys(name for stage in every.stages for name in of(stage)))
 
 
 def in_order(plan: MemoryPlan) -> MemoryPlan:

@@ -26,13 +26,14 @@ class PassRecord:
 
     Attributes:
         name: the pass's name.
-        ends: names of the stages whose last pass it is.
+        labels: names by which users know the state after it: its own, unless it is a stage's that
+            goes on, and those of the stages that end with it.
         seconds: the time that it took, verification included.
         graphs: the graphs behind it, by what they are for.
     """
 
     name: str
-    ends: tuple[str, ...]
+    labels: tuple[str, ...]
     seconds: float
     graphs: Named
 
@@ -67,14 +68,23 @@ class Stage(Generic[Before, After]):
     name: str
     passes: tuple[Pass[Any, Any] | Stage[Any, Any], ...]
 
-    def flat(self, ends: tuple[str, ...] = ()) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
-        """The passes in order, each with the names of the stages that end with it."""
+    def flat(
+        self, within: tuple[str, ...] = (), ends: tuple[str, ...] = ()
+    ) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
+        """The passes in order, each with the names by which users know the state after it.
+
+        Args:
+            within: names of the stages around this one.
+            ends: those of them that end with it.
+        """
+        within = (*within, self.name)
         for number, one in enumerate(self.passes, 1):
             ended = (*ends, self.name) if number == len(self.passes) else ()
             if isinstance(one, Stage):
-                yield from one.flat(ended)
+                yield from one.flat(within, ended)
             else:
-                yield one, ended
+                own = () if one.name in within else (one.name,)
+                yield one, (*own, *ended)
 
     def until(self, kind: type[Pass[Middle, Any]]) -> Stage[Before, Middle]:
         """The passes before the first of a class."""
@@ -94,13 +104,13 @@ class Stage(Generic[Before, After]):
             PcgError: what a pass refuses.
         """
         state: Any = before
-        for one, ends in self.flat():
-            state = run_pass(one, state, ends, observe)
+        for one, labels in self.flat():
+            state = run_pass(one, state, labels, observe)
         return cast("After", state)
 
 
 def run_pass(
-    one: Pass[Any, Any], before: Any, ends: tuple[str, ...] = (), observe: Observer | None = None
+    one: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
 ) -> Any:
     """The state after one pass, verified; the arguments and errors are those of `Stage.run`."""
     started = time.perf_counter()
@@ -120,7 +130,7 @@ def run_pass(
         if id(graph) not in known:
             _verify(one, name, graph, given)
     if observe is not None:
-        observe(PassRecord(one.name, ends, time.perf_counter() - started, after.graphs))
+        observe(PassRecord(one.name, labels, time.perf_counter() - started, after.graphs))
     return after
 
 

@@ -11,15 +11,14 @@ from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import check_degree
+from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import SheetModel, find_cost_model
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.sites import bypasses_of
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.engine.calibration import fitted_latencies
@@ -123,7 +122,7 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    check_degree(tp)
+    options = PlanOptions(tp=tp, seq=max(1, finetuning_tokens or 1024))
     memory, costs = find_accelerator(device), find_cost_model(device)
     if not isinstance(costs, SheetModel):
         raise CostModelError(f"{device} is no device with a data sheet")
@@ -141,27 +140,26 @@ def simulated_program(
     def bypasses(base: ModelGraph) -> Bypasses:
         return bypasses_of(base, [recipe], model_type, base.dtype)
 
-    budget = MemoryBudget(seq=max(1, finetuning_tokens or 1024))
-    state = Compilation(
+    settings = Settings(
+        options,
         source.name,
-        source.config,
         bypasses,
+        costs if tp > 1 else None,
         trains=bool(finetuning_tokens),
-        budget=budget,
-        tp=tp,
-        costs=costs if tp > 1 else None,
     )
-    state = run_passes(state, last="rematerialize")
-    serving = made(state.serving_model)
+    passes = pipeline(settings)
+    base = passes.base(source.config)
+    graphs = passes.trained(passes.attach.run(base))
+    serving = graphs.serving
     kept_bytes = 0
     training: dict[str, Any] = {}
-    if finetuning_tokens:
-        plan, trained_model = made(state.plan), made(state.training_model)
-        kept = saved_memory(trained_model, plan)
-        kept_bytes = bytes_at(kept.total, {SEQUENCES: budget.batch, CONTEXT: budget.seq})
+    if graphs.training is not None:
+        plan = graphs.training.plan
+        kept = saved_memory(graphs.training.model, plan)
+        kept_bytes = bytes_at(kept.total, {SEQUENCES: options.batch, CONTEXT: options.seq})
         training = {
             "backward": [plan.plans[index].backward for index in plan.layers],
-            "loss": made(state.training_epilogue)[0],
+            "loss": graphs.training.epilogue,
             "trained": sum(
                 _trained(plan.plans[index].backward, plan.plans[index].trained)
                 for index in plan.layers
@@ -196,7 +194,7 @@ def simulated_program(
         free // page_bytes,
         weights,
         kept_bytes,
-        tuple(_adapted(made(state.base), bypasses(made(state.base)).ranks)),
+        tuple(_adapted(base.model, bypasses(base.model).ranks)),
     )
 
 

@@ -17,29 +17,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import pcg
-from cli.application import app
 from cli.doctor import REQUIREMENTS
+from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
 from pcg.peft.lora import LoraRecipe
 from pcg.source import shipped
 from tests.support import tiny_llama
+from tests.support.command_line import output_of, run
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):"
-
-
-def run(*args: str | Path, **options: Any) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args], **options)
-
-
-def output_of(*args: str | Path, **options: Any) -> str:
-    """Standard output of a command that must succeed."""
-    result = run(*args, **options)
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.stdout
 
 
 def python(*args: str | Path, **environment: str) -> subprocess.Popen[str]:
@@ -124,7 +114,7 @@ def test_usage_errors_exit_with_2() -> None:
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = run("compile", tmp_path / "nothing", "-o", tmp_path / "x", "--debug")
-    assert isinstance(result.exception, pcg.ModelNotFoundError)
+    assert isinstance(result.exception, pcg.errors.ModelNotFoundError)
     result = run("compile", tmp_path / "nothing", "-o", tmp_path / "x")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: no directory or file")
@@ -295,7 +285,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
         calls.append((args, options))
         return FakeReport()
 
-    monkeypatch.setattr("pcg.explain.explain.explain", explain)
+    monkeypatch.setattr(explaining, "explain", explain)
     assert output_of("explain", model) == "the text, tensors=False\n"
     assert calls.pop()[0] == (str(model), "lora")
     options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
@@ -325,7 +315,7 @@ def test_sequence_parallelism_takes_ranks(model: Path, program: Path, tmp_path: 
     assert report["parallel"]["sequence_parallel"] is True
     folder = tmp_path / "program"
     run("compile", model, "--tp", "2", "--sequence-parallel", "-o", folder)
-    assert load_program(folder).sequence_parallel
+    assert load_program(folder).options.sequence_parallel
     other = run("run", program, "--sequence-parallel", "--prompt", "hello")
     assert other.exit_code == 2
     assert "--sequence-parallel" in other.stderr

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cli.test_cli import output_of, run
+from tests.support.command_line import output_of, run
 
 
 def test_flexllm() -> None:

@@ -18,14 +18,13 @@ from pcg.codegen.tile_kernel import arguments_of
 from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
-from tests.passes.test_kernel_groups import EVERY, graphs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
-from tests.support.kernel_graphs import lowered
+from tests.support.kernel_graphs import EVERY, graphs, lowered
+from tests.support.prompts import prompts
 
 bf16.install()
 

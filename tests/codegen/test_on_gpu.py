@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +16,11 @@ import pcg.compiler as compiler
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
-from pcg.runtime.engine.limits import Limits
-from pcg.runtime.model.decode_graphs import EAGER_STEPS, CudaRecorder
-from pcg.runtime.model.sampling import SamplingParams, check_drawn, make_generator, sample
-from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
-from tests.support import oracle
+from tests.support import on_device, oracle
 from tests.support.append_cases import check_cache
-from tests.support.decode_steps import Step, Steps, executor_of
 from tests.support.families import BY_NAME
+from tests.support.on_device import DEVICE
+from tests.support.prompts import prompts
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -41,7 +36,6 @@ pytestmark = [
     ),
 ]
 
-DEVICE = "cuda"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -113,30 +107,6 @@ def test_drawn_tokens(vocabulary: int) -> None:
     assert (after >= uniform[are_drawn] - 1e-6).all()
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "opt", "gpt2"])
-def test_whole_programs(name: str, tmp_path: Path) -> None:
-    family = BY_NAME[name]
-    base = oracle.random_model(family.config(2))
-    wrapped = oracle.with_adapter(base, "all-linear", rank=4, excluded=family.excluded)
-    oracle.save(wrapped, tmp_path / "a")
-    executor = compiler.compile(
-        base, {"a": str(tmp_path / "a")}, backend="triton", device=torch.device(DEVICE)
-    )
-    sequences, adapters = prompts((13, 7, 9)), [None, "a", "a"]
-    found = executor.logits(sequences, adapters)
-    for logits, sequence, adapter in zip(found, sequences, adapters, strict=True):
-        expected = oracle.logits(base if adapter is None else wrapped, sequence)
-        assert oracle.relative_error(logits.cpu(), expected) < 1e-5
-    runner = executor.training_runner("a")
-    targets = sum(len(sequence) - 1 for sequence in sequences)
-    loss = runner.forward_backward([Example(s, s) for s in sequences], targets)
-    expected_loss, gradients = oracle.loss_and_gradients(wrapped, sequences)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    for path, parameter in runner.parameters.items():
-        error = (parameter.grad.cpu() - gradients[path]).norm() / gradients[path].norm()
-        assert error < 1e-5, path
-
-
 @pytest.mark.parametrize(
     ("name", "changes"), [("llama3", {}), ("qwen3", {"head_dim": 16}), ("gpt_neox", {})]
 )
@@ -144,107 +114,6 @@ def test_what_kernels_append_to_the_cache(name: str, changes: dict[str, int]) ->
     base = oracle.random_model(BY_NAME[name].config(2, **changes))
     executor = compiler.compile(base, backend="triton", device=torch.device(DEVICE))
     check_cache(base, executor, prompts((21, 5, 18)), in_pages=True)
-
-
-def test_rows_of_adapters() -> None:
-    """LoRA at q and v of a joined product, and bottlenecks, in one batch; PyTorch's on the CPU."""
-    base = oracle.random_model(BY_NAME["llama3"].config(2))
-    of_lora = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
-    of_bottleneck = {"peft_type": "BOTTLENECK", "variant": "houlsby"}
-    recipes: dict[str, dict[str, Any]] = {
-        "r4": {**of_lora, "r": 4},
-        "r40": {**of_lora, "r": 40},
-        "narrow": {**of_bottleneck, "bottleneck_size": 5},
-        "wide": {**of_bottleneck, "bottleneck_size": 72, "non_linearity": "gelu"},
-    }
-    found = []
-    for backend, device in (("torch", "cpu"), ("triton", DEVICE)):
-        executor = compiler.compile(base, backend=backend, device=device)
-        for seed, (name, recipe) in enumerate(recipes.items()):
-            generator = torch.Generator().manual_seed(seed)
-            for tensor in executor.add_adapter(name, recipe, seed=seed).tensors:
-                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
-            executor.refresh_adapter(name)
-        names = [None, *recipes, "r4"]
-        logits = [executor.logits(prompts(n), names) for n in ((13, 1, 7, 2, 9, 5), (1,) * 6)]
-        found.append([one.cpu() for batch in logits for one in batch])
-    for expected, ours in zip(*found, strict=True):
-        assert oracle.relative_error(ours, expected) < 1e-5
-
-
-DECODED = [
-    Step([5, 6, 7], [3, 600, 17], [None, "r4", "r20"]),
-    Step([9, 8, 5, 1], [560, 0, 47, 15], ["r20", "r1", None, "r20"]),
-    Step([9, 8, 5], [16, 0, 31], [None, None, None]),
-    Step([1] * 19, list(range(0, 95, 5)), ["r4", "r20", "r1", None] * 4 + ["r1"] * 3),
-]
-
-
-def test_recorded_decode_steps() -> None:
-    """Each twice: as it is recorded, and replayed for what came between."""
-    executor = executor_of(2, DEVICE)
-    steps = Steps(executor, CudaRecorder(executor.device), pages=200)
-    for step in DECODED * 2:
-        expected, found = steps.both(step)
-        assert found is not None
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (steps.graphs.recorded, steps.graphs.replayed) == (4, 8)
-
-
-def test_a_decode_step_waits_for_nothing() -> None:
-    """Recorded or not, until the tokens are read; by any way of choosing them."""
-    executor = executor_of(2, DEVICE)
-    steps = Steps(executor, CudaRecorder(executor.device), pages=200)
-    steps.both(DECODED[0])  # compiles, records
-    ids, contexts, adapters = steps.in_order(DECODED[0])
-    tables = steps.tables(contexts)
-    params = [
-        SamplingParams(temperature=0.7, top_k=20, min_p=0.01),
-        SamplingParams(repetition_penalty=1.2),
-        SamplingParams(temperature=1.3, top_p=0.9),
-    ]
-    generators, history = [make_generator(seed) for seed in range(3)], [[1, 2, 3]] * 3
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        recorded = steps.graphs.run(ids, contexts, tables, adapters)
-        bound = steps.stacks.bind(adapters, [1] * 3)
-        logits = steps.runner.logits(steps.batch(ids, contexts, tables), bound)
-        chosen = sample(logits, params, generators, history, steps.runner.drawing)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert recorded is not None
-    assert torch.equal(recorded.tokens, recorded.logits.argmax(-1))
-    check_drawn(chosen.tolist())
-
-
-def test_an_engine_replays_its_decode_steps() -> None:
-    executor = executor_of(2, DEVICE)
-    names = [None, "r4", "r20", "ia3"]
-
-    def served(records: bool, count: int) -> list[list[int]]:
-        engine = executor.engine(kv_cache_bytes=2**22)
-        graphs = engine.device.graphs
-        assert graphs is not None
-        if not records:
-            graphs.recorder = None
-        tokens: list[list[int]] = [[] for _ in range(count)]
-        for ids, name in zip(prompts((5, 14, 3, 9))[:count], names, strict=False):
-            engine.submit(executor.request(ids, name, max_new_tokens=20, ignore_eos=True))
-        while not engine.is_idle:
-            for chunk in engine.step():
-                assert chunk.token_id is not None
-                tokens[chunk.index].append(chunk.token_id)
-        if records and count == 3:
-            assert graphs.recorded == 1
-            assert graphs.replayed == 19 - EAGER_STEPS  # of 20 one has prompts
-        else:
-            assert graphs.recorded == graphs.replayed == 0
-        return tokens
-
-    # With the fourth, whose adapter is not of LoRA, no graph serves.
-    for count in (3, 4):
-        assert served(True, count) == served(False, count)
 
 
 class Untimed:
@@ -286,66 +155,32 @@ def test_the_benchmarks_timer() -> None:
         assert 2 * tensors[0].nbytes / copy_us * 1e6 < 20e12
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "opt", "gpt2"])
+def test_whole_programs(name: str, tmp_path: Path) -> None:
+    on_device.whole_programs(name, tmp_path)
+
+
+def test_rows_of_adapters() -> None:
+    on_device.rows_of_adapters()
+
+
+def test_recorded_decode_steps() -> None:
+    on_device.recorded_decode_steps()
+
+
+def test_a_decode_step_waits_for_nothing() -> None:
+    on_device.a_decode_step_waits_for_nothing()
+
+
+def test_an_engine_replays_its_decode_steps() -> None:
+    on_device.an_engine_replays_its_decode_steps()
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_backward_units_run_beside_the_forward(backend: str) -> None:
-    """On a stream of their own; the adapter is that of a run alone."""
-    base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
-    recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
-    data = [Example(s, s) for s in prompts((13, 7, 21, 30))]
-    options = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.01}
-    found = []
-    for served in (0, 6):
-        executor = compiler.compile(base, backend=backend, device=DEVICE)
-        engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**20)
-        side = engine.device.side
-        assert side is not None
-        beside: list[float] = []
-        join = side.join
-
-        def joined(join: Callable[[], list[float]] = join, seen: list[float] = beside) -> Any:
-            seconds = join()
-            seen += seconds
-            return seconds
-
-        side.join = joined
-        job = engine.finetune(data, "trained", peft=recipe, **options)
-        for prompt in prompts((9, 4, 17, 5, 8, 3))[:served]:
-            engine.submit(executor.request(prompt, None, max_new_tokens=20, ignore_eos=True))
-        while not engine.is_idle:
-            engine.step()
-            engine.check_integrity()
-        assert job.error is None
-        assert beside
-        assert all(seconds > 0 for seconds in beside)
-        found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    on_device.backward_units_run_beside_the_forward(backend)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:
-    base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
-    tokens = []
-    for device in ("cpu", DEVICE):
-        used = "torch" if device == "cpu" else backend
-        executor = compiler.compile(base, backend=used, device=device)
-        for number in range(12):
-            fields = {"r": 4 + number, "target_modules": "all-linear"}
-            adapter = executor.add_adapter(
-                f"a{number}", {"peft_type": "LORA", **fields}, seed=number
-            )
-            for weights in adapter.weights.values():
-                assert weights.a.device.type == "cpu"
-                weights.b.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
-        engine = executor.engine(Limits(running=3), kv_cache_bytes=2**24)
-        done = {}
-        for number, prompt in enumerate(prompts((9, 4, 17, 5, 8, 3, 5, 6, 7, 2, 3, 4))):
-            engine.submit(
-                executor.request(prompt, f"a{number}", max_new_tokens=6 + number, ignore_eos=True)
-            )
-        while not engine.is_idle:
-            for chunk in engine.step():
-                if chunk.completion is not None:
-                    done[chunk.index] = chunk.completion.token_ids
-        tokens.append(done)
-    assert tokens[0] == tokens[1]
+    on_device.adapters_are_copied_from_the_host_beside_steps(backend)

@@ -25,13 +25,13 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
-from tests.peft.test_bottleneck import hooked, state
 from tests.support import oracle
+from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.peft_cases import CONFIGS, check_gradients, wrap
+from tests.support.prompts import prompts
 
 bf16.install()
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}

@@ -15,13 +15,14 @@ import sympy
 
 import pcg
 import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import LOSS_CHUNK_BYTES
 from pcg.explain.text import bar, comparison, count_text, gib
 from pcg.peft.lora import LoraRecipe
-from pcg.runtime.training.runner import CHUNK_BYTES
+from pcg.runtime.training.bound_training import CHUNK_BYTES
 from pcg.source import resolve
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -190,7 +191,7 @@ def test_dtype_changes_the_weights() -> None:
     ],
 )
 def test_what_cannot_be_explained_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(pcg.UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         pcg.explain(LLAMA, **options)
 
 
@@ -257,7 +258,7 @@ def test_the_region_of_a_plan() -> None:
     assert low == 1 or plan(low - 1) != plan(low)
 
 
-def _numbers(report: pcg.Report, **symbols: int) -> dict[str, int]:
+def _numbers(report: Report, **symbols: int) -> dict[str, int]:
     """The report's formulas at these numbers."""
     values = {sympy.Symbol(name, integer=True, positive=True): n for name, n in symbols.items()}
     return {
@@ -270,7 +271,7 @@ def _numbers(report: pcg.Report, **symbols: int) -> dict[str, int]:
 def test_formulas_in_the_rank(name: str, budget: float) -> None:
     config = _short(name)
 
-    def report(rank: int, **options: Any) -> pcg.Report:
+    def report(rank: int, **options: Any) -> Report:
         recipe = LoraRecipe(rank=rank, target_modules="all-linear")
         return pcg.explain(config, recipe, memory_budget=budget, **options)
 
@@ -293,7 +294,7 @@ def test_ranks_that_differ_give_no_formula_in_the_rank() -> None:
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(pcg.UnsupportedError, match=r"'H20'.*did you mean H200\?.*L40S"):
+    with pytest.raises(UnsupportedError, match=r"'H20'.*did you mean H200\?.*L40S"):
         pcg.explain(LLAMA, gpus=["H20"])
 
 

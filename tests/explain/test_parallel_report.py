@@ -9,9 +9,8 @@ from pcg.explain.parallel_report import strategies, token_regions
 from pcg.ir.layouts import REPLICATED
 from pcg.parallel.search import Search
 from pcg.passes.sharding.parallelize import search_layer
-from tests.parallel.test_search import costs
-from tests.passes.test_parallelize import attached
 from tests.support.families import BY_NAME
+from tests.support.parallelized import attached, costs
 
 
 @cache

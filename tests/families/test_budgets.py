@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
+from tests.support.measured_memory import BATCH, SEQ, measured
+from tests.support.prompts import TOLERANCE, prompts
 
 LAYERS = 4
 BUDGETS = (0.0, 0.4)

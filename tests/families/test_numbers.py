@@ -19,12 +19,10 @@ import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from tests.support import oracle
-from tests.support.families import FAMILIES, VOCABULARY, Family
+from tests.support.families import FAMILIES, Family
+from tests.support.prompts import LENGTHS, TOLERANCE, prompts
 
-TOLERANCE = 1e-5
 ADAPTERS = ("all", None, "usual", None, "all")
-LENGTHS = (13, 7, 13, 1, 9)
-"""Of the prompts: some longer than every window, one of a single token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +35,6 @@ class Case:
 
     def model(self, adapter: str | None) -> Any:
         return self.base if adapter is None else self.wrapped[adapter]
-
-
-def prompts(lengths: Sequence[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(len(lengths))
-    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
 CASES = [

@@ -6,9 +6,9 @@ import pytest
 
 import pcg.compiler as compiler
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
 
 HEADS = {"llama3": ("lm_head", "q_proj"), "opt-projected": ("project_out", "fc1")}
 

@@ -7,9 +7,9 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.prompts import prompts
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])

@@ -1,6 +1,5 @@
 """If it prints, it parses; and what does not parse is shown to the reader."""
 
-import contextlib
 import math
 import re
 import subprocess
@@ -316,5 +315,9 @@ def test_damaged_text_is_refused_or_read(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(MLP)))
     stop = data.draw(st.integers(start, min(start + 5, len(MLP))))
     patch = data.draw(st.text('%@"\\(){}[]<>,:=|+*/-.09aT#\n ', max_size=4))
-    with contextlib.suppress(ParseError):
-        parse_graph(MLP[:start] + patch + MLP[stop:])
+    try:
+        graph = parse_graph(MLP[:start] + patch + MLP[stop:])
+    except ParseError as error:
+        assert re.match(r"line \d+, column \d+: ", str(error))  # noqa: PT017 - it may also parse
+    else:
+        assert parse_graph(print_graph(graph)) == graph

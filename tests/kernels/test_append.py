@@ -34,7 +34,6 @@ from pcg.runtime.model.runner import load_functions
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.append_cases import check_cache, rows_of, tables_of
 from tests.support.families import BY_NAME
@@ -42,6 +41,7 @@ from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.kernel_graphs import lowered
+from tests.support.prompts import prompts
 
 bf16.install()
 CPU = torch.device("cpu")

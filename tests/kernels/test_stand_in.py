@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.runtime.memory.uploads import uploaded
-from tests.codegen import test_on_gpu as on_gpu
+from tests.support import on_device
 from tests.support.interpreter import bf16
 from tests.support.interpreter.stand_in import stand_in
 from tests.support.interpreter.streams import ORDER, DeviceError
@@ -156,20 +156,20 @@ def test_a_graph_runs_again(gpu: None) -> None:
     ["llama3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "opt", "gpt2"))],
 )
 def test_whole_programs(gpu: None, name: str, tmp_path: Path) -> None:
-    on_gpu.test_whole_programs(name, tmp_path)
+    on_device.whole_programs(name, tmp_path)
 
 
 def test_rows_of_adapters(gpu: None) -> None:
-    on_gpu.test_rows_of_adapters()
+    on_device.rows_of_adapters()
 
 
 @pytest.mark.slow
 def test_recorded_decode_steps(gpu: None) -> None:
-    on_gpu.test_recorded_decode_steps()
+    on_device.recorded_decode_steps()
 
 
 def test_a_decode_step_waits_for_nothing(gpu: None) -> None:
-    on_gpu.test_a_decode_step_waits_for_nothing()
+    on_device.a_decode_step_waits_for_nothing()
 
 
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
@@ -177,14 +177,14 @@ BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_units_run_beside_the_forward(gpu: None, backend: str) -> None:
-    on_gpu.test_backward_units_run_beside_the_forward(backend)
+    on_device.backward_units_run_beside_the_forward(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_are_copied_from_the_host_beside_steps(gpu: None, backend: str) -> None:
-    on_gpu.test_adapters_are_copied_from_the_host_beside_steps(backend)
+    on_device.adapters_are_copied_from_the_host_beside_steps(backend)
 
 
 @pytest.mark.slow
 def test_an_engine_replays_its_decode_steps(gpu: None) -> None:
-    on_gpu.test_an_engine_replays_its_decode_steps()
+    on_device.an_engine_replays_its_decode_steps()

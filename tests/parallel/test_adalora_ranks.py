@@ -24,10 +24,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.rank_allocator import RankAllocator
-from tests.families.test_numbers import TOLERANCE, prompts
-from tests.peft.test_adalora import DICT, FIELDS, OPTIONS, pair, train_peft, trained
 from tests.support import oracle
+from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
+from tests.support.peft_cases import trained
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.threads import ThreadRanks, run_ranks
 
 STEPS = 12

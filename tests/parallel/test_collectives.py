@@ -16,19 +16,14 @@ from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.ir.verifier import verify
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.differentiate import differentiate
-from tests.ir.test_shardings import held, joined
 from tests.support.evaluate import evaluate
+from tests.support.held import held, joined
+from tests.support.spread import Spread
 from tests.support.threads import ThreadRanks, run_ranks
 
 DEGREE = 2
 PART = partitioned(-1)
 ROWS = partitioned(-2)
-
-
-class Spread:
-    def __init__(self, ranks: ThreadRanks) -> None:
-        self.ranks = ranks
-        self.tokens = 5
 
 
 def one_node(op: str, width: int, with_dim: bool) -> Graph:

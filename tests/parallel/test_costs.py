@@ -42,7 +42,7 @@ from pcg.parallel.costs.operator_profiler import measured
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import differentiate
 from pcg.passes.prune import prune
-from tests.passes.test_parallelize import sharded
+from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
 SHEET = DeviceSheet(

@@ -25,9 +25,9 @@ from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.threads import ThreadRanks, run_ranks
 
 LAYERS = 2

@@ -15,7 +15,7 @@ from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
 from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, run_on_first
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
-from tests.passes.test_parallelize import PLAN
+from tests.support.parallelized import PLAN
 from tests.support.ranked import make_executor, make_program
 from tests.support.threads import ThreadRanks, run_ranks
 

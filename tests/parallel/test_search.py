@@ -12,9 +12,7 @@ import pytest
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
-from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
 from pcg.parallel.parallel_plan import Constraints
@@ -23,37 +21,12 @@ from pcg.parallel.search import Candidate, Search, SearchResult, Site
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Compilation, run_passes
 from pcg.passes.sharding.parallelize import search_layer
-from tests.passes.test_parallelize import RANK, attached
 from tests.support.families import BY_NAME
+from tests.support.parallelized import RANK, Machine, attached, costs
 from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
 OTHERS = ("fully sharded, weights gathered", "fully replicated")
-
-
-class Machine:
-    """Rooflines of a machine that there is not."""
-
-    def __init__(self, alpha: float = 1e-6, link: float = 1e11) -> None:
-        self.alpha = alpha
-        self.link = link
-
-    def operator_seconds(
-        self, op: str, ins: Any, outs: Any, attributes: Any, tokens: int, context: int
-    ) -> float:
-        flops = operator(op).flops(ins, outs, attributes)
-        free = getattr(flops, "free_symbols", ())
-        flops = float(flops.subs({s: tokens if s == TOKENS else context for s in free}))
-        moved = sum(size_bytes(type_, tokens) for type_ in (*ins, *outs))
-        return max(flops / 1e14, moved / 1e12)
-
-    def collective_seconds(self, kind: str, size: int, degree: int) -> float:
-        messages = degree - 1 if kind == "all_gather" else 2 * (degree - 1)
-        return messages * self.alpha + ring_bytes(kind, size, degree) / self.link
-
-
-def costs(degree: int, tokens: int = sum(LENGTHS), **options: Any) -> DeviceCosts:
-    return DeviceCosts(Machine(), degree, tokens, 1024, **options)
 
 
 @cache

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg
-import pcg.explain.explain as explaining
 from pcg.errors import ParallelError
+from pcg.explain import explain as explaining
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
@@ -25,9 +25,8 @@ from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
-from tests.parallel.test_search import costs
-from tests.passes.test_parallelize import attached, transitions
 from tests.support.families import BY_NAME
+from tests.support.parallelized import attached, costs, transitions
 from tests.support.ranked import (
     JOB,
     METHODS,

@@ -8,8 +8,8 @@ import torch
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
 from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
-from tests.parallel.test_collectives import Spread
 from tests.support.evaluate import evaluate
+from tests.support.spread import Spread
 from tests.support.threads import ThreadRanks, run_ranks
 
 NEIGHBOURS = """\

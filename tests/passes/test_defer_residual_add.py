@@ -14,10 +14,10 @@ from pcg.ir.verifier import verify
 from pcg.passes import pipeline
 from pcg.passes.fusion.defer_residual_add import defer_residual_add
 from pcg.passes.fusion.fuse import fuse
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
+from tests.support.prompts import prompts
 
 
 def model_of(name: str, **options: Any) -> ModelGraph:

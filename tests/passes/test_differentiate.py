@@ -8,15 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from pcg.errors import UnsupportedError
-from pcg.ir.builder import Builder
-from pcg.ir.graph import Graph, Parameter, Value
+from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
@@ -29,6 +26,7 @@ from pcg.passes.training_graphs import (
     train_epilogue,
     train_prologue,
 )
+from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model
 
@@ -210,43 +208,6 @@ def test_loss_with_an_adapter_on_the_head() -> None:
     torch.testing.assert_close(found[0], per_token.detach())
     for gradient, wanted in zip(found[1:], expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
-
-
-STEPS = st.lists(
-    st.sampled_from(["silu", "gelu", "neg", "linear", "residual", "gate", "slice", "norm"]),
-    min_size=1,
-    max_size=8,
-)
-
-
-def chain(steps: list[str]) -> Graph:
-    """A graph of these steps, each over the value so far, with a bypass on every product."""
-    builder = Builder("chain")
-    x = builder.input("x", tensor("f64", TOKENS, 4))
-    for i, step in enumerate(steps):
-        if step == "linear":
-            w, a, b = (
-                builder.parameter(Parameter(Value(name, tensor("f64", *shape)), role, name))
-                for name, role, shape in (
-                    (f"w{i}", "frozen", (4, 4)),
-                    (f"a{i}", "adapter", (2, 4)),
-                    (f"b{i}", "adapter", (4, 2)),
-                )
-            )
-            y = builder.add("linear", [x, w])
-            x = builder.add("expand_add", [y, builder.add("shrink", [x, a]), b])
-        elif step == "residual":
-            x = builder.add("add", [x, builder.add("mul", [x], scalar=0.5)])
-        elif step == "gate":
-            x = builder.add("mul", [builder.add("sigmoid", [x]), x])
-        elif step == "slice":
-            parts = [builder.add("slice", [x], dim=-1, start=s, stop=s + 2) for s in (2, 0)]
-            x = builder.add("concat", parts, dim=-1)
-        elif step == "norm":
-            x = builder.add("layer_norm", [x], eps=1e-5, weight=False, bias=False)
-        else:
-            x = builder.add(step, [x], **({"approximate": "tanh"} if step == "gelu" else {}))
-    return builder.build([x])
 
 
 @given(STEPS)

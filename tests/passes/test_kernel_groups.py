@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pcg.compiler import compile_program
@@ -11,20 +9,8 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
-from pcg.ir.program.program import Program
-from tests.support.families import BY_NAME, FAMILIES
-from tests.support.kernel_graphs import groups, schedule
-
-
-def graphs(program: Program) -> Iterator[Graph]:
-    yield from program.serving.model.graphs
-    training = program.training
-    assert training is not None
-    for plan in training.plans:
-        yield plan.forward
-        if plan.backward is not None:
-            yield plan.backward
-    yield training.epilogue
+from tests.support.families import BY_NAME
+from tests.support.kernel_graphs import EVERY, graphs, groups, schedule
 
 
 def operators(graph: Graph) -> list[str]:
@@ -33,12 +19,6 @@ def operators(graph: Graph) -> list[str]:
         " | ".join(" ".join(node.op for node in part.nodes) for part in group.parts or (group,))
         for group in groups(graph)
     ]
-
-
-USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
-EVERY = [
-    pytest.param(f.name, marks=[] if f.name in USUAL else [pytest.mark.slow]) for f in FAMILIES
-]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +16,28 @@ import pcg
 import pcg.passes.pipeline as pipeline
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions, read_tp_plan
+from pcg.options import PlanOptions
+from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.parallelize import Sharded, parallelize
+from pcg.passes.sharding.parallelize import parallelize
 from pcg.passes.sharding.repeat_heads import repeat_heads
 from pcg.passes.sharding.split_fused_projections import split_fused_projections
 from pcg.source import resolve
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
+from tests.support.parallelized import PLAN, attached, sharded, transitions
 from tests.support.sharded import LENGTHS, errors, layer_errors, run
 
-RANK = 4
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
-
-
-@cache
-def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
-    """A family's model of two layers with LoRA on every linear of them."""
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
-
-    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
-    return pipeline.run_passes(state, last="attach")
-
-
-def sharded(name: str, degree: int) -> Sharded:
-    state = attached(name)
-    assert state.training_model is not None
-    assert state.base is not None
-    return parallelize(state.training_model, state.base, degree)
-
-
-def transitions(graph: Graph) -> Counter[str]:
-    found = Counter(node.op for node in graph.nodes)
-    kinds = ("combine", "partition", "place", "reduce", "take")
-    return Counter({op: found[op] for op in kinds if found[op]})
 
 
 def test_llamas_plan_is_megatrons() -> None:
@@ -161,13 +134,6 @@ def test_a_fused_projection_is_split_by_its_rows() -> None:
     assert rows == [(0, 64), (64, 128), (128, 192)]
 
 
-PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "self_attn.o_proj": "rowwise",
-    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
-    "mlp.down_proj": "rowwise",
-}
-
-
 def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     base = attached("llama2").base
     assert base is not None
@@ -176,7 +142,7 @@ def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(without_mlp))
-    given = read_tp_plan(path)
+    given = PlanOptions(tp=2, tp_plan=path).styles
     assert given == without_mlp
     found = parallelize(base, base, 2, tp_plan=given)
     # The MLP is whole on each rank: its sum is gone.
@@ -264,7 +230,7 @@ def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
     path.write_text('{"self_attn.q_proj": ["colwise"]}')
     message = r"tp_plan .*plan\.json: self_attn.q_proj is \['colwise'\]; use one of colwise, rowwi"
     with pytest.raises(ParallelError, match=message):
-        read_tp_plan(path)
+        _ = PlanOptions(tp=2, tp_plan=path).styles
 
 
 def test_explain_of_ranks() -> None:

@@ -13,7 +13,7 @@ from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiated, differentiate
 from pcg.passes.prune import prune
-from tests.passes.test_differentiate import STEPS, chain
+from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model
 
 UP = "model.layers.{layer}.up"

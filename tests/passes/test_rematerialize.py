@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.verifier import verify
+from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import compress
@@ -25,7 +25,7 @@ from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.prune import prune
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.recompute import plan_layer
-from tests.passes.test_differentiate import STEPS, chain
+from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model
 

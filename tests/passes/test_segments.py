@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import MemoryBudgetError
+from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
@@ -22,9 +22,9 @@ from pcg.passes.memory.segments import most_shared, shared_inputs
 from pcg.peft.lora import LoraRecipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
+from tests.support.measured_memory import BATCH, SEQ, measured
 
 LAYERS = 9
 

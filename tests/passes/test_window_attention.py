@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraRecipe
 from pcg.peft.prefix import PrefixRecipe
 from pcg.peft.registry import Recipe

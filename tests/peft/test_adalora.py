@@ -14,56 +14,17 @@ from peft.utils import constants
 from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
+from pcg.explain import explain as explaining
 from pcg.peft.adalora import FAMILY_TARGETS
 from pcg.peft.adapters import Adapter, recipe_from
-from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.rank_allocator import RankAllocator
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
+from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
-from tests.support.peft_cases import CAUSAL, trained, wrap
-
-SCHEDULE = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 3, "deltaT": 2, "total_step": 12}
-FIELDS: dict[str, Any] = {**SCHEDULE, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
-DICT = {"peft_type": "ADALORA", **FIELDS}
-OPTIONS: dict[str, Any] = {
-    "batch_size": 1,
-    "learning_rate": 0.02,
-    "schedule": "constant",
-    "eps": 1e-3,
-    "max_grad_norm": None,
-    "progress": False,
-}
-
-
-def pair(directory: Path, **fields: Any) -> tuple[Any, Any, Executor]:
-    """A base, peft's model with noise, and an executor with the same adapter `a`.
-
-    Without a task type, peft's model leaves the orthogonal loss out.
-    """
-    base = oracle.random_model(BY_NAME["llama3"].config(2))
-    wrapped = wrap(base, peft.AdaLoraConfig(**{**FIELDS, **CAUSAL, **fields}))
-    oracle.save(wrapped, directory / "start")
-    return base, wrapped, compiler.compile(base, {"a": str(directory / "start")})
-
-
-def train_peft(wrapped: Any, sequences: list[list[int]], steps: int) -> list[float]:
-    """Steps as peft's documentation has them; the data's part of each loss."""
-    optimizer = torch.optim.AdamW(trained(wrapped).values(), lr=0.02, eps=1e-3, weight_decay=0.0)
-    losses = []
-    for step in range(steps):
-        ids = torch.tensor([sequences[step % len(sequences)]])
-        out = wrapped(ids, labels=ids)
-        out.loss.backward()
-        logits = out.logits.detach()[0, :-1]
-        losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])))
-        optimizer.step()
-        wrapped.base_model.update_and_allocate(step + 1)
-        optimizer.zero_grad()
-    return losses
+from tests.support.peft_cases import trained
+from tests.support.prompts import TOLERANCE, prompts
 
 
 def assert_same(one: Adapter, other: Adapter) -> None:

@@ -16,16 +16,13 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.adapters import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
+from tests.support.biases import biases
 from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
 
 FIELDS = {"peft_type": "BITFIT"}
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
-
-
-def biases(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
 
 
 def pair(name: str) -> tuple[Any, Any, Executor]:

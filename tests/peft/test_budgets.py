@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.peft.config_reader import recipe_from
 from pcg.peft.registry import SHORTHANDS
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.measured_memory import BATCH, SEQ, measured
+from tests.support.prompts import prompts
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 METHODS: dict[str, Any] = {

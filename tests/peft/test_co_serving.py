@@ -31,9 +31,9 @@ from pcg.runtime.training.data import Example
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Forward
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, make_models, trained_gradients
+from tests.support.prompts import TOLERANCE, prompts
 
 NEW = 20
 LENGTHS = ((13, 7, 21), (30, 2), (17,))

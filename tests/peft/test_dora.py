@@ -14,11 +14,11 @@ from pcg.peft.adapters import new_adapter, recipe_from
 from pcg.peft.lora import LoraRecipe
 from pcg.peft.lora_weights import LoraWeights
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import mlp_model
 from tests.support.peft_cases import wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 DOWN = "model.layers.{layer}.down"
 FIELDS = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True}

@@ -19,11 +19,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.runner import TrainingRunner
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
 from tests.support.peft_cases import trained
+from tests.support.prompts import TOLERANCE, prompts
 from tests.support.wide import widen
 
 SEED = 11

@@ -33,14 +33,14 @@ from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import TrainingPass
-from tests.families.test_numbers import prompts
-from tests.peft.test_bitfit import biases
-from tests.peft.test_bottleneck import FIELDS as BOTTLENECK
-from tests.peft.test_bottleneck import RECIPES as BOTTLENECKS
-from tests.peft.test_bottleneck import hooked, state
 from tests.support import oracle
+from tests.support.biases import biases
+from tests.support.bottlenecks import FIELDS as BOTTLENECK
+from tests.support.bottlenecks import RECIPES as BOTTLENECKS
+from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, prefix_parts, trained, wrap
+from tests.support.prompts import prompts
 from tests.support.wide import widen
 
 TOLERANCE = 1e-10

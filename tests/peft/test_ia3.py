@@ -18,11 +18,11 @@ from pcg.passes.fusion.fuse import fuse
 from pcg.peft.adapters import recipe_from
 from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Recipe, Ia3Site
 from pcg.peft.lora import FAMILY_TARGETS as LORA_TARGETS
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import mlp_model
 from tests.support.peft_cases import make_models, wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 

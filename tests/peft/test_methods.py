@@ -16,9 +16,9 @@ from pcg.peft.adapters import read_adapter
 from pcg.peft.registry import RECIPES, recipe_fields, recipe_of_fields
 from pcg.peft.untargeted import VirtualTokensRecipe
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import LENGTHS, TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_models
+from tests.support.prompts import LENGTHS, TOLERANCE, prompts
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
 

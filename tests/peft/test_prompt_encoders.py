@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
+from pcg.explain import explain as explaining
 from pcg.peft.adapters import recipe_from
 from pcg.peft.virtual_token_encoder import PromptEncoder
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, give_encoder, trained
+from tests.support.prompts import TOLERANCE, prompts
 
 LSTM = {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 24}
 CONFIGS = {

@@ -17,10 +17,10 @@ from pcg.ir.program.folder import save_program
 from pcg.peft.adapters import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import IGNORED, Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, check_batch, wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 TOKENS = 5
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": TOKENS}

@@ -18,11 +18,11 @@ from pcg.passes.fusion.fuse import fuse
 from pcg.peft.adapters import recipe_from
 from pcg.peft.vera import FAMILY_TARGETS, VeraRecipe
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
 from tests.support.peft_cases import wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 FIELDS = {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "down_proj"]}

@@ -13,7 +13,7 @@ from pcg.runtime.metrics.timelines import Outcome
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
-from tests.runtime.engine.test_engine import DATA, LORA, OPTIONS, make_engine, make_executor
+from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 
 WORKLOAD = Workload(
     (

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from pcg.ir.graph import Graph, KernelGraph, Node
 from pcg.ir.kernel_group import KernelGroup, items_of
+from pcg.ir.program.program import Program
 from pcg.ir.verifier import verify
 from pcg.passes.fusion.group_kernels import GroupKernels
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from tests.support.families import FAMILIES
 
 
 def grouped(graph: Graph) -> KernelGraph:
@@ -31,3 +37,22 @@ def schedule(graph: Graph) -> tuple[Node | KernelGroup, ...]:
 def groups(graph: Graph) -> list[KernelGroup]:
     """The groups of a graph, in the order in which they run."""
     return [item for item in schedule(graph) if isinstance(item, KernelGroup)]
+
+
+def graphs(program: Program) -> Iterator[Graph]:
+    yield from program.serving.model.graphs
+    training = program.training
+    assert training is not None
+    for plan in training.plans:
+        yield plan.forward
+        if plan.backward is not None:
+            yield plan.backward
+    yield training.epilogue
+
+
+USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
+
+
+EVERY = [
+    pytest.param(f.name, marks=[] if f.name in USUAL else [pytest.mark.slow]) for f in FAMILIES
+]

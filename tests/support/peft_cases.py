@@ -17,9 +17,9 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import TOLERANCE, prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FIRST = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]}

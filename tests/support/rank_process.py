@@ -72,8 +72,8 @@ def lose_one_meanwhile() -> None:
 
 def predict_peaks() -> None:
     """What collectives hold while they go on is in the peak of a step."""
-    from tests.ir.test_saved_memory import peak_error
     from tests.support.families import BY_NAME
+    from tests.support.measured_memory import peak_error
 
     for budget, sequence_parallel in ((1.0, False), (0.0, True)):
         options = {"tp": DEGREE, "sequence_parallel": sequence_parallel}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
-import pcg.explain.explain as explaining
+from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
 from pcg.peft.adalora import AdaLoraRecipe
@@ -23,10 +23,10 @@ from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.optimizer_table import Optimizer
-from tests.families.test_numbers import prompts
-from tests.ir.test_saved_memory import BATCH, SEQ, measured
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
+from tests.support.measured_memory import BATCH, SEQ, measured
+from tests.support.prompts import prompts
 from tests.support.threads import run_ranks
 
 LAYERS = 2
@@ -166,8 +166,9 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
 def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
     """The same of each rank, as `explain` says."""
     recipe = recipes(BY_NAME[name])[adapter]
-    options: dict[str, Any] = {"tp": program.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
-    options["sequence_parallel"] = program.sequence_parallel
+    asked = program.options
+    options: dict[str, Any] = {"tp": asked.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
+    options["sequence_parallel"] = asked.sequence_parallel
     report = explaining.explain(program.config, recipe, **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
     return {

@@ -23,8 +23,9 @@ from pcg.errors import IrError, ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
-from pcg.ir.program.memory_budget import MemoryBudget
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
+from pcg.ir.types import TORCH_NAMES
+from pcg.options import CompileOptions, MemoryBudget
 
 BASE_IR = "base.pcg"
 SERVING_IR = "serving.pcg"
@@ -100,16 +101,10 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
             Serving(serving_model, _text(files, SERVING)),
             training,
             facts.recipes,
-            MemoryBudget(**plan["memory_budget"]),
+            _options(plan, facts.dtype),
             constants,
             facts.base_prefix,
             facts.dtype,
-            int(plan.get("tp", 1)),  # older folders are of one rank
-            str(plan.get("costs", "")),
-            dict(plan.get("tp_plan", {})),
-            bool(plan.get("sequence_parallel", False)),
-            int(plan.get("gradient_accumulation_steps", 1)),
-            str(plan.get("backend", "torch")),
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -243,18 +238,36 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 def _plan(program: Program) -> dict[str, Any]:
     """What the graphs do not say: ranks, the layers' blocks, and what is kept for backward."""
+    options = program.options
     return {
         "symbols": {"T": "tokens of the step"},
-        "tp": program.tp,
-        "costs": program.costs,
-        "tp_plan": dict(program.tp_plan),
-        "sequence_parallel": program.sequence_parallel,
-        "gradient_accumulation_steps": program.gradient_accumulation_steps,
-        "backend": program.backend,
+        "tp": options.tp,
+        "costs": "" if options.costs is None else str(options.costs),
+        "tp_plan": options.styles,
+        "sequence_parallel": options.sequence_parallel,
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "backend": options.backend,
         "layers": list(program.base.layers),
-        "memory_budget": dataclasses.asdict(program.memory_budget),
+        "memory_budget": dataclasses.asdict(options.budget),
         "training": None if program.training is None else _training_plan(program.training),
     }
+
+
+def _options(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
+    """The options of a plan; older folders are of one rank."""
+    budget = MemoryBudget(**plan["memory_budget"])
+    return CompileOptions(
+        tp=int(plan.get("tp", 1)),
+        costs=str(plan.get("costs", "")) or None,
+        tp_plan=dict(plan.get("tp_plan", {})) or None,
+        sequence_parallel=bool(plan.get("sequence_parallel", False)),
+        gradient_accumulation_steps=int(plan.get("gradient_accumulation_steps", 1)),
+        dtype=TORCH_NAMES[dtype],
+        memory_budget=budget.written,
+        batch=budget.batch,
+        seq=budget.seq,
+        backend=plan.get("backend", "torch"),
+    )
 
 
 def _training_plan(training: Training) -> dict[str, Any]:

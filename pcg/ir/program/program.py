@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.module_paths import WHOLE_MODEL, layer_path
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.options import CompileOptions
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,11 @@ class ModelGraph:
     def dtype(self) -> str:
         """The dtype of the activations between layers."""
         return self.epilogue.inputs[0].type.dtype
+
+    @property
+    def adapter_dtype(self) -> str:
+        """The dtype of adapters: fp32 over a half-precision base, as peft has it, else its own."""
+        return "f64" if self.dtype == "f64" else "f32"
 
     @property
     def hidden_size(self) -> int:
@@ -213,16 +218,11 @@ class Program:
         serving: what generates.
         training: what finetunes; None when compiled without a recipe.
         recipes: the recipes that it was compiled for, by adapter name, as dicts.
-        memory_budget: what the training program may keep for backward.
+        options: those that it was compiled with, each with its value. With a `tp` above 1, the
+            graphs of `serving` and `training` are those of one rank.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
         dtype: of weights and activations.
-        tp: ranks that run it; above 1, the graphs of `serving` and `training` are those of one.
-        costs: name of the device sheet, or path of the profile, that adapters are parallelized by.
-        tp_plan: the base's plan over ranks, by module, where the user gave one.
-        sequence_parallel: whether ranks hold parts of the tokens between the base's products.
-        gradient_accumulation_steps: batches an optimizer step that adapters are parallelized for.
-        backend: that the source is emitted for: `torch` or `triton`.
     """
 
     name: str
@@ -231,16 +231,10 @@ class Program:
     serving: Serving
     training: Training | None
     recipes: Mapping[str, Mapping[str, Any]]
-    memory_budget: MemoryBudget
+    options: CompileOptions
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
-    tp: int = 1
-    costs: str = ""
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
-    sequence_parallel: bool = False
-    gradient_accumulation_steps: int = 1
-    backend: str = "torch"
 
 
 def python_name(name: str) -> str:

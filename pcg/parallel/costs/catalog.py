@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class SheetModel(WorkModel):
         return Link(link.latency_s, link.bytes_per_s * self.achieved.link, link.source)
 
 
-def find_cost_model(name_or_path: str | Path, link: str | None = None) -> CostModel:
+def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = None) -> CostModel:
     """The cost model of a device's sheet, or of a profile.
 
     Args:
@@ -92,6 +93,19 @@ def find_cost_model(name_or_path: str | Path, link: str | None = None) -> CostMo
         f"no device sheet or profile is called {wanted!r}{hint} Sheets are {known}; a profile is a "
         "file of pcg profile -o FILE"
     )
+
+
+def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
+    """The name of a sheet, or the path of a profile, that is asked for.
+
+    Args:
+        costs: a name or a path; None for the first of `gpus` that has a sheet, else an H100.
+        gpus: names of GPUs.
+    """
+    if costs is None:
+        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
+    path = Path(costs).expanduser()
+    return str(path.resolve()) if path.is_file() else os.fspath(costs)
 
 
 def own_sheet(device: torch.device) -> str:

@@ -7,6 +7,7 @@ plans, and then ranks wait for messages that nobody sends. So they compare SHA-2
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,10 +43,10 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
         {
             "the model": f"{program.dtype} {_model_text(program.base)} {constants.hexdigest()}",
             "the adapters": str(sorted(map(str, program.recipes.items()))),
-            "costs": _costs_text(program.costs),
-            "tp_plan": str(sorted(program.tp_plan.items())),
-            "sequence_parallel": str(program.sequence_parallel),
-            "the memory budget": str(program.memory_budget),
+            "costs": _costs_text(program.options.costs),
+            "tp_plan": str(sorted(program.options.styles.items())),
+            "sequence_parallel": str(program.options.sequence_parallel),
+            "the memory budget": str(program.options.budget),
             "the serving program": serving_text(program.serving),
             "the training program": training_text(program.training),
         },
@@ -118,7 +119,9 @@ def _model_text(model: ModelGraph) -> str:
     return f"{print_graphs(model.graphs)} {model.layers}"
 
 
-def _costs_text(name: str) -> str:
-    """A sheet's name, or what stands in a profile, wherever that lies."""
-    path = Path(name)
-    return path.read_text(encoding="utf-8") if name and path.is_file() else name.upper()
+def _costs_text(costs: str | os.PathLike[str] | None) -> str:
+    """A sheet's name, or the text of a profile, wherever that lies."""
+    if costs is None:
+        return ""
+    path = Path(costs)
+    return path.read_text(encoding="utf-8") if path.is_file() else os.fspath(costs).upper()

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.options import MemoryBudget
 from pcg.passes.memory.save_problem import Choice
 
 Frontiers = Sequence[Sequence[Choice]]

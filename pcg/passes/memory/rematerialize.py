@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcg.ir.program.memory_budget import MemoryBudget
+from pcg.options import MemoryBudget
 from pcg.passes.memory.plan import frontiers
 from pcg.passes.memory.recompute import loss_and_gradients, prologue_backward
 from pcg.passes.pass_base import Pass

@@ -72,7 +72,7 @@ class Engine(EngineLoop):
         page_bytes = bytes_of_page(types)
         pages = max(1, kv_cache_bytes // page_bytes)
         # Kernels follow block tables, so pages are runs of bytes that adapters share.
-        in_pages = state.program.backend == "triton"
+        in_pages = state.program.options.backend == "triton"
         cache = KvCache(types, pages, state.device, in_pages=in_pages)
         adapters = AdapterCache(cache.pool, functools.partial(_pages_of, state, page_bytes))
         self.state = state

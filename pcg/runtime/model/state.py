@@ -95,7 +95,7 @@ class ModelState:
         model = serving.model
         weights = self.weight_store.bind(model)
         runner = ModelRunner(serving, weights, self.ranks)
-        kind = RaggedTables if self.program.backend == "triton" else PaddedTables
+        kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         tables = kind(model, self._served, self.device, self.ranks)
         return ServingProgram(serving, model_sources(model), weights, runner, tables)
 
@@ -117,7 +117,7 @@ class ModelState:
     @property
     def adapter_dtype(self) -> str:
         """Dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
-        return "f64" if self.program.dtype == "f64" else "f32"
+        return self.program.base.adapter_dtype
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:

@@ -13,10 +13,10 @@ from pcg.runtime.adapters.slots import Shelf
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.model.sampling_params import SamplingParams
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
+from tests.support.prompts import prompts
 
 bf16.install()
 WRITERS: dict[str, tuple[type, str]] = {"torch": (Shelf, "_put"), "triton": (RowMemory, "_write")}

@@ -30,8 +30,8 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Chunk, Completion
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
-from tests.families.test_numbers import prompts
-from tests.runtime.engine.test_engine import (
+from tests.support.prompts import prompts
+from tests.support.small_engine import (
     DATA,
     LENGTHS,
     LORA,

@@ -22,7 +22,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward
-from tests.runtime.engine.test_engine import (
+from tests.support.small_engine import (
     DATA,
     LENGTHS,
     LORA,

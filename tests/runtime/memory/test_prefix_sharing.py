@@ -21,11 +21,11 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.runtime.training.data import Example
-from tests.families.test_numbers import prompts
-from tests.runtime.engine.test_engine import LORA, expected, make_executor, serve
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, wrap
+from tests.support.prompts import prompts
+from tests.support.small_engine import LORA, expected, make_executor, serve
 
 NEW = 12
 (TEXT,) = prompts((45,))

@@ -20,12 +20,12 @@ from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
 from pcg.runtime.model import decode_graphs
 from pcg.runtime.model.decode_graphs import DecodeTokens
 from pcg.runtime.model.sampling_params import SamplingParams
-from tests.families.test_numbers import prompts
 from tests.support import oracle
 from tests.support.decode_steps import RANKS, Step, Steps, add_lora, executor_of
 from tests.support.families import BY_NAME, VOCABULARY
 from tests.support.interpreter import bf16
 from tests.support.interpreter.tape import Tape
+from tests.support.prompts import prompts
 
 bf16.install()
 CPU = torch.device("cpu")

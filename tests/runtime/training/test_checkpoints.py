@@ -4,7 +4,6 @@ Long because every way a checkpoint can be cut short or damaged is a test of its
 """
 
 import json
-import os
 import resource
 import shutil
 import signal
@@ -17,32 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
 from pcg.runtime.training.result import FinetuneResult, StepRecord
 from pcg.runtime.training.training_pass import TrainingPass, Window
+from tests.support.small_job import DATA, LORA, STEPS, examples, job, make_model
 
-LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-
-
-def make_model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=100, max_position_embeddings=32,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def examples(count: int, seed: int = 0) -> list[Example]:
-    torch.manual_seed(seed)
-    sequences = [torch.randint(2, 99, (4 + i % 7,)).tolist() for i in range(count)]
-    return [Example(ids, ids) for ids in sequences]
+Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float], ...]]
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +39,6 @@ def executor(shared: Executor) -> Iterator[Executor]:
     yield shared
     for name in shared.adapters:
         shared.remove_adapter(name)
-
-
-OPTIONS: dict[str, Any] = {
-    "peft": LORA, "epochs": 3, "batch_size": 2, "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
-    "eval_data": examples(3, seed=1), "eval_every": 2, "patience": 5, "save_every": 3,
-}  # fmt: skip
-DATA = examples(10)  # five batches, three steps an epoch
-STEPS = 9
-
-Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float], ...]]
-
-
-def job(
-    executor: Executor,
-    directory: Path | None,
-    on_step: Callable[[StepRecord], None] | None = None,
-    data: list[Example] = DATA,
-    **options: Any,
-) -> FinetuneResult:
-    options = {**OPTIONS, **options}
-    if directory is None:
-        options["save_every"] = None
-    return executor.finetune(data, "a", checkpoint_dir=directory, on_step=on_step, **options)
 
 
 def bits(executor: Executor, result: FinetuneResult) -> Bits:
@@ -180,14 +139,14 @@ def test_interrupted_within_a_step(
 def test_killed(executor: Executor, whole: Bits, tmp_path: Path) -> None:
     """kill -9 between two steps, in another process."""
     script = f"""
-import os, signal, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {os.getcwd()!r}]
-import test_checkpoints as t
-executor = t.pcg.compiler.compile(t.make_model(), None)
+import os, pathlib, signal, sys
+sys.path.insert(0, os.getcwd())
+import pcg
+from tests.support.small_job import job, make_model
 def kill(record):
     if record.step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-t.job(executor, t.Path({str(tmp_path)!r}), kill)
+job(pcg.compile(make_model()), pathlib.Path({str(tmp_path)!r}), kill)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()

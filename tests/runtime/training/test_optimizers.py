@@ -21,9 +21,9 @@ from pcg.runtime.training.data import Example
 from pcg.runtime.training.optimizer_table import OPTIMIZERS, Optimizer
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
-from tests.runtime.training.test_checkpoints import LORA, examples, make_model
 from tests.support.ranked import EXAMPLES as RANKED
 from tests.support.ranked import make_executor, make_program
+from tests.support.small_job import LORA, examples, make_model
 from tests.support.threads import run_ranks
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

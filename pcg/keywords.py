@@ -1,0 +1,120 @@
+"""Functions whose keywords are the fields of a dataclass, which are typed and documented once.
+
+    @dataclass(frozen=True)
+    class SaveArguments(SaveOptions):
+        path: str
+
+    @takes(SaveArguments)
+    def save(given: SaveArguments) -> None: ...
+
+is called as `save("model", sharded=True)`, with the parameters of the dataclass's constructor: type
+checkers, `help` and editors see all of them, and a wrong name is refused with the closest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+from pcg.errors import PcgError, UnsupportedError
+
+Fields = ParamSpec("Fields")
+Self = TypeVar("Self")
+Result = TypeVar("Result")
+Arguments = TypeVar("Arguments", covariant=True)
+
+
+class Decorator(Protocol[Arguments, Fields]):
+    """Gives a function of one dataclass, or such a method, the dataclass's fields as parameters."""
+
+    @overload
+    def __call__(self, function: Callable[[Arguments], Result]) -> Callable[Fields, Result]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Self, Arguments], Result]
+    ) -> Callable[Concatenate[Self, Fields], Result]: ...
+
+
+def takes(
+    arguments: Callable[Fields, Arguments], error: type[PcgError] = UnsupportedError
+) -> Decorator[Arguments, Fields]:
+    """Have a function or a method take the fields of a dataclass, and get one object of them.
+
+    Args:
+        arguments: the dataclass. Its docstring documents the fields under `Attributes`.
+        error: the class of the error that refuses a keyword which is no field.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(function)
+        fields = inspect.signature(arguments)
+        before = list(own.parameters.values())[:-1]  # `self` of a method
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            check_names(keywords, fields.parameters, error)
+            given = fields.bind(*args[len(before) :], **keywords)
+            return function(*args[: len(before)], arguments(*given.args, **given.kwargs))
+
+        signature = fields.replace(
+            parameters=[*before, *fields.parameters.values()],
+            return_annotation=own.return_annotation,
+        )
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__doc__ = _with_args(function.__doc__ or "", field_docs(arguments))
+        return call
+
+    return decorate
+
+
+def check_names(
+    names: Iterable[str], known: Iterable[str], error: type[PcgError] = UnsupportedError
+) -> None:
+    """Refuse a name that is not known, with the closest one that is.
+
+    Raises:
+        PcgError: of the class `error`.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ";"
+            raise error(f"unknown option {name!r}{hint} the options are {', '.join(known)}")
+
+
+@functools.cache
+def field_docs(owner: Any) -> Mapping[str, str]:
+    """The text of each field of a dataclass, from the docstrings of its class and their bases."""
+    docs: dict[str, str] = {}
+    for base in reversed(inspect.getmro(owner)):
+        docs |= _entries(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
+    return {name: docs[name] for name in inspect.signature(owner).parameters if name in docs}
+
+
+_ENTRY = re.compile(r"^    (\w[\w, ]*): ((?:.+\n?)(?:^ {5,}.+\n?)*)", re.MULTILINE)
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """The entries of the section `Attributes` of a docstring, each on one line."""
+    _, _, section = docstring.partition("Attributes:\n")
+    section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
+    entries: dict[str, str] = {}
+    for found in _ENTRY.finditer(section):
+        text = " ".join(found[2].split())
+        entries |= dict.fromkeys(re.split(r",\s*", found[1]), text)
+    return entries
+
+
+def _with_args(docstring: str, docs: Mapping[str, str]) -> str:
+    """A docstring with the fields as its section `Args`, before the sections that it has."""
+    text = inspect.cleandoc(docstring)
+    lines = "\n".join(["Args:", *(f"    {name}: {doc}" for name, doc in docs.items())])
+    found = re.search(r"^(Returns|Raises|Yields):$", text, re.MULTILINE)
+    if found is None:
+        return f"{text}\n\n{lines}\n"
+    return f"{text[: found.start()].rstrip()}\n\n{lines}\n{text[found.start() :]}\n"

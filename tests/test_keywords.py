@@ -1,0 +1,91 @@
+"""Functions that take a dataclass's fields as keywords."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+
+import pytest
+
+import pcg
+from pcg.errors import FinetuneError, UnsupportedError
+from pcg.keywords import field_docs, takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options.
+
+    Attributes:
+        width: width of the page,
+            in characters.
+        first, last: pages to print.
+    """
+
+    width: int = 80
+    first: int | None = None
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Arguments(Options):
+    """Arguments.
+
+    Attributes:
+        path: the file.
+        width: width of the paper.
+    """
+
+    path: str
+    copies: int = field(default=1, kw_only=True)
+
+
+@takes(Arguments, FinetuneError)
+def show(given: Arguments) -> tuple[str, int]:
+    """Print a file.
+
+    Returns:
+        Its path, and the width.
+    """
+    return given.path, given.width
+
+
+class Printer:
+    @takes(Options)
+    def set(self, given: Options) -> tuple[Printer, Options]:
+        """Set the printer up."""
+        return self, given
+
+
+def test_fields_are_parameters() -> None:
+    assert show("a") == show(path="a") == ("a", 80)
+    assert show("a", width=60) == ("a", 60)
+    printer = Printer()
+    assert printer.set(last=3) == (printer, Options(last=3))
+    names = ["path", "width", "first", "last", "copies"]
+    assert list(inspect.signature(show).parameters) == names
+    assert list(inspect.signature(printer.set).parameters) == names[1:4]
+
+
+def test_fields_are_documented_with_the_function() -> None:
+    assert field_docs(Options)["width"] == "width of the page, in characters."
+    assert show.__doc__ == (
+        "Print a file.\n\nArgs:\n    path: the file.\n    width: width of the paper.\n"
+        "    first: pages to print.\n    last: pages to print.\n"
+        "Returns:\n    Its path, and the width.\n"
+    )
+
+
+def test_a_wrong_name_is_refused_with_the_closest() -> None:
+    with pytest.raises(FinetuneError, match=r"unknown option 'widht', did you mean 'width'\?"):
+        show("a", widht=3)  # type: ignore[call-arg]
+    with pytest.raises(UnsupportedError, match=r"'dtpye', did you mean 'dtype'\?"):
+        pcg.compile("model", dtpye="float32")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing a required argument: 'path'"):
+        show()  # type: ignore[call-arg]
+
+
+def test_public_functions_document_each_of_their_options() -> None:
+    for function in (pcg.compile, pcg.explain):
+        for name in inspect.signature(function).parameters:
+            assert f"\n    {name}: " in (function.__doc__ or ""), name
