@@ -31,9 +31,9 @@ from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_devic
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.sites import bypasses_of
 from pcg.passes.stage import PassRecord
 from pcg.passes.stages import Base, Emitted
-from pcg.passes.sites import bypasses_of
 from pcg.peft.recipes_by_name import is_recipe, recipes_of
 from pcg.peft.registry import Recipe, recipe_fields
 from pcg.runtime.model.base_weights import TensorSource

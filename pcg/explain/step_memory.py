@@ -26,8 +26,8 @@ from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS
-from pcg.passes.layer_kind import LayerKind
 from pcg.options import MemoryBudget
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.stages import Sharded
 from pcg.peft.registry import Recipe

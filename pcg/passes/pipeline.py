@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.ir.program.program import ModelGraph, TrainingGraph
@@ -73,7 +73,7 @@ class Settings:
         whole: True to trace every layer, not one of each kind.
     """
 
-    options: PlanOptions = PlanOptions()
+    options: PlanOptions = field(default_factory=PlanOptions)
     model: str = "model"
     bypasses: Callable[[ModelGraph], Bypasses] = lambda base: Bypasses()
     costs: CostModel | None = None
@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[Stage[Any, Any], ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
 
     @property
     def names(self) -> tuple[str, ...]:

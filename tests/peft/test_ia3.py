@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.registry import run_graphs
 from pcg.peft.adapters import recipe_from
 from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Recipe, Ia3Site
 from pcg.peft.lora import FAMILY_TARGETS as LORA_TARGETS
@@ -71,11 +71,12 @@ def test_attached_as_text() -> None:
 def test_lora_stays_fused_where_other_methods_meet_it() -> None:
     """And serves LoRA alone without a call more."""
     both = Bypasses({UP: None, DOWN: None}, scaled=frozenset({UP}), scaled_inputs=frozenset({DOWN}))
-    (block,) = fuse(attach(mlp_model(), both)).blocks
+    (block,) = run_graphs(attach(mlp_model(), both).blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "scale", "relu", "scale", "lora_linear", "add",
     ]  # fmt: skip
-    (block,) = fuse(attach(mlp_model(), Bypasses({UP: None, DOWN: None}))).blocks
+    attached = attach(mlp_model(), Bypasses({UP: None, DOWN: None}))
+    (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "relu", "lora_linear", "add",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.registry import run_graphs
 from pcg.peft.adapters import recipe_from
 from pcg.peft.vera import FAMILY_TARGETS, VeraRecipe
 from pcg.runtime.training.data import Example
@@ -47,7 +47,8 @@ def test_the_matrices_are_as_large_as_the_largest_site() -> None:
 
 
 def test_serving_has_lora_in_its_place() -> None:
-    (block,) = fuse(attach(mlp_model(), Bypasses(vera={DOWN: 2}).for_serving())).blocks
+    attached = attach(mlp_model(), Bypasses(vera={DOWN: 2}).for_serving())
+    (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == ["rms_norm", "linear", "relu", "lora_linear", "add"]
 
 
