@@ -166,12 +166,12 @@ def _model(file: GraphFile) -> ModelGraph | None:
     return ModelGraph(graphs[0], graphs[1:-1], tuple(range(len(graphs) - 2)), graphs[-1])
 
 
-def run_text(text: str, passes: str) -> str:
+def run_text(text: str, passes: str | None) -> str:
     """The graphs of a text after some passes, as text.
 
     Args:
         text: text IR.
-        passes: the passes, as the module's docstring has them.
+        passes: the passes, as the module's docstring has them; None for none.
     Raises:
         PassError: a pass is not known, is refused or failed.
         IrError: the text is no IR, or breaks its rules.
@@ -179,7 +179,7 @@ def run_text(text: str, passes: str) -> str:
     graphs = parse_graphs(text)
     for graph in graphs:
         verify(graph)
-    return print_graphs(run_graphs(graphs, passes))
+    return print_graphs(graphs if passes is None else run_graphs(graphs, passes))
 
 
 def run_graphs(graphs: Sequence[Graph], passes: str) -> tuple[Graph, ...]:
