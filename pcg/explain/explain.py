@@ -24,7 +24,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.keywords import takes
 from pcg.options import ExplainOptions, MemoryBudget, dtype_name
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, costs_name, find_cost_model
+from pcg.parallel.costs.catalog import costs_name, find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned

@@ -32,7 +32,7 @@ from pcg.kernels.batch import Span
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle

@@ -25,7 +25,7 @@ from pcg.options import PlanOptions
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
-from pcg.parallel.planner import plan
+from pcg.parallel.planner import plan_graph
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sharding.parallelize import parallelize
@@ -119,7 +119,7 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
-    found = plan(block, 2, ByteCosts(2), Constraints(layouts))
+    found = plan_graph(block, 2, ByteCosts(2), Constraints(layouts))
     assert found.held.items() <= layouts.items()
     assert max(errors(block, 2, found).values()) < 1e-5
 

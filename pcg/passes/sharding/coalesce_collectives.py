@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import cast
 
 from pcg.ir.graph import Graph, Node
-from pcg.parallel.coalescing import moves_of, runs
+from pcg.parallel.coalescing import accesses_of, coalesced_runs
 
 
 def coalesce_collectives(graph: Graph) -> Graph:
     """A rank's graph whose neighbouring collectives of one kind are one node."""
-    found = [run for run in runs(moves_of(graph)) if len(run) > 1]
+    found = [run for run in coalesced_runs(accesses_of(graph)) if len(run) > 1]
     if not found:
         return graph
     ends = {run[-1]: _joined([graph.nodes[place] for place in run]) for run in found}

@@ -16,7 +16,7 @@ from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
 from pcg.parallel.parallel_plan import Constraints, ParallelPlan
-from pcg.parallel.planner import plan
+from pcg.parallel.planner import plan_graph
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
@@ -87,7 +87,9 @@ def parallelize(
         nodes: frozenset[str] = frozenset()
         if sequence_parallel:
             nodes = token_sharded_nodes(graph, not trains, graph.outputs[: len(blocks[0].outputs)])
-        found = plan(graph, degree, ByteCosts(degree, sequence_parallel), fixed, trains, nodes)
+        found = plan_graph(
+            graph, degree, ByteCosts(degree, sequence_parallel), fixed, trains, nodes
+        )
         ends.append(shard(graph, degree, found))
     typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
     local = typed.map(lambda graph: localize(graph, degree))
@@ -111,10 +113,9 @@ def search_layer(
     ends = token_sharded_ends(base) if sequence_parallel else Constraints()
     fixed = dataclasses.replace(ends, layouts=layouts)
     nodes = token_sharded_nodes(base, many_adapters=False) if sequence_parallel else frozenset()
-    found = plan(base, degree, ByteCosts(degree, sequence_parallel), fixed, token_nodes=nodes)
+    found = plan_graph(base, degree, ByteCosts(degree, sequence_parallel), fixed, token_nodes=nodes)
     whole = repeat_heads(split_fused_projections(block), degree, attentions)
-    rules = {name: choice.rule for name, choice in found.choices.items()}
-    return Search(whole, degree, costs, layouts, rules, trains, sequence_parallel)
+    return Search(whole, degree, costs, layouts, found.rules, trains, sequence_parallel)
 
 
 def _handed(model: ModelGraph, *, is_first: bool) -> Constraints:
