@@ -1,4 +1,4 @@
-"""LoRA's strategies over ranks on gloo: what the cost model says, and what was measured.
+"""Compare LoRA's strategies over ranks on gloo as the cost model predicts and as measured.
 
     python benchmarks/bench_parallel.py [--profile FILE] [--rounds 3] [--degrees 2 4] [--tokens 1 …]
 
@@ -10,9 +10,9 @@ the choice is one of them, the two are the same plan measured twice, which shows
 costs are those of a profile of this machine, which is measured first unless one is given.
 
 The result has for each case the seconds, measured and predicted, and how much slower the chosen
-strategy is than the fastest one that was measured (at most 1.1). In those each collective is waited
-for where it begins; beside them stands what share of its time the chosen one takes where what does
-not depend on a collective runs meanwhile.
+strategy is than the fastest one that was measured (at most 1.1). There each collective is waited
+for where it begins; the result also has the share of its time that the chosen strategy takes where
+collectives overlap with what does not depend on them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap
 from pcg.passes.sharding.shard import Shard
+from pcg.peft.lora import LoraBypass
 from pcg.runtime.model.batch import Batch, whole_sequences
 
 CONFIG = {
@@ -70,13 +71,13 @@ CONFIG = {
 }
 NAMES = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "fully sharded", "fully replicated")
 SEQUENCE = 512
-"""Tokens of a sequence at most."""
+"""The most tokens of a sequence."""
 CHOSEN, OVERLAPPED = "chosen", "chosen, overlapped"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A layer's step on this rank, compiled."""
+    """A compiled step of a layer on this rank."""
 
     forward: Callable[[dict[str, Any]], None]
     backward: Callable[[dict[str, Any]], None]
@@ -84,12 +85,12 @@ class Step:
     copies: tuple[str, ...]
 
     def moved(self) -> Step:
-        """The same with its tensors elsewhere: how fast a product is hangs on where they lie."""
+        """Return the same step with tensors elsewhere: their addresses change a product's speed."""
         values = {name: _copy(value) for name, value in self.values.items()}
         return replace(self, values=values)
 
     def run(self, ranks: Ranks) -> None:
-        """Forward, backward, and the sum of the copies' gradients."""
+        """Run forward, backward, and the sum of the copies' gradients."""
         values = dict(self.values)
         self.forward(values)
         self.backward(values)
@@ -104,7 +105,7 @@ def _copy(value: Any) -> Any:
 
 
 def compiled(graph: Graph, overlaps: bool) -> Callable[[dict[str, Any]], None]:
-    """A function that adds a graph's values to a dict."""
+    """Return a function that adds a graph's values to a dict."""
     lines = ["def run(values):"]
     waited = waits(graph.nodes) if overlaps else {}
     for place in range(len(graph.nodes) + 1):
@@ -131,12 +132,12 @@ def _targets(node: Node) -> str:
 
 
 def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
-    """Of the standard normal distribution, scaled down as weights are."""
+    """Return a normally distributed tensor, scaled down as weights are."""
     return torch.randn([size if isinstance(size, int) else tokens for size in shape]) * 0.05
 
 
 def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
-    """The step of a plan on this rank."""
+    """Return the step of a plan on this rank."""
     graph = Localize(ranks.size).run(shard(search.graph, ranks.size, plan))
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     found = Prune().run(Differentiate(wrt=tuple(carried)).run(graph))
@@ -161,7 +162,7 @@ def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlap
 
 
 def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
-    """The chosen plan, and the papers' strategies at all sites."""
+    """Return the chosen plan, and the papers' strategies at all sites."""
     result = {CHOSEN: found.plan, OVERLAPPED: found.plan}
     for name in NAMES:
         layouts, gathered = {}, set()
@@ -180,10 +181,11 @@ def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
 def measure_case(
     rank: int, tokens: int, ranks: Ranks, profile: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each strategy, measured and predicted."""
+    """Return the seconds of each strategy, measured and predicted."""
 
     def bypasses(base: Any) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), rank))
+        sites = (s for s in base.linear_sites() if "{layer}" in s)
+        return Bypasses(dict.fromkeys(sites, (LoraBypass(rank),)))
 
     options = PlanOptions(tp=ranks.size, dtype="float32")
     stages = pipeline(Settings(options, bypasses=bypasses))
@@ -215,7 +217,7 @@ def measure_case(
             if turn:
                 seconds[name].append(slowest)
     return {
-        name: {"seconds": median(values), "predicted": search.bill.of(found[name]).cost}
+        name: {"seconds": median(values), "predicted": search.costs.of(found[name]).value}
         for name, values in seconds.items()
     }
 
@@ -223,7 +225,7 @@ def measure_case(
 def on_rank(
     degree: int, cases: Sequence[tuple[int, int]], profile: str, rounds: int, output: str
 ) -> None:
-    """What each rank does; the first writes the rows."""
+    """Run on each rank; the first one writes the rows."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = join_group(degree, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Start-up: explain of a 70B model and `pcg --help`, as whole processes; reading an adapter.
+"""Measure start-up: explain of a 70B model and `pcg --help` as processes; reading an adapter.
 
     python benchmarks/bench_startup.py [--rounds 3]
 
@@ -10,8 +10,8 @@ Contenders, in seconds of wall time, in turn in every round:
     help            pcg --help
     read            `read_adapter` of 448 tensors, 64 by 64: 32 layers, all linears, as in one step
     safetensors     `safetensors.torch.load_file` of the same file
-    passes          all passes over Llama-3.1-70B but tracing, in this process
-    search          of a layer of it over 4 ranks, LoRA on all seven linears, every candidate
+    passes          all passes over Llama-3.1-70B except tracing, in this process
+    search          the search over a layer of it, 4 ranks, LoRA on all seven linears
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.sharding.shard import Shard
 from pcg.passes.stage import PassRecord
 from pcg.passes.stages import Prepared
-from pcg.peft.adapters import new_adapter, read_adapter, write_adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import new_adapter
+from pcg.peft.lora import LoraBypass
+from pcg.peft.reader import read_adapter
+from pcg.peft.registry import SHORTHANDS
+from pcg.peft.writer import write_adapter
 
 CONFIG = Path(__file__).parent.parent / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"
 IMPORT = "import torch; from transformers import LlamaForCausalLM"
 
 
 def process(*command: str) -> Callable[[], float]:
-    """What runs a Python process and returns its wall time."""
+    """Return a call that runs a Python process and returns its wall time."""
 
     def run() -> float:
         started = time.perf_counter()
@@ -58,11 +61,11 @@ def process(*command: str) -> Callable[[], float]:
 
 
 def reading(folder: Path) -> dict[str, Callable[[], float]]:
-    """What times reading one adapter, ours and the file alone."""
+    """Return calls that time reading one adapter, by pcg and the file alone."""
     names = [f"self_attn.{x}_proj" for x in "qkvo"]
     names += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     linears = {f"model.layers.{i}.{name}": (64, 64) for i in range(32) for name in names}
-    write_adapter(new_adapter("x", LoraRecipe.default(), linears), folder)
+    write_adapter(new_adapter("x", SHORTHANDS["lora"], linears), folder)
 
     def timed(read: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
@@ -79,13 +82,13 @@ def reading(folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def compiling() -> dict[str, Callable[[], float]]:
-    """What times the passes over a 70B model, and the search over its layer."""
+    """Return calls that time the passes over a 70B model, and the search over its layer."""
     config = json.loads(CONFIG.read_text())
     prepared: list[Prepared] = []
 
     def passes() -> float:
         records: list[PassRecord] = []
-        compile_program(config, LoraRecipe.default(), observe=records.append)
+        compile_program(config, SHORTHANDS["lora"], observe=records.append)
         return sum(record.seconds for record in records if record.name != "trace")
 
     def search() -> float:
@@ -105,7 +108,8 @@ def compiling() -> dict[str, Callable[[], float]]:
 
 
 def _all_linear(base: ModelGraph) -> Bypasses:
-    return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 16))
+    sites = (s for s in base.linear_sites() if "{layer}" in s)
+    return Bypasses(dict.fromkeys(sites, (LoraBypass(16),)))
 
 
 def main() -> None:

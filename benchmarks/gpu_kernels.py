@@ -267,9 +267,13 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     """Sequences whose last `tokens` of `keys` are in the batch."""
     import torch
 
-    from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+    from pcg.kernels.batch import Span
+    from pcg.kernels.sizes import PAGE_TOKENS
+    from pcg.kernels.torch.attention_math import Scoring
+    from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
     from pcg.kernels.triton.attention.forward import paged_attention
-    from pcg.kernels.triton.attention.work import AttentionWork, Part
+    from pcg.kernels.triton.attention.work import AttentionWork
+    from pcg.runtime.memory.pool import PageTable
 
     pages = keys // PAGE_TOKENS
     q = _random(bench, batch * tokens, HEADS, HEAD)
@@ -277,13 +281,16 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     # Pages of all sequences shuffled, as a pool that has been used gives them out.
     shuffled = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0))
     tables: Sequence[Sequence[int]] = shuffled.view(batch, pages).tolist()
-    parts = [Part(i * tokens, tokens, keys - tokens, tables[i]) for i in range(batch)]
+    parts = [
+        Span(i * tokens, tokens, keys - tokens, PageTable("benchmark", list(own)))
+        for i, own in enumerate(tables)
+    ]
     lists = AttentionWork.build(parts, HEADS // KV_HEADS, q.device)
-    cache = CacheRows.of_cache(k), CacheRows.of_cache(v)
+    cache = KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
     scale = HEAD**-0.5
 
     def ours() -> torch.Tensor:
-        return paged_attention(q, *cache, lists, scale=scale)[0]
+        return paged_attention(q, cache, lists, Scoring(scale))[0]
 
     # Peers get keys and values of each sequence side by side: [batch, heads, …, head].
     row = torch.tensor(tables, device=bench.device)[:, :, None] * PAGE_TOKENS

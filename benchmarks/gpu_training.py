@@ -32,7 +32,7 @@ class _Site:
     def __init__(self, bench: Bench, tokens: int, in_: int, out: int) -> None:
         import torch
 
-        from pcg.peft.module_weights import AdapterWeight
+        from pcg.peft.weights import AdapterWeight
 
         def drawn(*shape: int, dtype: Any = torch.bfloat16) -> Any:
             return torch.randn(shape, device=bench.device, dtype=dtype)

@@ -251,18 +251,18 @@ def peft_of(
 
 def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> Any:
     """The default recipe with what was given in place of its own."""
-    from pcg.peft.lora import LoraRecipe
-    from pcg.peft.targets import ALL_LINEAR
+    from pcg.peft.recipe import ALL_LINEAR
+    from pcg.peft.registry import SHORTHANDS
 
-    recipe = LoraRecipe.default()
+    recipe: Any = SHORTHANDS["lora"]
     modules: str | tuple[str, ...] = ALL_LINEAR
     if targets is not None and targets.lower() != ALL_LINEAR:
         modules = tuple(name.strip() for name in targets.split(",") if name.strip())
         if not modules:
             raise typer.BadParameter("it names no module", param_hint="--targets")
-    rank = recipe.rank if rank is None else rank
+    rank = recipe.r if rank is None else rank
     return dataclasses.replace(
-        recipe, rank=rank, alpha=2 * rank if alpha is None else alpha, target_modules=modules
+        recipe, r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=modules
     )
 
 

@@ -276,7 +276,7 @@ def finetune_command(
     options["optimizer_options"] = optimizer_options_of(optimizer_options)
     options["resume"] = "auto" if resume is None else resume
     options["checkpoint_dir"] = checkpoint_dir or output / OWN_CHECKPOINTS
-    FinetuneOptions.of(options)  # says what is wrong before the model is loaded
+    FinetuneOptions(**options)  # says what is wrong before the model is loaded
     degree = ranks_of(program, tp, sequence_parallel)
     place = {
         "weights": weights,

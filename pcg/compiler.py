@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcg.errors import (
+    AdapterError,
     ProgramError,
     SourceError,
     UnsupportedError,
 )
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
-from pcg.ir.program.manifest import read_manifest
+from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes
@@ -29,13 +30,13 @@ from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
 from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.sites import bypasses_of
 from pcg.passes.stage import PassRecord
 from pcg.passes.stages import Base, Emitted
-from pcg.peft.recipes_by_name import is_recipe, recipes_of
-from pcg.peft.registry import Recipe, recipe_fields
+from pcg.peft.reader import is_recipe, recipes_of
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.random_weights import RandomWeights
 from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
@@ -231,6 +232,13 @@ def load(
     """
     folder = Path(directory).expanduser()
     program = load_program(folder, trust_edits=trust_edits)
+    for name, fields in program.recipes.items():
+        try:
+            recipe_of_fields(fields)
+        except (AttributeError, TypeError, AdapterError) as error:
+            raise ProgramError(
+                f"{folder / MANIFEST}: recipe {name!r} is damaged: {error}"
+            ) from error
     place = weights if weights is not None else read_manifest(folder).weights
     if place is None:
         raise ProgramError(

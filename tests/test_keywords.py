@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 import pcg
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import field_docs, takes
+from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +95,31 @@ def test_public_functions_document_each_of_their_options() -> None:
     for function in (pcg.compile, pcg.explain):
         for name in inspect.signature(function).parameters:
             assert f"\n    {name}: " in (function.__doc__ or ""), name
+
+
+def test_sampling_fields_are_those_of_sampling_params() -> None:
+    assert SamplingFields.__annotations__.keys() == SamplingParams.__dataclass_fields__.keys()
+
+
+def test_no_public_function_takes_untyped_options() -> None:
+    """Other keywords than an operator's attributes and a template's variables have types."""
+    files = [*(ROOT / "pcg").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {function.name}"
+        for path in sorted(files)
+        for function in public_functions(ast.parse(path.read_text("utf-8")))
+        if function.args.kwarg is not None
+        and function.args.kwarg.arg not in ("attributes", "variables")
+        and ast.unparse(function.args.kwarg.annotation or ast.Name("Any")) == "Any"
+    ]
+    kernels = "pcg/kernels/", "pcg/codegen/"  # which print and take an operator's attributes
+    assert [name for name in found if not name.startswith(kernels)] == []
+
+
+def public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a module and of its classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from public_functions(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+            yield node

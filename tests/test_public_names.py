@@ -1,6 +1,7 @@
 """`import pcg`: what it offers, and that it costs nothing until it is used."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,21 @@ def test_loaded_folder_computes_what_the_model_does(folder: Path, model: Path) -
     torch.testing.assert_close(executor.logits(ids), expected, rtol=1e-4, atol=1e-5)
     by_model = pcg.compile(model).generate("def add(", max_new_tokens=8)
     assert executor.generate("def add(", max_new_tokens=8) == by_model
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"rank": 0}, "r=0"), ({"rang": 1}, "'rang'"), ({"rank": "x"}, "r='x'")]
+)
+def test_a_recipe_that_is_damaged(
+    folder: Path, tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "program")
+    path = tmp_path / "program" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["recipes"] = {"a": {"peft_type": "LORA", **fields}}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ProgramError, match=f"recipe 'a' is damaged: .*{message}"):
+        pcg.load(tmp_path / "program")
 
 
 def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shape, Shapes, elements
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.sites import bypasses_of
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.bottleneck import BottleneckRecipe
-from pcg.peft.registry import Recipe
+from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.peft.method import Bypass
+from pcg.peft.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -25,20 +22,20 @@ class AdapterUse:
 
     Attributes:
         bypasses: the bypass networks to attach.
-        sites: what is at each module path, of each kind of site the largest; paths are those of
-            `pcg.ir.program.program.ModelGraph.module_shapes`.
+        at: the networks at each module path, of each method the largest; paths are those of
+            `ModelGraph.module_shapes`.
         trained: shapes of the trained tensors, of all adapters.
         not_followed: the methods whose eager code is not followed.
     """
 
     bypasses: Bypasses
-    sites: Mapping[str, tuple[Any, ...]]
+    at: Mapping[str, tuple[Bypass, ...]]
     trained: Shapes
     not_followed: tuple[str, ...]
 
     @property
     def trainable(self) -> int:
-        """Number of trained parameters."""
+        """The number of trained parameters."""
         return elements(self.trained)
 
 
@@ -49,33 +46,30 @@ def adapter_use(
 
     Args:
         model: the model.
-        recipes: of the adapters.
+        recipes: the adapters'.
         model_type: of config.json, for recipes that name no targets.
-        dtype: of the adapters' parameters.
+        dtype: dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     shapes, modules = model.module_shapes(), tuple(model.linear_modules())
-    sites: dict[str, dict[type, Any]] = {}
-    beside: dict[str, None] = {}
+    largest: dict[str, dict[type, Bypass]] = {}
     trained: list[Shape] = []
     for recipe in recipes.values():
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
         trained += _bias_shapes(model, biases)
-        found = recipe.sites(modules, model.output_module, model_type)
+        found = recipe.bypasses(modules, model.output_module, model_type)
         trained += recipe.trained_shapes(found, shapes)
-        for path, site in found.items():
-            of_path = sites.setdefault(path, {})
-            largest = of_path.get(type(site))
-            size = elements(site.trained_shapes(*shapes[path]))
-            if largest is None or size > elements(largest.trained_shapes(*shapes[path])):
-                of_path[type(site)] = site
-        if isinstance(recipe, AdaLoraRecipe | BottleneckRecipe):
-            beside[recipe.method] = None
+        for path, bypass in found.items():
+            there = largest.setdefault(path, {}).setdefault(type(bypass), bypass)
+            sizes = [elements(one.trained_shapes(*shapes[path])) for one in (there, bypass)]
+            if sizes[1] > sizes[0]:
+                largest[path][type(bypass)] = bypass
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
-    of_paths = {path: tuple(of_path.values()) for path, of_path in sites.items()}
-    return AdapterUse(bypasses, of_paths, tuple(trained), tuple(beside))
+    at = {path: tuple(found.values()) for path, found in largest.items()}
+    unknown = dict.fromkeys(r.method for r in recipes.values() if not r.has_eager_account)
+    return AdapterUse(bypasses, at, tuple(trained), tuple(unknown))
 
 
 def _bias_shapes(model: ModelGraph, sources: frozenset[str]) -> list[Shape]:

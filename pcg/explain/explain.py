@@ -24,16 +24,16 @@ from pcg.ir.program.program import ModelGraph
 from pcg.keywords import takes
 from pcg.options import ExplainOptions, MemoryBudget
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
-from pcg.parallel.costs.catalog import SheetModel, costs_name, find_cost_model
+from pcg.parallel.costs.catalog import costs_name, find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.sharding.shard import Shard
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
-from pcg.peft.config_reader import config_fields
-from pcg.peft.recipes_by_name import recipes_of
-from pcg.peft.registry import Recipe
+from pcg.peft.reader import recipes_of
+from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 from pcg.source import resolve
 
@@ -73,8 +73,7 @@ def _with_peers(report: Report, config: Mapping[str, Any], recipes: Mapping[str,
             "use tp=1"
         )
     adapters = {
-        name: config_fields(recipe, recipe.target_modules or (), "", {})
-        | ({"target_modules": None} if recipe.target_modules is None else {})
+        name: recipe.config_fields(recipe.target_modules, "", {})
         for name, recipe in recipes.items()
     }
     return with_peers(report, config, recipes, adapters)

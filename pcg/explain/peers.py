@@ -9,7 +9,7 @@ from typing import Any
 from pcg.errors import TraceError, UnsupportedError
 from pcg.explain.report import Report
 from pcg.explain.report_data import PeerPoint, Stage
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
 from pcg.trace.peers import BUDGETS, MASKLESS, PartitionedModel, torch_partitioner
 
 STAGE = "torch-partitioner"

@@ -10,42 +10,23 @@ collectives overlap otherwise. The total is the sum of the formulas, whichever h
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 import sympy
 
 from pcg.ir.types import RANK
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.registry import Recipe
-from pcg.peft.vera import VeraRecipe
+from pcg.peft.recipe import Recipe
 
 
 def rank_of(recipes: Mapping[str, Recipe]) -> int | None:
     """The one rank that all recipes have at all modules; None where there is none such."""
-    ranks = {
-        recipe.rank
-        if isinstance(recipe, AdaLoraRecipe | LoraRecipe | VeraRecipe)
-        and not _has_other_ranks(recipe)
-        else None
-        for recipe in recipes.values()
-    }
+    ranks = {recipe.one_rank for recipe in recipes.values()}
     return ranks.pop() if len(ranks) == 1 else None
-
-
-def _has_other_ranks(recipe: AdaLoraRecipe | LoraRecipe | VeraRecipe) -> bool:
-    if isinstance(recipe, AdaLoraRecipe):
-        return recipe.kept is not None
-    return isinstance(recipe, LoraRecipe) and bool(recipe.rank_pattern)
 
 
 def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
     """The recipes with another rank."""
-    return {
-        name: dataclasses.replace(recipe, rank=rank)  # type: ignore[call-arg]
-        for name, recipe in recipes.items()
-    }
+    return {name: recipe.with_rank(rank) for name, recipe in recipes.items()}
 
 
 def in_rank(

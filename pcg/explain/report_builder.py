@@ -35,10 +35,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
 from pcg.passes.pipeline import in_order
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.registry import Recipe
-from pcg.peft.vera import VeraRecipe
+from pcg.peft.recipe import Recipe
 
 
 def build_report(planned: PlannedModel, setup: Setup) -> Report:
@@ -60,7 +57,7 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
     elif use.trainable:
         eager = EagerRun(
-            use.sites,
+            use.at,
             planned.attention,
             str(setup.config["model_type"]),
             setup.batch,
@@ -163,11 +160,8 @@ def _recipe_text(recipe: Recipe) -> str:
         return f"{recipe.method} with {recipe.prompt_tokens} virtual tokens"
     targets = recipe.target_modules
     where = "its family's modules" if targets is None else targets
-    method = "DoRA" if isinstance(recipe, LoraRecipe) and recipe.use_dora else recipe.method
-    size = ""
-    if isinstance(recipe, AdaLoraRecipe | LoraRecipe | VeraRecipe):
-        size = f" r{recipe.rank}"
-    text = f"{method}{size} on {where if isinstance(where, str) else ', '.join(where)}"
+    size = "" if recipe.rank is None else f" r{recipe.rank}"
+    text = f"{recipe.title}{size} on {where if isinstance(where, str) else ', '.join(where)}"
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 

@@ -141,6 +141,11 @@ class Moment:
     kept_bytes: int
     workspace_bytes: int
 
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of both."""
+        return self.kept_bytes + self.workspace_bytes
+
 
 @dataclass(frozen=True)
 class GraphNode:
@@ -203,6 +208,15 @@ class ReportData:
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     peers: tuple[PeerPoint, ...] = ()
+
+    @property
+    def chosen_stage(self) -> Stage | None:
+        """The stage that the report's activations are of; None where nothing is trained."""
+        return self.stage("compressed") or self.stage("eager")
+
+    def stage(self, name: str) -> Stage | None:
+        """Return the stage of a name, if there is one."""
+        return next((stage for stage in self.activations if stage.stage == name), None)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, which `pcg explain --json` prints."""

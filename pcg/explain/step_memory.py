@@ -30,7 +30,7 @@ from pcg.options import MemoryBudget
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.stages import Sharded
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 
 LOSS_CHUNK_BYTES = 16 * 2**20

@@ -14,9 +14,13 @@ WHOLE_MODEL = ""
 """The path of the model itself, for what an adapter has once; no target means it."""
 
 
+EACH_LAYER = "layers.{layer}"
+"""The path of a layer's attention, whatever it is called, for what an adapter has of each."""
+
+
 def layer_path(layer: int) -> str:
-    """The path of a layer's attention, whatever it is called, for what an adapter has of each."""
-    return f"layers.{layer}"
+    """The path of one layer's attention."""
+    return EACH_LAYER.format(layer=layer)
 
 
 def is_module(path: str) -> bool:

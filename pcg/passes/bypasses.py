@@ -1,86 +1,99 @@
-"""Where bypass networks attach: what `sites` makes of recipes, and `attach` builds."""
+"""Where bypass networks attach, and what stands there: made of recipes for `attach`.
+
+A site is a module path with `{layer}` for the layer's index; of what a method has once for the
+model or for each layer's attention, it is `WHOLE_MODEL` or `EACH_LAYER`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """Where one kind of bottleneck adapter attaches.
-
-    Attributes:
-        site: whose output it adds to.
-        non_linearity: a name of `bottleneck_recipe.NON_LINEARITIES`.
-        is_parallel: it reads the input of the MLP that the site ends.
-    """
-
-    site: str
-    non_linearity: str
-    is_parallel: bool
-
-    @property
-    def kind(self) -> str:
-        """What its parameters are called by."""
-        return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
+from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
+from pcg.ir.program.program import ModelGraph
+from pcg.peft.method import Bypass
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import RECIPES
 
 
 @dataclass(frozen=True)
 class Bypasses:
-    """Where bypass networks attach.
+    """The bypass networks of a model.
 
     Attributes:
-        ranks: of each LoRA site, the largest of the adapters that meet there; None leaves it open.
+        at: the networks at each site, in order, one of each kind.
         biases: sources of the base biases that adapters have their own of.
-        dtype: of the adapters' parameters.
-        dropout: probability that an element of A's input is dropped in training.
-        vera: rank of each VeRA site.
-        adalora: the largest rank at each AdaLoRA site.
-        bottlenecks: size of each bottleneck adapter, as for `ranks`.
-        magnitudes: LoRA sites with DoRA.
-        lora_biases: LoRA sites whose B has a bias.
-        scaled: sites whose output is scaled, (IA)³.
-        scaled_inputs: sites whose input is.
-        prompt: virtual tokens at most before a sequence; 0 for none, None leaves it open.
-        prefix: the same of those whose keys and values every layer has its own of.
-        serving: adapters of any rank meet, and what can be made once of an adapter is a parameter.
+        dtype: dtype of the adapters' parameters.
+        dropout: probability that an element of a network's input is dropped in training.
+        serving: what can be made once of an adapter is a parameter.
     """
 
-    ranks: Mapping[str, int | None] = field(default_factory=dict)
+    at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     dtype: str = "f32"
     dropout: float = 0.0
-    vera: Mapping[str, int] = field(default_factory=dict)
-    adalora: Mapping[str, int] = field(default_factory=dict)
-    bottlenecks: Mapping[Bottleneck, int | None] = field(default_factory=dict)
-    magnitudes: frozenset[str] = frozenset()
-    lora_biases: frozenset[str] = frozenset()
-    scaled: frozenset[str] = frozenset()
-    scaled_inputs: frozenset[str] = frozenset()
-    prompt: int | None = 0
-    prefix: int | None = 0
     serving: bool = False
 
     def __bool__(self) -> bool:
-        """Whether anything attaches."""
-        matrices = (self.ranks, self.vera, self.adalora, self.bottlenecks)
-        rest = (self.biases, self.scaled, self.scaled_inputs, self.prompt != 0, self.prefix != 0)
-        return any((*matrices, *rest))
+        """Return whether anything attaches."""
+        return bool(self.at or self.biases)
 
     def for_serving(self) -> Bypasses:
-        """The same as serving has it, without what training alone does."""
-        ranks = dict.fromkeys([*self.ranks, *self.vera, *self.adalora])
-        sizes: dict[Bottleneck, int | None] = dict.fromkeys(self.bottlenecks)
-        return dataclasses.replace(
-            self,
-            ranks=ranks,
-            dropout=0.0,
-            vera={},
-            adalora={},
-            bottlenecks=sizes,
-            prompt=None if self.prompt else self.prompt,
-            prefix=None if self.prefix else self.prefix,
-            serving=True,
-        )
+        """The networks as serving has them, where adapters of any size meet, without dropout."""
+        at = {site: _united(each.served() for each in found) for site, found in self.at.items()}
+        return dataclasses.replace(self, at=at, dropout=0.0, serving=True)
+
+
+def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
+    """The union of those of each kind, in the order in which kinds come."""
+    found: dict[object, Bypass] = {}
+    for bypass in bypasses:
+        there = found.get(bypass.kind)
+        found[bypass.kind] = bypass if there is None else there.union(bypass)
+    return tuple(found.values())
+
+
+def bypasses_of(
+    model: ModelGraph, recipes: Iterable[Recipe], model_type: str, dtype: str
+) -> Bypasses:
+    """The bypass networks of all recipes.
+
+    A block serves many layers, so a site that a recipe adapts in some of them is there in all; the
+    layers without it get nothing to add.
+
+    Args:
+        model: folded; without bypass networks.
+        recipes: the adapters'.
+        model_type: of config.json, for recipes that name no targets.
+        dtype: dtype of the adapters' parameters.
+    Raises:
+        AdapterError: a recipe fits no module of the model.
+    """
+    modules = tuple(model.linear_modules())
+    layers = range(len(model.layers))
+    templates = {site.format(layer=n): site for site in model.linear_sites() for n in layers}
+    others = {WHOLE_MODEL: WHOLE_MODEL, **{layer_path(n): EACH_LAYER for n in layers}}
+    order = list(RECIPES)
+    found: dict[str, list[Bypass]] = {}
+    biases: set[str] = set()
+    dropout = 0.0
+    for recipe in sorted(recipes, key=lambda recipe: order.index(recipe.peft_type)):
+        adapted = recipe.bypasses(modules, model.output_module, model_type)
+        for path, bypass in adapted.items():
+            found.setdefault((templates | others)[path], []).append(bypass)
+        biases |= _biases(model, recipe, {templates[path] for path in adapted if path in templates})
+        dropout = max(dropout, recipe.dropout)
+    at = {site: _united(bypasses) for site, bypasses in found.items()}
+    return Bypasses(at, frozenset(biases), dtype, dropout)
+
+
+def _biases(model: ModelGraph, recipe: Recipe, adapted: set[str]) -> set[str]:
+    """Sources of the base biases that the recipe trains."""
+    sources = {
+        parameter.source
+        for graph in model.graphs
+        for parameter in graph.parameters
+        if parameter.role == "frozen" and parameter.source.endswith(".bias")
+    }
+    return {s for s in sources if recipe.trains_bias(s.removesuffix(".bias"), adapted)}

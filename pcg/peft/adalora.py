@@ -1,29 +1,54 @@
-"""An AdaLoRA recipe: LoRA with singular values, of which training keeps the important ones.
+"""AdaLoRA: LoRA with singular values, of which training keeps the important ones.
 
     y = W x + scale · B (E ⊙ (A x)),   A: [rank, in],  E: [rank, 1],  B: [out, rank]
     scale = alpha / (rank at the start + 1e-5)
 
 Each row of A, with its E and its column of B, is a triplet. All modules begin with the same rank;
-training leaves as many triplets of the whole adapter as `target_rank` of each module would be, and
-`kept` says which (Zhang et al. 2023). A and B are drawn towards orthogonal rows and columns by a
-loss beside the data's.
+training leaves as many triplets of the whole adapter as `target_r` of each module would be, and
+`rank_pattern` says which (Zhang et al. 2023). A and B are drawn towards orthogonal rows and columns
+by a loss beside the data's. What training does beside the program is `rank_allocator.py`, a file of
+its own, as the two are more than one should be.
 
-Modules are targets as in peft 0.21.2 (`AdaLoraModel`).
+    base_model.model.<module>.lora_A      [rank, in]
+    base_model.model.<module>.lora_B      [out, rank]
+    base_model.model.<module>.lora_E      [rank, 1]
+
+A file holds the triplets that `rank_pattern` in its configuration keeps.
+
+Source: `AdaLoraConfig`, `SVDLinear` and `AdaLoraModel` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, FinetuneError
 from pcg.ir.shapes import Shapes
-from pcg.peft.targets import TargetRecipe
+from pcg.peft.lora import LORA_FIELDS, LoraBypass
+from pcg.peft.method import Bypass, Place, Shape, Shards, TrainingBeside, low_rank
+from pcg.peft.rank_allocator import RankAllocator, Schedule
+from pcg.peft.recipe import ALL_LINEAR, Json, Names, OtherField, note, refused, saved_as
+from pcg.peft.targets import LayeredRecipe
+from pcg.peft.weights import (
+    DOWN,
+    UP,
+    AdapterWeight,
+    Around,
+    Draw,
+    LowRankWeights,
+    ModuleWeights,
+    ParameterKind,
+    partners,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The decoders among TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING in peft 0.21.2.
-FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {
+FAMILY_TARGETS: Mapping[str, Names] = {
     "bloom": ("query_key_value",),
     "gemma": ("q_proj", "v_proj"),
     "gemma2": ("q_proj", "v_proj"),
@@ -41,130 +66,280 @@ FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {
 EPSILON = 1e-5
 """What peft adds to the rank that it divides by."""
 _KEY = ".lora_E"
+_RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class AdaLoraSite:
-    """The bypass of one module."""
+@dataclass(frozen=True)
+class AdaLoraBypass(Bypass):
+    """AdaLoRA beside one module: LoRA, whose A has singular values, which serving has in A.
+
+        A' = singular_down(A, E)
+
+    Attributes:
+        rank: triplets.
+        scale: of the product.
+    """
 
     rank: int
     scale: float
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained at a module [out, in]."""
         return (self.rank, in_), (out, self.rank), (self.rank, 1)
 
     def __str__(self) -> str:
         return f"AdaLoRA of rank {self.rank} with scale {self.scale:g}"
 
+    def union(self, other: Self) -> Self:
+        return max(self, other, key=lambda one: one.rank)
 
-@dataclass(frozen=True)
-class AdaLoraRecipe(TargetRecipe[AdaLoraSite]):
-    """The compiler's view of an AdaLoRA configuration; the defaults are peft's.
+    def served(self) -> LoraBypass:
+        return LoraBypass(None)
+
+    def attach(self, at: Place, y: str) -> str:
+        out, in_ = at.shape
+        a, e = at.adapter("adalora_A", self.rank, in_), at.adapter("adalora_E", self.rank, 1)
+        down = at.add("singular_down", "adalora_down", a, e)
+        b = at.adapter("adalora_B", out, self.rank)
+        return low_rank(at, y, at.dropped(), down, b, "adalora_")
+
+
+@dataclass(frozen=True, eq=False)
+class AdaLoraWeights(LowRankWeights):
+    """AdaLoRA's weights of one module: y += scale · B (E ⊙ (A x)).
 
     Attributes:
-        rank: of every module at the start (`init_r`).
-        target_rank: of a module on average at the end (`target_r`).
-        alpha: numerator of the scale.
-        steps_before: steps until the first triplet goes (`tinit`).
-        steps_after: steps after the last one has gone (`tfinal`).
-        interval: steps from one allocation to the next (`deltaT`).
-        beta1: of the moving average of importance.
-        beta2: of that of its deviation.
-        orthogonality: weight of the loss that draws A and B towards orthogonal ones.
-        steps: of the whole schedule (`total_step`); None is finetuning's own number.
-        kept: of each module, which of its first triplets are left (`rank_pattern`), by its path
-            and `.lora_E`; None where all are.
-        init: True, A and B are normal and E zero, which changes nothing; False, all are normal.
+        e: [rank, 1].
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "lora_E")
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        "adalora_A": DOWN,
+        "adalora_B": UP,
+        "adalora_E": ParameterKind(rank_dim=0),
+    }
+
+    e: Tensor
+
+    @classmethod
+    def fresh(
+        cls, recipe: AdaLoraConfig, bypass: AdaLoraBypass, shape: Shape, draw: Draw, around: Around
+    ) -> Self:
+        (out, in_), rank = shape, bypass.rank
+        deviation = 0.02 if recipe.init_lora_weights else 1.0
+        a, b = deviation * draw.normal(rank, in_), deviation * draw.normal(out, rank)
+        e = draw.zeros(rank, 1) if recipe.init_lora_weights else draw.normal(rank, 1)
+        return cls(a, b, bypass.scale, e)
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: AdaLoraConfig) -> Self:
+        a, b, e = tensors = partners(path, parts, cls.suffixes)
+        for part, tensor in zip(cls.suffixes, tensors, strict=True):
+            if tensor.ndim != 2:
+                raise AdapterError(f"{path} has {part} {list(tensor.shape)}; expected [n, m]")
+        bypass = recipe.bypass_at(path)
+        if not a.shape[0] == b.shape[1] == len(e) == bypass.rank or e.shape[1] != 1:
+            raise AdapterError(
+                f"{path} has lora_A {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
+                f"{list(e.shape)}, and its configuration gives it rank {bypass.rank}; the two "
+                "files are not of one save"
+            )
+        return cls(a, b, bypass.scale, e)
+
+    @property
+    def bypass(self) -> AdaLoraBypass:
+        return AdaLoraBypass(len(self.e), self.scale)
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        return {f"ada{kind}": AdapterWeight(t, self.scale) for kind, t in self.stored.items()}
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        """LoRA's, of A with its rows scaled."""
+        return {
+            "lora_A": lambda around: self.a * self.e,
+            "lora_B": lambda around: self.b.t() * self.scale,
+        }
+
+    @property
+    def kept(self) -> Tensor:
+        """The triplets that do something: [rank], bool."""
+        return self.e[:, 0] != 0
+
+    def pruned(self) -> Self:
+        """The weights without the triplets that do nothing."""
+        kept = self.kept
+        return replace(self, a=self.a[kept], b=self.b[:, kept], e=self.e[kept])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaLoraConfig(LayeredRecipe):
+    """An AdaLoRA configuration, with peft's fields and defaults.
+
+    Attributes:
+        bias: biases of the base that are trained: "none", "all", or "lora_only", those of the
+            adapted modules.
+        lora_dropout: probability that an element of a module's input is dropped in training.
+        init_r: the rank of every module at the start.
+        target_r: the rank of a module on average at the end.
+        lora_alpha: numerator of the scale.
+        tinit: steps until the first triplet goes.
+        tfinal: steps after the last one has gone.
+        deltaT: steps from one allocation to the next.
+        beta1: decay of the moving average of importance.
+        beta2: decay of that of its deviation.
+        orth_reg_weight: weight of the loss that draws A and B towards orthogonal ones.
+        total_step: steps of the whole schedule; None is finetuning's own number.
+        rank_pattern: which of the first triplets of each module are left, by its path and
+            `.lora_E`; None where all are.
+        init_lora_weights: True, A and B are normal and E zero, which changes nothing; False, all
+            are normal.
     """
 
     method: ClassVar[str] = "AdaLoRA"
     peft_type: ClassVar[str] = "ADALORA"
-    biases: ClassVar[tuple[str, ...]] = ("none", "all", "lora_only")
-    family_targets: ClassVar[Mapping[str, tuple[str, ...]]] = FAMILY_TARGETS
+    weights: ClassVar[type[ModuleWeights]] = AdaLoraWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "adalora": {"target_modules": ALL_LINEAR}
+    }
+    other_fields: ClassVar[Mapping[str, OtherField]] = {
+        **LORA_FIELDS,
+        "alpha_pattern": refused("alphas of modules", {}),
+        "lora_bias": refused("a bias on B", False),
+        "r": note(8),  # init_r is the rank; peft ignores this one
+        "use_dora": refused("DoRA", False),
+        "use_rslora": refused("rank-stabilised scales", False),
+    }
+    rank_field: ClassVar[str] = "init_r"
+    has_eager_account: ClassVar[bool] = False
+    trains_beside: ClassVar[bool] = True
+    biases: ClassVar[Names] = ("none", "all", "lora_only")
+    family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
 
-    rank: int = 12
-    target_rank: int = 8
-    alpha: float = 8
-    steps_before: int = 0
-    steps_after: int = 0
-    interval: int = 1
+    bias: str = "none"
+    lora_dropout: float = saved_as("dropout", 0.0)
+    init_r: int = saved_as("rank", 12)
+    target_r: int = saved_as("target_rank", 8)
+    lora_alpha: float = saved_as("alpha", 8)
+    tinit: int = saved_as("steps_before", 0)
+    tfinal: int = saved_as("steps_after", 0)
+    deltaT: int = saved_as("interval", 1)
     beta1: float = 0.85
     beta2: float = 0.85
-    orthogonality: float = 0.5
-    steps: int | None = None
-    kept: Mapping[str, tuple[bool, ...]] | None = field(default=None, hash=False)
-    init: bool = True
+    orth_reg_weight: float = saved_as("orthogonality", 0.5)
+    total_step: int | None = saved_as("steps", None)
+    rank_pattern: Mapping[str, Sequence[bool]] | None = field(
+        default=None, hash=False, metadata={"saved": "kept"}
+    )
+    init_lora_weights: bool = saved_as("init", True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_numbers(self)
-        if not isinstance(self.init, bool):
-            raise AdapterError(f"init_lora_weights={self.init!r}; use true or false")
-        if self.steps is not None and self.steps_before >= self.steps - self.steps_after:
+        self._check_probability("lora_dropout")
+        self._check_ints(1, "init_r", "target_r", "deltaT")
+        self._check_ints(0, "tinit", "tfinal")
+        self._check_ints(1, "total_step", optional=True)
+        self._check_finite("lora_alpha", "beta1", "beta2", "orth_reg_weight")
+        if self.lora_alpha <= 0:
+            raise AdapterError(f"lora_alpha={self.lora_alpha:g}; use a number above 0")
+        if self.orth_reg_weight < 0:
             raise AdapterError(
-                f"tinit={self.steps_before}, tfinal={self.steps_after} and total_step={self.steps} "
+                f"orth_reg_weight={self.orth_reg_weight:g}; use a number of at least 0"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 < getattr(self, name) < 1:
+                raise AdapterError(f"{name}={getattr(self, name):g}; use a number between 0 and 1")
+        self._check_flags("init_lora_weights")
+        if self.total_step is not None and self.tinit >= self.total_step - self.tfinal:
+            raise AdapterError(
+                f"tinit={self.tinit}, tfinal={self.tfinal} and total_step={self.total_step} "
                 "leave no step to allocate ranks in; lower the first two, or raise total_step"
             )
-        if self.kept is not None:
-            kept = {key: tuple(which) for key, which in self.kept.items()}
-            object.__setattr__(self, "kept", kept)
-            for key, which in kept.items():
-                if not key.endswith(_KEY) or len(which) != self.rank:
-                    raise AdapterError(
-                        f"rank_pattern has {len(which)} of {key!r}; give init_r={self.rank} values "
-                        f"of a module's path and {_KEY}"
-                    )
+        if self.rank_pattern is not None:
+            self._check_pattern(self.rank_pattern)
+
+    def _check_pattern(self, pattern: Mapping[str, Sequence[bool]]) -> None:
+        if not isinstance(pattern, Mapping):
+            raise AdapterError(f"rank_pattern={pattern!r}; use an object")
+        kept = {key: tuple(which) for key, which in pattern.items()}
+        object.__setattr__(self, "rank_pattern", kept)
+        for key, which in kept.items():
+            if not key.endswith(_KEY) or len(which) != self.init_r:
+                raise AdapterError(
+                    f"rank_pattern has {len(which)} of {key!r}; give init_r={self.init_r} values "
+                    f"of a module's path and {_KEY}"
+                )
 
     @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank + EPSILON)
-
-    def site_of_target(self, path: str) -> AdaLoraSite:
-        which = None if self.kept is None else self.kept.get(path + _KEY)
-        return AdaLoraSite(self.rank if which is None else sum(which), self.scale)
+    def dropout(self) -> float:
+        return self.lora_dropout
 
     @property
-    def schedule(self) -> dict[str, object]:
-        """What decides the ranks and is not a module's, by peft's names; without what is open."""
-        values = {name: getattr(self, own) for own, name in _PEFT.items()}
+    def one_rank(self) -> int | None:
+        return self.init_r if self.rank_pattern is None else None
+
+    def bypass_at(self, path: str) -> AdaLoraBypass:
+        which = None if self.rank_pattern is None else self.rank_pattern.get(path + _KEY)
+        rank = self.init_r if which is None else sum(which)
+        return AdaLoraBypass(rank, self.lora_alpha / (self.init_r + EPSILON))
+
+    def config_fields(
+        self, target_modules: Names | str | None, base_model_name: str, notes: Json
+    ) -> dict[str, Any]:
+        """The fields as peft writes them, which reads no configuration without a schedule."""
+        fields = super().config_fields(target_modules, base_model_name, notes)
+        if self.total_step is None:  # it was not trained yet: the shortest that peft takes
+            fields["total_step"] = self.tinit + self.tfinal + 1
+        return fields
+
+    # ---------------------------------------------------------------------------------- training
+
+    def for_job(self, total_steps: int) -> Self:
+        """The recipe with the job's own steps for the schedule, where it has none."""
+        return self if self.total_step is not None else replace(self, total_step=total_steps)
+
+    @property
+    def schedule(self) -> Mapping[str, object]:
+        names = "lora_alpha beta1 beta2 deltaT orth_reg_weight init_r total_step tfinal tinit"
+        values = {name: getattr(self, name) for name in (*names.split(), "target_r")}
         return {name: value for name, value in values.items() if value is not None}
 
-    @staticmethod
-    def key_of(path: str) -> str:
-        """What `kept` has a module by."""
-        return path + _KEY
+    def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside:
+        if self.rank_pattern is not None:
+            raise FinetuneError(
+                "the adapter's ranks are given already (rank_pattern), and AdaLoRA would begin "
+                "anew; train a fresh one, or go on from a checkpoint"
+            )
+        if self.target_r > self.init_r:
+            raise FinetuneError(f"target_r={self.target_r} is above init_r={self.init_r}; lower it")
+        return AdaLoraTraining(self.for_job(total_steps), shards)
 
 
-def _check_numbers(recipe: AdaLoraRecipe) -> None:
-    least = {"rank": 1, "target_rank": 1, "steps_before": 0, "steps_after": 0, "interval": 1}
-    for name, at_least in {**least, **({} if recipe.steps is None else {"steps": 1})}.items():
-        value = getattr(recipe, name)
-        if type(value) is not int or value < at_least:
-            raise AdapterError(f"{_PEFT[name]}={value!r}; use an int of at least {at_least}")
-    for name in ("alpha", "beta1", "beta2", "orthogonality"):
-        value = getattr(recipe, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise AdapterError(f"{_PEFT[name]}={value!r}; use a finite number")
-    if recipe.alpha <= 0:
-        raise AdapterError(f"lora_alpha={recipe.alpha:g}; use a number above 0")
-    if recipe.orthogonality < 0:
-        raise AdapterError(f"orth_reg_weight={recipe.orthogonality:g}; use a number of at least 0")
-    for name in ("beta1", "beta2"):
-        if not 0 < getattr(recipe, name) < 1:
-            raise AdapterError(f"{name}={getattr(recipe, name):g}; use a number between 0 and 1")
+class AdaLoraTraining(RankAllocator):
+    """What a job on an AdaLoRA adapter does beside the program."""
 
+    def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
+        assert recipe.total_step is not None
+        schedule = Schedule(
+            recipe.init_r,
+            recipe.target_r,
+            recipe.tinit,
+            recipe.total_step - recipe.tfinal,
+            recipe.deltaT,
+            recipe.beta1,
+            recipe.beta2,
+            recipe.orth_reg_weight,
+        )
+        super().__init__(schedule, shards, _RANK_DIMS, "adalora_E")
+        self._recipe = recipe
 
-_PEFT = {
-    "alpha": "lora_alpha",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "interval": "deltaT",
-    "orthogonality": "orth_reg_weight",
-    "rank": "init_r",
-    "steps": "total_step",
-    "steps_after": "tfinal",
-    "steps_before": "tinit",
-    "target_rank": "target_r",
-}
+    def finished(self, adapter: Any) -> Any:
+        """The adapter without the triplets that do nothing."""
+        weights: Mapping[str, AdaLoraWeights] = adapter.weights
+        kept = {path + _KEY: each.kept for path, each in weights.items()}
+        if all(bool(which.all()) for which in kept.values()):
+            return dataclasses.replace(adapter, recipe=self._recipe)
+        pattern = {key: tuple(which.tolist()) for key, which in kept.items()}
+        recipe = replace(self._recipe, rank_pattern=pattern)
+        pruned = {path: each.pruned() for path, each in weights.items()}
+        return dataclasses.replace(adapter, recipe=recipe, weights=pruned)

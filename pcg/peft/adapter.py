@@ -9,32 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, UnsupportedError
+from pcg.errors import AdapterError
 from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
-from pcg.peft.adalora_weights import AdaLoraWeights
-from pcg.peft.bottleneck_weights import BottleneckWeights
-from pcg.peft.ia3_weights import Ia3Weights
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.lora_weights import LoraWeights
-from pcg.peft.module_weights import AdapterWeight, Around, BiasesAlone, ModuleWeights, Shape
-from pcg.peft.prefix_weights import PrefixWeights
-from pcg.peft.prompt_encoder import fresh_encoder, made_by_encoder
-from pcg.peft.prompt_weights import PromptWeights
-from pcg.peft.registry import Recipe
-from pcg.peft.vera_weights import VeraWeights
-
-WEIGHTS: Mapping[str, type[ModuleWeights]] = {
-    "ADALORA": AdaLoraWeights,
-    "BITFIT": BiasesAlone,  # type: ignore[type-abstract]
-    "BOTTLENECK": BottleneckWeights,
-    "IA3": Ia3Weights,
-    "LORA": LoraWeights,
-    "PREFIX_TUNING": PrefixWeights,
-    "PROMPT_TUNING": PromptWeights,
-    "P_TUNING": PromptWeights,
-    "VERA": VeraWeights,
-}
-"""The weights of a module, by the recipe's `peft_type`."""
+from pcg.peft.method import Shape
+from pcg.peft.prompt_encoder import made_by_encoder
+from pcg.peft.recipe import Recipe
+from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +22,18 @@ class Adapter:
     """An adapter of any method.
 
     Attributes:
-        name: that requests and jobs use.
-        recipe: its configuration.
-        weights: by path of the module.
-        biases: of the base model as trained with it (`recipe.bias`), by path of their module; each
-            stands in for the base's own, it is not added to it.
-        base_model_name: what it was trained for; empty if that is not known.
+        name: the name that requests and jobs use.
+        recipe: the configuration.
+        weights: the weights of each module, by its path.
+        biases: biases of the base as trained with the adapter (`recipe.bias`), by path of their
+            module; each stands in for the base's own, it is not added to it.
+        base_model_name: the base that it was trained for; empty if that is not known.
         extra: fields of adapter_config.json that change nothing here, such as task_type; written
             back as they were read.
         shared: tensors that all modules share and that are not trained, by name.
-        encoder: what makes `weights` and is trained in their place (`recipe.encoder`), by peft's
-            names; empty where the method has none, or the adapter comes from a file.
+        encoder: the parameters of the network that makes `weights` and is trained in their place
+            (`recipe.encoder`), by peft's names; empty where the method has none, or the adapter
+            comes from a file.
     """
 
     name: str
@@ -73,12 +54,12 @@ class Adapter:
 
     @property
     def prompt_tokens(self) -> int:
-        """Virtual tokens that stand before each sequence."""
+        """The number of virtual tokens that stand before each sequence."""
         return self.recipe.prompt_tokens
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of all tensors; they change in place alone."""
+        """The size of all tensors; they change in place alone."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:
@@ -112,46 +93,32 @@ def new_adapter(
     *,
     output_layer: str | None = None,
     model_type: str | None = None,
-    base_model_name: str = "",
-    extra: Mapping[str, Any] | None = None,
     base_weights: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
     """A fresh adapter, initialised as peft does.
 
-    LoRA's A is uniform in ±1/√in and B zero, (IA)³'s vectors are ones, so that the adapter changes
-    nothing before it is trained. A module's weights depend on the seed and its path alone, not on
-    what else is adapted. Biases of the base (`recipe.bias`) are not here: they start as the base's
-    own.
+    A module's weights depend on the seed and its path alone, not on what else is adapted. Biases of
+    the base (`recipe.bias`) are not here: they start as the base's own.
 
     Args:
-        name: of the adapter.
+        name: the adapter's name.
         recipe: its configuration.
-        module_shapes: as `ModelGraph.module_shapes`.
-        dtype: of the weights; drawn in float32 and cast.
-        seed: of the random weights.
-        output_layer: path of the head, which "all-linear" leaves out.
-        model_type: of the base; needed where the recipe names no targets.
-        base_model_name: of the base, for adapter_config.json.
-        extra: fields for adapter_config.json; `fan_in_fan_out=True` for a base that stores its
-            weights [in, out].
+        module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
+        dtype: dtype of the weights, which are drawn in float32 and cast.
+        seed: seed of the random weights.
+        output_layer: the path of the head, which "all-linear" leaves out.
+        model_type: the base's; needed where the recipe names no targets.
         base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
     Raises:
         AdapterError: the recipe does not fit the model.
         UnsupportedError: an initialisation that needs the base's weights or data.
-    Source: `LoraLayer.reset_lora_parameters` of peft 0.21.2.
     """
-    init = recipe.init if isinstance(recipe, LoraRecipe) else True
-    if not isinstance(init, bool) and init.lower() != "gaussian":
-        raise UnsupportedError(
-            f"init_lora_weights={init!r}: pcg starts an adapter with True, False or "
-            '"gaussian"; or let peft make and save one, and load that'
-        )
     linear = tuple(filter(is_module, module_shapes))
-    sites = recipe.sites(linear, output_layer, model_type)
-    if WHOLE_MODEL in sites and WHOLE_MODEL not in module_shapes:
+    bypasses = recipe.bypasses(linear, output_layer, model_type)
+    if WHOLE_MODEL in bypasses and WHOLE_MODEL not in module_shapes:
         raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
-    kind = WEIGHTS[recipe.peft_type]
-    shared = kind.fresh_shared(recipe, [module_shapes[path] for path in sites])
+    kind, shapes = recipe.weights, [module_shapes[path] for path in bypasses]
+    shared = kind.fresh_shared(recipe, shapes)
     resolved = recipe.resolved(linear, output_layer, model_type)
     encoder: Mapping[str, Tensor] = {}
     weights: Mapping[str, ModuleWeights]
@@ -159,20 +126,18 @@ def new_adapter(
         weights = {
             path: kind.fresh(
                 recipe,
-                site,
+                bypass,
                 module_shapes[path],
-                _generator(seed, path),
+                Draw(_seed(seed, path)),
                 Around(partial(_base_weight, base_weights, path), shared, module_shapes[path]),
             )
-            for path, site in sites.items()
+            for path, bypass in bypasses.items()
         }
     else:
-        encoder = fresh_encoder(
-            recipe.encoder, [module_shapes[path] for path in sites], _generator(seed, WHOLE_MODEL)
-        )
-        weights = made_by_encoder(resolved, encoder, kind)
-    extra = {"task_type": "CAUSAL_LM", **(extra or {})}
-    fresh = Adapter(name, resolved, weights, {}, base_model_name, extra, shared, encoder)
+        encoder = recipe.encoder.fresh(shapes, _seed(seed, WHOLE_MODEL))
+        weights = made_by_encoder(recipe.encoder, resolved, encoder)
+    notes = {"task_type": "CAUSAL_LM"}
+    fresh = Adapter(name, resolved, weights, extra=notes, shared=shared, encoder=encoder)
     return fresh.map(lambda tensor: tensor.to(dtype))
 
 
@@ -182,16 +147,16 @@ def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
     return weights[path].cpu()
 
 
-def _generator(seed: int, path: str) -> torch.Generator:
+def _seed(seed: int, path: str) -> int:
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
     """Refuse an adapter whose biases are not those that its recipe trains.
 
     Args:
-        adapter: to be attached.
+        adapter: the adapter to be attached.
         base_biases: the base's own, of those that the recipe trains, by path of their module.
     Raises:
         AdapterError: one is missing, or of another shape, or the base has none of it.
@@ -212,17 +177,16 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
 
 
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
-    """The adapter with what its modules share, made anew where its file does not hold it.
+    """The adapter with what its modules share, drawn again where its file does not hold it.
 
     Args:
-        adapter: that fits the base.
-        module_shapes: as `ModelGraph.module_shapes`.
+        adapter: an adapter that fits the base.
+        module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
     Raises:
         AdapterError: what the file holds is smaller than the modules.
     """
-    kind = WEIGHTS[adapter.recipe.peft_type]
     shapes = [module_shapes[path] for path in adapter.weights]
-    needed = kind.fresh_shared(adapter.recipe, shapes)
+    needed = adapter.recipe.weights.fresh_shared(adapter.recipe, shapes)
     for name, tensor in adapter.shared.items():
         if any(n > m for n, m in zip(needed[name].shape, tensor.shape, strict=True)):
             raise AdapterError(
@@ -241,10 +205,10 @@ def check_fits(
     """Refuse an adapter that was trained for another base.
 
     Args:
-        adapter: to be attached.
-        module_shapes: as `ModelGraph.module_shapes`.
-        base_model_name: of the base, for the message.
-        output_layer: path of the head, which "all-linear" leaves out.
+        adapter: the adapter to be attached.
+        module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
+        base_model_name: the base's name, for the message.
+        output_layer: the path of the head, which "all-linear" leaves out.
     Raises:
         AdapterError: a module is not in the base or has another shape, or the recipe adapts a
             module that the adapter has no weights for.
@@ -275,7 +239,7 @@ def check_fits(
         return
 
     def targets(paths: Iterable[str]) -> list[str]:
-        return [p for p in paths if adapter.recipe.site(p, output_layer=output_layer)]
+        return [p for p in paths if adapter.recipe.bypass(p, output_layer=output_layer)]
 
     linear = [*filter(is_module, module_shapes)]
     missing = targets(path for path in linear if path not in adapter.weights)

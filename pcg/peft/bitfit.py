@@ -1,26 +1,42 @@
-"""A BitFit recipe: all biases of the base are trained, and nothing else (Ben Zaken et al. 2022)."""
+"""BitFit: all biases of the base are trained, and nothing else (Ben Zaken et al. 2022).
+
+peft does not have it; the configuration is pcg's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pcg.peft.untargeted import UntargetedRecipe
+from pcg.errors import AdapterError
+from pcg.peft.method import Bypass
+from pcg.peft.recipe import OF_PCG, OtherField, Recipe
+from pcg.peft.weights import ModuleWeights
 
 
-@dataclass(frozen=True)
-class BitfitRecipe(UntargetedRecipe[None]):
-    """There is nothing to choose: no module gets a bypass, and every bias is trained."""
+@dataclass(frozen=True, kw_only=True)
+class BitFitConfig(Recipe):
+    """A BitFit configuration: there is nothing to choose, and no module gets a bypass network."""
 
     method: ClassVar[str] = "BitFit"
     peft_type: ClassVar[str] = "BITFIT"
-    biases: ClassVar[tuple[str, ...]] = ("all",)
+    weights: ClassVar[type[ModuleWeights]] = ModuleWeights  # type: ignore[type-abstract]
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"bitfit": {}}
+    other_fields: ClassVar[Mapping[str, OtherField]] = OF_PCG
 
-    bias: str = "all"
+    @property
+    def bias(self) -> str:
+        return "all"
 
-    def site_of_target(self, path: str) -> None:
-        return None
+    def bypass_at(self, path: str) -> Bypass:
+        raise AdapterError(f"BitFit trains biases alone, and none but those at {path}")
 
-    def places(self, paths: Sequence[str]) -> Sequence[str]:
-        return ()
+    def bypasses(
+        self,
+        paths: Sequence[str],
+        output_layer: str | None = None,
+        model_type: str | None = None,
+        others: Collection[str] = (),
+    ) -> dict[str, Bypass]:
+        return {}

@@ -1,23 +1,45 @@
-"""A bottleneck adapter's recipe: small networks behind, or beside, a layer's parts.
+"""Bottleneck adapters: small networks behind, or beside, a layer's parts.
 
     h = σ(D x + d),   y' = y + scaling · (U h + u),   D: [size, in],  U: [out, size]
 
 `houlsby` has one behind the output of attention and one behind that of the MLP, before the residual
 is added (Houlsby et al. 2019); `pfeiffer` the latter alone (Pfeiffer et al. 2020); there x is y.
 `parallel` has one beside the MLP, whose input it reads (He et al. 2022).
+
+peft does not have them; the configuration and the keys are pcg's own.
+
+    base_model.model.<module>.adapter_down.weight      [size, in]
+    base_model.model.<module>.adapter_down.bias        [size]
+    base_model.model.<module>.adapter_up.weight        [out, size]
+    base_model.model.<module>.adapter_up.bias          [out]
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.shapes import Shapes
-from pcg.peft.targets import TargetRecipe
+from pcg.peft.method import Bypass, Place, Shape
+from pcg.peft.recipe import OF_PCG, OtherField, saved_as
+from pcg.peft.targets import TargetedRecipe
+from pcg.peft.weights import (
+    DOWN,
+    SUMMAND,
+    UP,
+    AdapterWeight,
+    Around,
+    Draw,
+    ModuleWeights,
+    ParameterKind,
+    partners,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ATTENTION_OUTPUTS = (
     "self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "attn.out_proj", "attention.dense",
@@ -37,17 +59,37 @@ VARIANTS = {
 NON_LINEARITIES = ("gelu", "gelu_new", "relu", "silu", "tanh")
 
 
-@dataclass(frozen=True, slots=True)
-class BottleneckSite:
-    """The adapter of one module."""
+@dataclass(frozen=True)
+class BottleneckBypass(Bypass):
+    """The adapter of one module, which goes from its outputs to its outputs.
 
-    size: int
+        h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
+
+    Attributes:
+        size: of the bottleneck; None is left open, as serving has it.
+        non_linearity: σ, a name of `NON_LINEARITIES`.
+        scaling: of what the adapter adds.
+        is_parallel: it reads the input of the MLP that the module ends, not y.
+    """
+
+    behind_bias: ClassVar[bool] = True
+
+    size: int | None
     non_linearity: str
-    scaling: float
-    is_parallel: bool
+    scaling: float = 1.0
+    is_parallel: bool = False
+
+    @property
+    def kind(self) -> object:
+        return BottleneckBypass, self.prefix
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its parameters begin with."""
+        return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained at a module [out, in]; the adapter goes from `out` to `out`."""
+        assert self.size is not None
         return (self.size, out), (self.size,), (out, self.size), (out,)
 
     def __str__(self) -> str:
@@ -56,42 +98,171 @@ class BottleneckSite:
             f"a {self.non_linearity} bottleneck of {self.size} {place} it, {self.scaling:g} of it"
         )
 
+    def union(self, other: Self) -> Self:
+        return max(self, other, key=lambda one: one.size or 0)
 
-@dataclass(frozen=True)
-class BottleneckRecipe(TargetRecipe[BottleneckSite]):
-    """What pcg takes for `"peft_type": "BOTTLENECK"`, which peft does not know.
+    def served(self) -> Self:
+        return dataclasses.replace(self, size=None)
+
+    def attach(self, at: Place, y: str) -> str:
+        (out,), prefix, size = at.features(y), self.prefix, self.size
+        x: str | None = y
+        if self.is_parallel and (x := at.module_input(MLP_INPUTS)) is None:
+            raise UnsupportedError(
+                f"{at.site} ends no MLP whose input pcg knows, beside which a parallel adapter "
+                f"would be; its first module is named {', '.join(MLP_INPUTS)}"
+            )
+        assert x is not None
+        down = at.adapter(f"{prefix}_down", size, *at.features(x))
+        up = at.adapter(f"{prefix}_up", out, size)
+        biases = at.adapter(f"{prefix}_down_bias", size), at.adapter(f"{prefix}_up_bias", out)
+        s = at.add("shrink", f"{prefix}_s", x, down)
+        h = at.add("activate", f"{prefix}_h", s, biases[0], function=self.non_linearity)
+        return at.add(
+            "bias_add", f"{prefix}_b", at.add("expand_add", f"{prefix}_z", y, h, up), biases[1]
+        )
+
+
+_KINDS = {
+    "_down": DOWN,
+    "_down_bias": ParameterKind(rank_dim=0),
+    "_up": UP,
+    "_up_bias": SUMMAND,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class BottleneckWeights(ModuleWeights):
+    """The adapter's weights of one module: y += scaling · (up σ(down x + down_bias) + up_bias).
 
     Attributes:
-        variant: a name of `VARIANTS`.
-        size: of the bottleneck.
+        down: [size, in].
+        down_bias: [size].
+        up: [out, size].
+        up_bias: [out].
+        does: σ, the scaling, and whether x is the MLP's input or the module's output.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = (
+        "adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias",
+    )  # fmt: skip
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        f"{BottleneckBypass(None, name, is_parallel=is_parallel).prefix}{end}": kind
+        for name in NON_LINEARITIES
+        for is_parallel in (False, True)
+        for end, kind in _KINDS.items()
+    }
+
+    down: Tensor
+    down_bias: Tensor
+    up: Tensor
+    up_bias: Tensor
+    does: BottleneckBypass
+
+    @classmethod
+    def fresh(
+        cls,
+        recipe: BottleneckConfig,
+        bypass: BottleneckBypass,
+        shape: Shape,
+        draw: Draw,
+        around: Around,
+    ) -> Self:
+        """As nn.Linear begins going down, and zeros going up, which change nothing.
+
+        All that is read has as many features as what is written, as a layer's residuals have.
+        """
+        out, size = shape[0], bypass.size
+        assert size is not None
+        down, down_bias = draw.linear(size, out), draw.uniform(out**-0.5, size)
+        return cls(down, down_bias, draw.zeros(out, size), draw.zeros(out), bypass)
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: BottleneckConfig) -> Self:
+        tensors = partners(path, parts, cls.suffixes)
+        bypass = recipe.bypass_at(path)
+        out, size = len(tensors[-1]), recipe.bottleneck_size
+        expected = ((size, out), (size,), (out, size), (out,))
+        for part, tensor, shape in zip(cls.suffixes, tensors, expected, strict=True):
+            if tensor.shape != shape:
+                raise AdapterError(
+                    f"{path} has {part} {list(tensor.shape)}; expected {list(shape)}, as "
+                    f"bottleneck_size={size} and adapter_up.bias has {out} elements"
+                )
+        down, down_bias, up, up_bias = tensors
+        return cls(down, down_bias, up, up_bias, bypass)
+
+    @property
+    def bypass(self) -> BottleneckBypass:
+        return self.does
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        scaling, prefix = self.does.scaling, self.does.prefix
+        return {
+            f"{prefix}_down": AdapterWeight(self.down),
+            f"{prefix}_down_bias": AdapterWeight(self.down_bias),
+            f"{prefix}_up": AdapterWeight(self.up, scaling),
+            f"{prefix}_up_bias": AdapterWeight(self.up_bias, scaling),
+        }
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        scaling, prefix = self.does.scaling, self.does.prefix
+        return {
+            f"{prefix}_down": lambda around: self.down,
+            f"{prefix}_down_bias": lambda around: self.down_bias.unsqueeze(0),
+            f"{prefix}_up": lambda around: self.up.t() * scaling,
+            f"{prefix}_up_bias": lambda around: (self.up_bias * scaling).unsqueeze(0),
+        }
+
+    @property
+    def inner_size(self) -> int:
+        return len(self.down)
+
+    @property
+    def out_features(self) -> int:
+        return len(self.up_bias)
+
+    def misfit(self, shape: Shape) -> str:
+        return "" if len(self.up_bias) == shape[0] else f"adapter_up {list(self.up.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckConfig(TargetedRecipe):
+    """A configuration of bottleneck adapters.
+
+    Attributes:
+        variant: a name of `VARIANTS`: houlsby, parallel or pfeiffer.
+        bottleneck_size: features between the two matrices.
         non_linearity: σ, a name of `NON_LINEARITIES`; gelu_new is GELU's tanh form.
-        scaling: of what the adapter adds.
+        scaling: of what an adapter adds.
     """
 
     method: ClassVar[str] = "bottleneck adapters"
     peft_type: ClassVar[str] = "BOTTLENECK"
+    weights: ClassVar[type[ModuleWeights]] = BottleneckWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        variant: {"variant": variant} for variant in ("houlsby", "pfeiffer", "parallel")
+    }
+    other_fields: ClassVar[Mapping[str, OtherField]] = OF_PCG
+    has_eager_account: ClassVar[bool] = False
 
     variant: str = "pfeiffer"
-    size: int = 64
+    bottleneck_size: int = saved_as("size", 64)
     non_linearity: str = "relu"
     scaling: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("variant", VARIANTS), ("non_linearity", NON_LINEARITIES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise AdapterError(f"{name}={value!r}; use one of {', '.join(known)}")
-        if type(self.size) is not int or self.size < 1:
-            raise AdapterError(f"bottleneck_size={self.size!r}; use an int of at least 1")
-        scaling = self.scaling
-        is_number = isinstance(scaling, int | float) and not isinstance(scaling, bool)
-        if not is_number or not math.isfinite(scaling):
-            raise AdapterError(f"scaling={scaling!r}; use a finite number")
+        self._check_choice("variant", VARIANTS)
+        self._check_choice("non_linearity", NON_LINEARITIES)
+        self._check_ints(1, "bottleneck_size")
+        self._check_finite("scaling")
 
-    def site_of_target(self, path: str) -> BottleneckSite:
+    def bypass_at(self, path: str) -> BottleneckBypass:
         is_parallel = self.variant == "parallel"
-        return BottleneckSite(self.size, self.non_linearity, self.scaling, is_parallel)
+        return BottleneckBypass(self.bottleneck_size, self.non_linearity, self.scaling, is_parallel)
 
     def for_family(self, model_type: str | None) -> Self:
         """The recipe with the outputs of all families; a model has those of its own."""

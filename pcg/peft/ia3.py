@@ -1,26 +1,34 @@
-"""An (IA)³ recipe: which linear modules are scaled, and whether at their input or their output.
+"""(IA)³: the outputs of linear modules are scaled, or the inputs of feedforward modules.
 
     y = l ⊙ (W x + b),  l: [out];   at a feedforward module  y = W (l ⊙ x) + b,  l: [in]
 
-Modules are targets and feedforward modules as in peft 0.21.2 (`IA3Model`).
+    base_model.model.<module>.ia3_l      [out, 1], or [1, in] at a feedforward module
+
+Source: `IA3Config`, `IA3Model` and `IA3Layer` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from re import fullmatch
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, name_list
 from pcg.ir.shapes import Shapes
-from pcg.peft.targets import TargetRecipe
+from pcg.peft.method import Bypass, EagerModule, Place, Shape
+from pcg.peft.recipe import Json, Names, saved_as
+from pcg.peft.targets import TargetedRecipe, check_modules
+from pcg.peft.weights import FACTOR, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The decoders among TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING and
 # TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
-FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {
+FAMILY_TARGETS: Mapping[str, Names] = {
     "RefinedWeb": ("query_key_value", "dense_4h_to_h"),
     "RefinedWebModel": ("query_key_value", "dense_4h_to_h"),
     "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
@@ -41,78 +49,169 @@ FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {
     "qwen2": ("q_proj", "v_proj", "down_proj"),
     "qwen3": ("q_proj", "v_proj", "down_proj"),
 }
-FAMILY_FEEDFORWARD: Mapping[str, tuple[str, ...]] = {
+FAMILY_FEEDFORWARD: Mapping[str, Names] = {
     model_type: targets[-1:] for model_type, targets in FAMILY_TARGETS.items()
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Ia3Site:
-    """The bypass of one module: its input or its output is scaled."""
+@dataclass(frozen=True)
+class Ia3Bypass(Bypass):
+    """(IA)³ at one module: scale(y, l), or scale(x, l) before it.
+
+    Attributes:
+        is_feedforward: the input is scaled, not the output.
+    """
+
+    behind_bias: ClassVar[bool] = True
 
     is_feedforward: bool
 
+    @property
+    def kind(self) -> object:
+        return Ia3Bypass, self.is_feedforward
+
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained at a module [out, in]."""
         return ((in_ if self.is_feedforward else out,),)
 
     def __str__(self) -> str:
         return f"(IA)³ on the {'input' if self.is_feedforward else 'output'}"
 
+    def union(self, other: Self) -> Self:
+        return self
 
-@dataclass(frozen=True)
-class Ia3Recipe(TargetRecipe[Ia3Site]):
-    """The compiler's view of an (IA)³ configuration; the defaults are peft's.
+    def read(self, at: Place) -> None:
+        if self.is_feedforward:
+            x = at.inputs[0]
+            vector = at.adapter("ia3_l_in", *at.features(x)[-1:])
+            at.set_input(0, at.add("scale", "scaled_x", x, vector))
+
+    def attach(self, at: Place, y: str) -> str:
+        if self.is_feedforward:
+            return y
+        return at.add("scale", "scaled", y, at.adapter("ia3_l", *at.features(y)[-1:]))
+
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what base(x) ⊙ l, or base(x ⊙ l), needs.
+
+        Source: peft 0.21 tuners/ia3/layer.py.
+        """
+        if self.is_feedforward:
+            module.save_input("ia3_x")
+            if module.x_needs:
+                module.save_once("ia3_l", "mul", module.in_)
+            return True
+        module.save("unscaled", "linear", module.base_dtype, module.out)
+        if module.y_needs:
+            module.save_once("ia3_l", "mul", module.out)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Ia3Weights(ModuleWeights):
+    """(IA)³'s vector of one module.
 
     Attributes:
+        vector: [in] at a feedforward module, else [out].
+        is_feedforward: the input is scaled.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("ia3_l",)
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {"ia3_l": FACTOR, "ia3_l_in": FACTOR}
+
+    vector: Tensor
+    is_feedforward: bool
+
+    @classmethod
+    def fresh(
+        cls, recipe: IA3Config, bypass: Ia3Bypass, shape: Shape, draw: Draw, around: Around
+    ) -> Self:
+        size = shape[bypass.is_feedforward]
+        vector = draw.full(1.0, size) if recipe.init_ia3_weights else draw.normal(size)
+        return cls(vector, bypass.is_feedforward)
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: IA3Config) -> Self:
+        (vector,) = parts.values()
+        is_feedforward = recipe.bypass_at(path).is_feedforward
+        ones = vector.shape[0 if is_feedforward else 1 :][:1]
+        if vector.ndim != 2 or ones != (1,):
+            expected = "[1, in]" if is_feedforward else "[out, 1]"
+            role = "is" if is_feedforward else "is not"
+            raise AdapterError(
+                f"{path} has ia3_l {list(vector.shape)}; expected {expected}, as it {role} among "
+                "feedforward_modules"
+            )
+        return cls(vector.flatten(), is_feedforward)
+
+    @property
+    def bypass(self) -> Ia3Bypass:
+        return Ia3Bypass(self.is_feedforward)
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        shape = (1, -1) if self.is_feedforward else (-1, 1)
+        return {"ia3_l": self.vector.reshape(shape)}
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        return {self._kind: AdapterWeight(self.vector)}
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        return {self._kind: lambda around: self.vector.unsqueeze(0)}
+
+    @property
+    def _kind(self) -> str:
+        return "ia3_l_in" if self.is_feedforward else "ia3_l"
+
+    def misfit(self, shape: Shape) -> str:
+        fits = len(self.vector) == shape[self.is_feedforward]
+        return "" if fits else f"ia3_l {list(self.stored['ia3_l'].shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IA3Config(TargetedRecipe):
+    """An (IA)³ configuration, with peft's fields and defaults.
+
+    Attributes:
+        exclude_modules: names or one regex, as the targets, of modules that are left out.
         feedforward_modules: names or one regex for the whole path; targets that they match are
             scaled at their input. A name matches any path that ends in it, as in peft, even behind
             no dot. None is what is usual for the family.
-        init: True, vectors of ones, which change nothing; False, normal ones.
+        init_ia3_weights: True, vectors of ones, which change nothing; False, normal ones.
     """
 
     method: ClassVar[str] = "(IA)³"
     peft_type: ClassVar[str] = "IA3"
-    family_targets: ClassVar[Mapping[str, tuple[str, ...]]] = FAMILY_TARGETS
+    weights: ClassVar[type[ModuleWeights]] = Ia3Weights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"ia3": {}}
+    family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
 
-    feedforward_modules: tuple[str, ...] | str | None = None
-    init: bool = True
+    exclude_modules: Names | str | None = None
+    feedforward_modules: Names | str | None = None
+    init_ia3_weights: bool = saved_as("init", True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = self.feedforward_modules
-        if isinstance(names, str):
-            try:
-                re.compile(names)
-            except re.error as error:
-                raise AdapterError(
-                    f"feedforward_modules has {names!r}, which is not a regex: {error}"
-                ) from error
-        elif names is not None and not (
-            isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
-        ):
-            raise AdapterError(
-                f"feedforward_modules={names!r}; use a tuple of names that are not empty"
-            )
-        if not isinstance(self.init, bool):
-            raise AdapterError(f"init={self.init!r}; use True or False")
+        check_modules("feedforward_modules", self.feedforward_modules)
+        self._check_flags("init_ia3_weights")
 
-    def site_of_target(self, path: str) -> Ia3Site:
+    def bypass_at(self, path: str) -> Ia3Bypass:
         names = self.feedforward_modules
         if names is None:
             raise AdapterError("feedforward_modules is not given; name them, or () for none")
         if isinstance(names, str):
-            return Ia3Site(re.fullmatch(names, path) is not None)
-        return Ia3Site(path.endswith(names))
+            return Ia3Bypass(fullmatch(names, path) is not None)
+        return Ia3Bypass(path.endswith(tuple(names)))
 
-    def sites(
+    def bypasses(
         self,
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
         others: Collection[str] = (),
-    ) -> dict[str, Ia3Site]:
-        found = super().sites(paths, output_layer, model_type, others)
+    ) -> dict[str, Bypass]:
+        found = super().bypasses(paths, output_layer, model_type, others)
         names = self.feedforward_modules
         for name in names if isinstance(names, tuple) else ():
             if not any(path.endswith(name) for path in found):
@@ -130,3 +229,13 @@ class Ia3Recipe(TargetRecipe[Ia3Site]):
         if isinstance(recipe.target_modules, tuple):
             usual = tuple(name for name in usual if name in recipe.target_modules)
         return dataclasses.replace(recipe, feedforward_modules=usual)
+
+    def config_fields(
+        self, target_modules: Names | str | None, base_model_name: str, notes: Json
+    ) -> dict[str, Any]:
+        fields = super().config_fields(target_modules, base_model_name, notes)
+        targets, names = self.target_modules, self.feedforward_modules
+        if isinstance(targets, tuple) and isinstance(names, tuple) and not {*names} <= {*targets}:
+            # peft writes paths for "all-linear", and then refuses names that are none of them.
+            fields["feedforward_modules"] = [name for name in targets if name.endswith(names)]
+        return fields

@@ -1,4 +1,4 @@
-"""A LoRA recipe: which linear modules get a bypass, and each one's rank and scale.
+"""LoRA, rsLoRA and DoRA: a product of two matrices of a low rank beside a linear module.
 
     y = W x + scale · B (A x),   A: [rank, in],  B: [out, rank]
     scale = alpha / rank,  or alpha / √rank with rsLoRA
@@ -8,59 +8,76 @@ With DoRA, each output of W + scale · B A has a length of its own, the magnitud
     y = m / ||W + scale · B A|| ⊙ (W + scale · B A) x + b
 
 and the length that it replaces is taken for a constant in training, as peft does.
+
+    base_model.model.<module>.lora_A.weight      [rank, in]
+    base_model.model.<module>.lora_B.weight      [out, rank]
+    base_model.model.<module>.lora_B.bias        [out]   with lora_bias
+    base_model.model.<module>.lora_magnitude_vector      [out]   with DoRA
+
+Source: `LoraConfig`, `LoraLayer` and `DoraLinearLayer` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import first_match
 from pcg.ir.shapes import Shapes
-from pcg.peft.targets import ALL_LINEAR, TargetRecipe
+from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
+from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
+from pcg.peft.targets import (
+    FAMILY_TARGETS,
+    LayeredRecipe,
+    check_alphas,
+    check_ranks,
+)
+from pcg.peft.weights import (
+    DOWN,
+    SUMMAND,
+    UP,
+    AdapterWeight,
+    Around,
+    Draw,
+    LowRankWeights,
+    ModuleWeights,
+    ParameterKind,
+    partners,
+)
 
-# model_type -> the modules adapted where a recipe names none; the decoders among
-# TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
-FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {
-    "RefinedWeb": ("query_key_value",),
-    "RefinedWebModel": ("query_key_value",),
-    "bloom": ("query_key_value",),
-    "codegen": ("qkv_proj",),
-    "falcon": ("query_key_value",),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "gpt2": ("c_attn",),
-    "gpt_bigcode": ("c_attn",),
-    "gpt_neo": ("q_proj", "v_proj"),
-    "gpt_neox": ("query_key_value",),
-    "gptj": ("q_proj", "v_proj"),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
-    "mpt": ("Wqkv",),
-    "opt": ("q_proj", "v_proj"),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "stablelm": ("q_proj", "v_proj"),
-}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """The bypass of one module: y += scale · B (A x)."""
+@dataclass(frozen=True)
+class LoraBypass(Bypass):
+    """LoRA beside one module.
 
-    rank: int
-    scale: float
+        s = shrink(x, A)         [T, rank]
+        z = expand_add(y, s, B)  [T, out]
+
+    DoRA scales z, but not the base's bias b, by a factor that training makes of the weights, and
+    that serving has as an adapter's parameter,
+
+        n = column_norm(W, A, B);  f = column_factor(m, n);  scale(z, f, b)
+
+    Attributes:
+        rank: None is left open, as serving has it.
+        scale: of the product.
+        use_dora: magnitudes are trained, too.
+        has_bias: B has a bias.
+    """
+
+    rank: int | None
+    scale: float = 1.0
     use_dora: bool = False
     has_bias: bool = False
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained at a module [out, in]."""
+        assert self.rank is not None
         vectors = ((out,),) * (self.use_dora + self.has_bias)
         return (self.rank, in_), (out, self.rank), *vectors
 
@@ -68,81 +85,331 @@ class Site:
         extra = " and DoRA" * self.use_dora + " and lora_bias" * self.has_bias
         return f"rank {self.rank} with scale {self.scale:g}{extra}"
 
+    def union(self, other: Self) -> Self:
+        ranks = (self.rank, other.rank)
+        rank = None if None in ranks else max(rank for rank in ranks if rank is not None)
+        dora, bias = self.use_dora or other.use_dora, self.has_bias or other.has_bias
+        return replace(self, rank=rank, use_dora=dora, has_bias=bias)
 
-@dataclass(frozen=True)
-class LoraRecipe(TargetRecipe[Site]):
-    """The compiler's view of a LoRA configuration; the defaults are peft's.
+    def served(self) -> LoraBypass:
+        return replace(self, rank=None)
+
+    def attach(self, at: Place, y: str) -> str:
+        out, in_ = at.shape
+        a, b = at.adapter("lora_A", self.rank, in_), at.adapter("lora_B", out, self.rank)
+        x = at.dropped(keeps_dtype=self.use_dora)
+        adapted = y
+        if self.use_dora and x != at.inputs[0]:
+            # The base's product is of what was not dropped, too (peft 0.21.2, DoraLinearVariant).
+            adapted = at.add("linear", "dropped", x, at.inputs[1])
+        z = low_rank(at, adapted, x, a, b)
+        if self.has_bias:
+            z = at.add("bias_add", "b", z, at.adapter("lora_B_bias", out))
+        if not self.use_dora:
+            return z
+        factor = self._factor(at, a, b, out)
+        if adapted == y:
+            return at.add("scale", "dora", z, factor, *at.inputs[2:])
+        change = at.add("sub", "change", at.add("scale", "dora", z, factor), adapted)
+        return at.add("add", "changed", y, change)
+
+    @staticmethod
+    def _factor(at: Place, a: str, b: str, out: int) -> str:
+        """DoRA's factor of each output."""
+        if at.serving:
+            return at.adapter("lora_factor", out)
+        norm = at.add("column_norm", "norm", at.inputs[1], a, b)
+        return at.add("column_factor", "factor", at.adapter("lora_magnitude_vector", out), norm)
+
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what LoRA and DoRA need.
+
+            base(x) + lora_B(lora_A(dropout(x))) · scale
+            base(x) + (m/‖W'‖ - 1) (base(x) - b) + m/‖W'‖ lora_B(lora_A(x)) · scale
+
+        The factor m/‖W'‖ and its norm are vectors; ‖W'‖ is a constant, of which no more is saved.
+        With dropout the base's product is made again of what was not dropped, by the weight in the
+        adapters' dtype. Of a Conv1D's weight in that dtype peft makes a new parameter (`transpose`
+        of peft/utils/other.py), which requires a gradient.
+
+        Source: peft 0.21 tuners/lora/{layer,dora,variants}.py.
+        """
+        assert self.rank is not None
+        module.save_dropped_input("lora_x")
+        module.save("lora_s", "linear", module.dtype, self.rank)
+        if not self.use_dora:
+            return True
+        module.save("dora_lora", "linear", module.dtype, module.out)
+        module.save_once("dora_norm", "norm", module.out)
+        module.save_once("dora_factor", "div", module.out)
+        base_needs = module.x_needs
+        if module.drops:
+            module.save("dora_base", "linear", module.dtype, module.out)
+            if module.dtype == module.base_dtype:
+                base_needs = base_needs or module.is_conv1d
+            elif module.x_needs:
+                module.save_once("dora_weight", "cast", module.in_ * module.out)
+        else:
+            module.save("dora_base", "sub", module.base_dtype, module.out)
+            base_needs = module.y_needs
+        if base_needs:
+            module.save_once("dora_change", "sub", module.out)
+        return True
+
+
+def _length(weight: Tensor) -> Tensor:
+    """The length of each output's weights, [out]."""
+    return weight.norm(dim=1)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraWeights(LowRankWeights):
+    """LoRA's weights of one module: y += scale · (B (A x) + bias).
 
     Attributes:
-        rank: r of a module that no key of `rank_pattern` matches.
-        alpha: numerator of the scale of a module that no key of `alpha_pattern` matches.
+        a: [rank, in].
+        b: [out, rank].
+        scale: alpha / rank, or alpha / √rank.
+        bias: [out], B's own bias (`lora_bias`); most adapters have none.
+        magnitude: [out], DoRA's.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = (
+        "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector",
+    )  # fmt: skip
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        "lora_A": DOWN,
+        "lora_B": UP,
+        "lora_B_bias": SUMMAND,
+        "lora_factor": ParameterKind(fill=1.0, is_costly=True),
+        "lora_magnitude_vector": ParameterKind(of_base=_length),
+    }
+
+    bias: Tensor | None = None
+    magnitude: Tensor | None = None
+
+    @classmethod
+    def fresh(
+        cls, recipe: LoraConfig, bypass: LoraBypass, shape: Shape, draw: Draw, around: Around
+    ) -> Self:
+        out, in_ = shape
+        rank, init = bypass.rank, recipe.init_lora_weights
+        assert rank is not None
+        if not isinstance(init, bool) and init.lower() != "gaussian":
+            raise _unknown_init(init)
+        a = draw.normal(rank, in_) / rank if isinstance(init, str) else draw.linear(rank, in_)
+        b = draw.linear(out, rank) if init is False else draw.zeros(out, rank)
+        bias = draw.zeros(out) if recipe.lora_bias else None
+        if bias is not None and init is False:  # as nn.Linear starts
+            bias = draw.uniform(rank**-0.5, out)
+        fresh = cls(a, b, bypass.scale, bias)
+        return fresh if not bypass.use_dora else replace(fresh, magnitude=fresh._norm(around))
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraConfig) -> Self:
+        a, b = partners(path, parts, cls.suffixes[:2])
+        bias, magnitude = parts.get("lora_B.bias"), parts.get("lora_magnitude_vector")
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise AdapterError(
+                f"{path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected "
+                "[rank, in] and [out, rank]"
+            )
+        bypass = recipe.bypass_at(path)
+        if a.shape[0] != bypass.rank:
+            many = len(recipe.rank_pattern) > 1
+            raise AdapterError(
+                f"{path} has rank {a.shape[0]}, and its configuration gives it {bypass.rank}, so "
+                "that its scale is not known; the two files are not of one save"
+                + (", or rank_pattern was in another order (peft sorts the keys)" if many else "")
+            )
+        if (bias is not None) != recipe.lora_bias or (
+            bias is not None and bias.shape != b.shape[:1]
+        ):
+            shape = "no lora_B.bias" if bias is None else f"a lora_B.bias {list(bias.shape)}"
+            raise AdapterError(
+                f"{path} has {shape} with lora_bias={recipe.lora_bias} and lora_B {list(b.shape)}"
+            )
+        if magnitude is not None and not recipe.use_dora:
+            raise AdapterError(f"{path} has a DoRA magnitude, though use_dora is not set")
+        if recipe.use_dora and (magnitude is None or magnitude.shape != b.shape[:1]):
+            there = "no" if magnitude is None else f"{list(magnitude.shape)} as its"
+            raise AdapterError(
+                f"{path} has {there} lora_magnitude_vector with use_dora=True and lora_B "
+                f"{list(b.shape)}"
+            )
+        return cls(a, b, bypass.scale, bias, magnitude)
+
+    @property
+    def bypass(self) -> LoraBypass:
+        return LoraBypass(self.rank, self.scale, self.magnitude is not None, self.bias is not None)
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        tensors = (self.a, self.b, self.bias, self.magnitude)
+        pairs = zip(self.suffixes, tensors, strict=True)
+        return {suffix: tensor for suffix, tensor in pairs if tensor is not None}
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        return {
+            suffix.removesuffix(".weight").replace(".", "_"): AdapterWeight(tensor, self.scale)
+            for suffix, tensor in self.stored.items()
+        }
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        made: dict[str, Callable[[Around], Tensor]] = {
+            "lora_A": lambda around: self.a,
+            "lora_B": lambda around: self.b.t() * self.scale,
+        }
+        bias, magnitude = self.bias, self.magnitude
+        if bias is not None:
+            made["lora_B_bias"] = lambda around: (bias * self.scale).unsqueeze(0)
+        if magnitude is not None:
+            made["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
+        return made
+
+    def _norm(self, around: Around) -> Tensor:
+        """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""
+        base = around.base()
+        a, b = (matrix.to(base.device) for matrix in (self.a, self.b))
+        return _length(base.to(a.dtype).addmm(b, a, alpha=self.scale)).to(self.a.device)
+
+
+LORA_FIELDS: Mapping[str, OtherField] = {
+    **OF_LAYERS,
+    "alora_invocation_tokens": refused("activated LoRA"),
+    "arrow_config": refused("Arrow routing"),
+    "corda_config": refused("CorDA initialisation"),
+    "ensure_weight_tying": refused("tied adapters", False),
+    "eva_config": refused("EVA initialisation"),
+    "kasa_config": refused("KaSA"),
+    "layer_replication": refused("replicated layers"),
+    "loftq_config": refused("LoftQ initialisation", {}),
+    "lora_ga_config": refused("LoRA-GA initialisation"),
+    "megatron_config": refused("Megatron layers"),
+    "megatron_core": OtherField("megatron.core"),  # of megatron_config
+    "monteclora_config": refused("MonteCLoRA"),
+    "qalora_group_size": OtherField(16),  # of use_qalora
+    "runtime_config": OtherField(is_written=False),  # of use_dora
+    "target_parameters": refused("LoRA on parameters, such as fused experts"),
+    "trainable_token_indices": refused("trained token embeddings"),
+    "use_bdlora": refused("block-diagonal LoRA"),
+    "use_qalora": refused("QA-LoRA", False),
+    "velora_config": refused("VeLoRA"),
+}
+PLAIN_INITS = ("eva", "gaussian", "mica", "orthogonal")
+"""Initialisations that leave the base as it is, so that what was saved is plain LoRA. The others
+(pissa, olora, corda, loftq, lora_ga) change the base's weights, which a file does not show."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(LayeredRecipe):
+    """A LoRA, rsLoRA or DoRA configuration, with peft's fields and defaults.
+
+    Attributes:
+        bias: biases of the base that are trained: "none", "all", or "lora_only", those of the
+            adapted modules.
+        r: the rank of modules that no key of `rank_pattern` matches.
+        lora_alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
+        lora_dropout: probability that an element of a module's input is dropped in training.
         rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
         alpha_pattern: the same for alpha.
-        use_rslora: scale is alpha / √rank.
+        use_rslora: the scale is alpha / √rank.
         use_dora: magnitudes are trained, too (DoRA).
         lora_bias: B has a bias, which is scaled as B is.
-        init: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B zero; False,
-            both uniform; other names of peft's stay names.
-    Raises:
-        AdapterError: a value is out of its range, or a regex is none.
+        init_lora_weights: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B
+            zero; False, both uniform; of a saved adapter also peft's other names.
     """
 
     method: ClassVar[str] = "LoRA"
     peft_type: ClassVar[str] = "LORA"
-    biases: ClassVar[tuple[str, ...]] = ("none", "all", "lora_only")
-    family_targets: ClassVar[Mapping[str, tuple[str, ...]]] = FAMILY_TARGETS
-    patterns: ClassVar[tuple[str, ...]] = ("rank_pattern", "alpha_pattern")
+    weights: ClassVar[type[ModuleWeights]] = LoraWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "lora": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},
+        "dora": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR, "use_dora": True},
+    }
+    other_fields: ClassVar[Mapping[str, OtherField]] = LORA_FIELDS
+    rank_field: ClassVar[str] = "r"
+    biases: ClassVar[Names] = ("none", "all", "lora_only")
+    family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
+    patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")
 
-    rank: int = 8
-    alpha: float = 8
+    bias: str = "none"
+    lora_dropout: float = saved_as("dropout", 0.0)
+    r: int = saved_as("rank", 8)
+    lora_alpha: float = saved_as("alpha", 8)
     rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
-    init: bool | str = True
+    init_lora_weights: bool | str = saved_as("init", True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ranks(self)
-        _check_choices(self)
+        check_ranks(self.r, self.rank_pattern)
+        check_alphas("lora_alpha", self.lora_alpha, self.alpha_pattern)
+        self._check_probability("lora_dropout")
+        self._check_flags("use_rslora", "use_dora", "lora_bias")
+        init = self.init_lora_weights
+        if not isinstance(init, bool | str):
+            raise AdapterError(f'init_lora_weights={init!r}; use True, False or "gaussian"')
+        if self.lora_bias and not isinstance(init, bool):
+            raise AdapterError(
+                f"lora_bias goes with init_lora_weights True or False only, not {init!r}"
+            )
+        if self.lora_bias and self.use_dora:
+            raise AdapterError(
+                "lora_bias=True does not go with use_dora=True; set one of them to False"
+            )
+
+    @property
+    def title(self) -> str:
+        return "DoRA" if self.use_dora else self.method
+
+    @property
+    def dropout(self) -> float:
+        return self.lora_dropout
+
+    @property
+    def one_rank(self) -> int | None:
+        return None if self.rank_pattern else self.r
+
+    def bypass_at(self, path: str) -> LoraBypass:
+        rank = first_match(self.rank_pattern, path, self.r)
+        alpha = first_match(self.alpha_pattern, path, self.lora_alpha)
+        scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return LoraBypass(rank, scale, self.use_dora, self.lora_bias)
 
     @classmethod
-    def default(cls) -> LoraRecipe:
-        """What `peft="lora"` means: rank 16, alpha 32, all linear modules."""
-        return cls(rank=16, alpha=32, target_modules=ALL_LINEAR)
+    def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:
+        init = config.get("init_lora_weights", True)
+        if saved and init == "eva":
+            allowed = (*allowed, "eva_config")
+        super().check_config(config, saved=saved, allowed=allowed)
+        allowed_inits = PLAIN_INITS if saved else ("gaussian",)
+        if isinstance(init, str) and init.lower() not in allowed_inits:
+            if not saved:
+                raise _unknown_init(init)
+            raise UnsupportedError(
+                f"init_lora_weights={init!r}: it changed the base's weights, so that the adapter "
+                "is none for the base as it was; save it from peft with "
+                "path_initial_model_for_weight_conversion"
+            )
 
-    def site_of_target(self, path: str) -> Site:
-        """Rank and scale at `path`, taking for granted that it is a target."""
-        rank = first_match(self.rank_pattern, path, self.rank)
-        alpha = first_match(self.alpha_pattern, path, self.alpha)
-        scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
-        return Site(rank, scale, self.use_dora, self.lora_bias)
+    def config_fields(
+        self, target_modules: Sequence[str] | str | None, base_model_name: str, notes: Json
+    ) -> dict[str, Any]:
+        init = self.init_lora_weights
+        # How trained weights began is history; peft would prepare for it again.
+        is_plain = isinstance(init, bool) or init.lower() == "gaussian"
+        fields = super().config_fields(target_modules, base_model_name, notes)
+        return fields | {"init_lora_weights": init if is_plain else True}
 
 
-def _check_ranks(recipe: LoraRecipe) -> None:
-    ranks = {"rank": recipe.rank}
-    ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in recipe.rank_pattern.items()}
-    for name, rank in ranks.items():
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise AdapterError(f"{name}={rank!r}; a rank is an int of at least 1")
-    alphas = {"alpha": recipe.alpha}
-    alphas |= {f"alpha_pattern[{key!r}]": alpha for key, alpha in recipe.alpha_pattern.items()}
-    for name, alpha in alphas.items():
-        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-        if not is_number or not math.isfinite(alpha):
-            raise AdapterError(f"{name}={alpha!r}; use a finite number")
-
-
-def _check_choices(recipe: LoraRecipe) -> None:
-    for name in ("use_rslora", "use_dora", "lora_bias"):
-        if not isinstance(getattr(recipe, name), bool):
-            raise AdapterError(f"{name}={getattr(recipe, name)!r}; use True or False")
-    if not isinstance(recipe.init, bool | str):
-        raise AdapterError(f'init={recipe.init!r}; use True, False or "gaussian"')
-    if recipe.lora_bias and not isinstance(recipe.init, bool):
-        raise AdapterError(f"lora_bias goes with init True or False only, not {recipe.init!r}")
-    if recipe.lora_bias and recipe.use_dora:
-        raise AdapterError(
-            "lora_bias=True does not go with use_dora=True; set one of them to False"
-        )
+def _unknown_init(init: str) -> UnsupportedError:
+    return UnsupportedError(
+        f'init_lora_weights={init!r}: pcg starts an adapter with True, False or "gaussian"; or let '
+        "peft make and save one, and load that"
+    )

@@ -1,84 +1,203 @@
-"""A prefix recipe: keys and values of virtual tokens, trained in every layer (Li and Liang 2021).
+"""Prefix tuning: keys and values of virtual tokens, trained in every layer (Li and Liang 2021).
 
     out = softmax(scale · q [p_k, k]ᵀ) [p_v, v],   p_k: [n, keys], p_v: [n, values] of each layer
 
-They take positions 0 to n-1, and are not turned by rotary embedding. With a
-projection, what is trained is a network that makes all of them.
+They take positions 0 to n-1, and are not turned by rotary embedding. With a projection, what is
+trained is a network that makes all of them.
+
+    prompt_embeddings      [tokens, 2 · layers · features]
+
+with the keys, then the values, of one layer behind the other's.
+
+Source: `PrefixEncoder` and `PeftModel.get_prompt` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import layer_path
 from pcg.ir.shapes import Shapes
-from pcg.peft.untargeted import VirtualTokensRecipe
-from pcg.peft.virtual_token_encoder import PREFIX, PromptEncoder
+from pcg.peft.method import Bypass, Place, Shape
+from pcg.peft.prompt import VirtualTokens, VirtualTokensRecipe
+from pcg.peft.prompt_encoder import KEY, PREFIX, PromptEncoder
+from pcg.peft.recipe import OtherField, saved_as
+from pcg.peft.weights import SUMMAND, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixSite:
-    """The prefix of a layer."""
+@dataclass(frozen=True)
+class PrefixBypass(VirtualTokens):
+    """A prefix's keys and values in the rows of virtual tokens, which attention reads.
 
-    tokens: int
+        k = virtual_tokens(k, p_k);  v = virtual_tokens(v, p_v)
+
+    So what the layers make of virtual tokens is read by no other token.
+    """
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained in a layer with so many features of values and of keys."""
+        """The shapes in a layer with so many features of values and of keys."""
+        assert self.tokens is not None
         return (self.tokens, in_), (self.tokens, out)
 
     def __str__(self) -> str:
         return f"a prefix of {self.tokens} virtual tokens"
 
+    def read(self, at: Place) -> None:
+        for index, kind in enumerate(("prefix_keys", "prefix_values"), 1):
+            read = at.inputs[index]
+            size = prod(at.features(read))
+            prefix = at.shared(kind, f"layers.{{layer}}.{kind}", self.tokens, size)
+            at.set_input(index, at.add("virtual_tokens", kind, read, prefix))
 
-@dataclass(frozen=True)
-class PrefixRecipe(VirtualTokensRecipe[PrefixSite]):
-    """The compiler's view of a prefix's configuration; no module is adapted.
+
+@dataclass(frozen=True, eq=False)
+class PrefixWeights(ModuleWeights):
+    """The prefix of one layer.
 
     Attributes:
-        layers: of the base; None until that is known.
-        init: None, a fresh prefix is normal; "zero".
-        projects: a network of two layers makes the prefix, and is what is trained.
-        hidden: features within it; None is as many as keys have.
+        keys: [tokens, features], heads one behind the other.
+        values: likewise.
+    """
+
+    whole_keys: ClassVar[tuple[str, ...]] = (KEY,)
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        "prefix_keys": SUMMAND,
+        "prefix_values": SUMMAND,
+    }
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def fresh(
+        cls, recipe: PrefixTuningConfig, bypass: PrefixBypass, shape: Shape, draw: Draw,
+        around: Around,
+    ) -> Self:  # fmt: skip
+        (out, in_), tokens = shape, bypass.tokens
+        assert tokens is not None
+        make = draw.zeros if recipe.init_weights == "zero" else draw.normal
+        return cls(make(tokens, in_), make(tokens, out))
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: PrefixTuningConfig) -> Self:
+        (both,) = parts.values()
+        keys, values = both.chunk(2, -1)
+        return cls(keys.contiguous(), values.contiguous())
+
+    @classmethod
+    def read_whole(
+        cls, parts: Mapping[str, Tensor], recipe: PrefixTuningConfig
+    ) -> Mapping[str, Self]:
+        (whole,) = parts.values()
+        tokens, count = recipe.prompt_tokens, recipe.num_layers
+        if count is None:
+            raise AdapterError("num_layers is null in the configuration; set it to the base's")
+        if whole.ndim != 2 or len(whole) != tokens or whole.shape[1] % (2 * count):
+            raise AdapterError(
+                f"{KEY} is {list(whole.shape)}, and its configuration gives it "
+                f"[{tokens}, 2 · {count} · features]; the two files are not of one save"
+            )
+        return {
+            layer_path(layer): cls.read(layer_path(layer), {KEY: both}, recipe)
+            for layer, both in enumerate(whole.chunk(count, -1))
+        }
+
+    @classmethod
+    def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
+        import torch
+
+        parts = [weights[layer_path(layer)].tensors for layer in range(len(weights))]
+        return {KEY: torch.cat([tensor for pair in parts for tensor in pair], -1)}
+
+    @property
+    def bypass(self) -> PrefixBypass:
+        return PrefixBypass(len(self.keys))
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        return {}
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        pairs = zip(self.kinds, self.tensors, strict=True)
+        return {kind: AdapterWeight(tensor) for kind, tensor in pairs}
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        return {
+            "prefix_keys": lambda around: self.keys,
+            "prefix_values": lambda around: self.values,
+        }
+
+    def misfit(self, shape: Shape) -> str:
+        sizes = (self.values.shape[1], self.keys.shape[1])
+        return "" if sizes == tuple(shape) else f"prefix values and keys {list(sizes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTuningConfig(VirtualTokensRecipe):
+    """A prefix tuning configuration, with peft's fields and defaults.
+
+    Attributes:
+        num_layers: layers of the base; None until that is known.
+        init_weights: None, a fresh prefix is normal; "zero".
+        prefix_projection: a network of two layers makes the prefix, and is what is trained.
+        encoder_hidden_size: features within it; None is as many as keys have.
     """
 
     method: ClassVar[str] = "prefix tuning"
     peft_type: ClassVar[str] = "PREFIX_TUNING"
+    weights: ClassVar[type[ModuleWeights]] = PrefixWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"prefix": {"num_virtual_tokens": 20}}
+    other_fields: ClassVar[Mapping[str, OtherField]] = {
+        name: other
+        for name, other in VirtualTokensRecipe.other_fields.items()
+        if name != "num_layers"
+    }
 
-    layers: int | None = None
-    init: str | None = None
-    projects: bool = False
-    hidden: int | None = None
+    num_layers: int | None = saved_as("layers", None)
+    init_weights: str | None = saved_as("init", None)
+    prefix_projection: bool = saved_as("projects", False)
+    encoder_hidden_size: int | None = saved_as("hidden", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers is not None and (type(self.layers) is not int or self.layers < 1):
-            raise AdapterError(f"num_layers={self.layers!r}; use the base's, or null")
-        if self.init not in (None, "zero"):
-            raise AdapterError(f'init_weights={self.init!r}; use null or "zero"')
-        if not isinstance(self.projects, bool):
-            raise AdapterError(f"prefix_projection={self.projects!r}; use true or false")
-        PromptEncoder(PREFIX, self.prompt_tokens, self.hidden)
+        self._check_ints(1, "num_layers", "encoder_hidden_size", optional=True)
+        if self.init_weights not in (None, "zero"):
+            raise AdapterError(f'init_weights={self.init_weights!r}; use null or "zero"')
+        self._check_flags("prefix_projection")
 
     @property
     def encoder(self) -> PromptEncoder | None:
-        if not self.projects:
+        if not self.prefix_projection:
             return None
-        makes_zeros = self.init == "zero"
-        return PromptEncoder(PREFIX, self.prompt_tokens, self.hidden, makes_zeros=makes_zeros)
+        makes_zeros = self.init_weights == "zero"
+        tokens, hidden = self.prompt_tokens, self.encoder_hidden_size
+        return PromptEncoder(PREFIX, tokens, hidden, makes_zeros=makes_zeros)
 
-    def site_of_target(self, path: str) -> PrefixSite:
-        return PrefixSite(self.prompt_tokens)
+    def bypass_at(self, path: str) -> PrefixBypass:
+        return PrefixBypass(self.num_virtual_tokens)
 
-    def places(self, paths: Sequence[str]) -> Sequence[str]:
+    def bypasses(
+        self,
+        paths: Sequence[str],
+        output_layer: str | None = None,
+        model_type: str | None = None,
+        others: Collection[str] = (),
+    ) -> dict[str, Bypass]:
         count = _layers(paths)
-        if self.layers not in (None, count):
-            raise AdapterError(f"num_layers={self.layers}, and the base has {count} layers")
-        return [layer_path(layer) for layer in range(count)]
+        if self.num_layers not in (None, count):
+            raise AdapterError(f"num_layers={self.num_layers}, and the base has {count} layers")
+        return {layer_path(layer): self.bypass_at(layer_path(layer)) for layer in range(count)}
 
     def resolved(
         self,
@@ -86,7 +205,7 @@ class PrefixRecipe(VirtualTokensRecipe[PrefixSite]):
         output_layer: str | None = None,
         model_type: str | None = None,
     ) -> Self:
-        return dataclasses.replace(self, layers=_layers(paths))
+        return dataclasses.replace(self, num_layers=_layers(paths))
 
 
 def _layers(paths: Iterable[str]) -> int:

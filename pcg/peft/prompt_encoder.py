@@ -1,9 +1,18 @@
-"""Encoders of virtual tokens in training: PyTorch modules around the compiled program.
+"""Encoders of virtual tokens: networks that are trained in place of the prompt that they make.
 
-The program reads what an encoder makes, and gives its gradient; autograd takes that through the
-encoder. So a step's forward is preceded by the encoder's, and its backward followed by it.
+    MLP      p = W₂ relu(W₁ relu(W₀ e + b₀) + b₁) + b₂
+    LSTM     p = W₁ relu(W₀ lstm(e) + b₀) + b₁,  lstm of both directions
+    PREFIX   p = W₁ tanh(W₀ e + b₀) + b₁,  the keys and values of all layers
 
-    p = encoder(e);   dL/dθ = (dp/dθ)ᵀ dL/dp,  dL/dp of the program
+with e: [tokens, width], and p: [tokens, width], or [tokens, 2 · layers · width] for a prefix.
+
+A saved adapter holds what its encoder makes, so one that was saved cannot be trained further. In
+training an encoder is a PyTorch module around the compiled program, which reads what it makes and
+gives its gradient: a step's forward is preceded by the encoder's, and its backward followed by it.
+
+    dL/dθ = (dp/dθ)ᵀ dL/dp,  dL/dp of the program
+
+torch is imported where networks are made, so that recipes are read without it.
 
 Source: `PromptEncoder` and `PrefixEncoder` of peft 0.21.2, whose names the parameters have.
 """
@@ -11,126 +20,164 @@ Source: `PromptEncoder` and `PrefixEncoder` of peft 0.21.2, whose names the para
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from pcg.errors import AdapterError, UnsupportedError
+from pcg.peft.weights import ModuleWeights
 
-from pcg.errors import UnsupportedError
-from pcg.peft.module_weights import ModuleWeights, Shape
-from pcg.peft.registry import Recipe
-from pcg.peft.virtual_token_encoder import LSTM, PREFIX, PromptEncoder
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
+MLP, LSTM, PREFIX = "MLP", "LSTM", "PREFIX"
 KEY = "prompt_embeddings"
-"""What an encoder makes is called by in a file."""
+"""The key of what an encoder makes in an adapter's file."""
 
 
-class EncoderModule(nn.Module):
-    """An encoder."""
+@dataclass(frozen=True, slots=True)
+class PromptEncoder:
+    """The description of an encoder.
 
-    def __init__(self, encoder: PromptEncoder, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(encoder.tokens, width)
-        self.kind = encoder.kind
-        if encoder.kind == PREFIX:
-            self.transform = nn.Sequential(
-                nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, out)
-            )
-        elif encoder.kind == LSTM:
-            self.lstm_head = nn.LSTM(
-                width, hidden, encoder.layers, bidirectional=True, batch_first=True
-            )
-            self.mlp_head = nn.Sequential(
-                nn.Linear(2 * hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, out)
-            )
-        else:
-            self.mlp_head = nn.Sequential(
-                nn.Linear(width, hidden),
-                nn.ReLU(),
-                nn.Linear(hidden, hidden),
-                nn.ReLU(),
-                nn.Linear(hidden, out),
-            )
-
-    def forward(self) -> Tensor:
-        """What the virtual tokens are, [tokens, out]."""
-        x = self.embedding.weight
-        if self.kind == PREFIX:
-            made: Tensor = self.transform(x)
-        elif self.kind == LSTM:
-            # cuDNN would have its parameters in one piece of memory, and warns at each call.
-            with torch.backends.cudnn.flags(enabled=False):
-                made = self.mlp_head(self.lstm_head(x.unsqueeze(0))[0])[0]
-        else:
-            made = self.mlp_head(x)
-        return made
-
-
-def fresh_encoder(
-    encoder: PromptEncoder, shapes: Sequence[Shape], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """A fresh encoder's parameters, as peft initialises them, in float32.
-
-    Args:
-        encoder: what it is like.
-        shapes: (out, in) of the token embedding, or (values, keys) of each layer.
-        generator: whose seed is used.
-    Raises:
-        UnsupportedError: it has dropout.
+    Attributes:
+        kind: MLP, LSTM or PREFIX.
+        tokens: virtual tokens.
+        hidden: features within; None is the width.
+        layers: of the LSTM; the others have as many as they have.
+        dropout: between the layers of the LSTM.
+        makes_zeros: at the start.
     """
-    check_encoder(encoder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator.initial_seed())
-        module = EncoderModule(encoder, *encoder.widths(shapes))
-    if encoder.makes_zeros:
-        for parameter in module.transform[-1].parameters():
-            nn.init.zeros_(parameter)
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    kind: str
+    tokens: int
+    hidden: int | None = None
+    layers: int = 1
+    dropout: float = 0.0
+    makes_zeros: bool = False
+
+    def widths(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+        """Features of an embedding, within, and of what is made.
+
+        Args:
+            shapes: (out, in) of the token embedding, or (values, keys) of each layer.
+        Raises:
+            AdapterError: values are not as wide as keys, or layers differ, as no prefix of peft's.
+        """
+        width = shapes[0][1]
+        if self.kind == PREFIX and any(shape != (width, width) for shape in shapes):
+            raise AdapterError(
+                f"prefix_projection=True makes keys and values of {width} features in each layer, "
+                "and this base has others; use prefix_projection=False"
+            )
+        out = 2 * len(shapes) * width if self.kind == PREFIX else width
+        return width, self.hidden or width, out
+
+    def shapes(self, shapes: Sequence[tuple[int, int]]) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the encoder's parameters; arguments and errors as of `widths`."""
+        import torch
+
+        with torch.device("meta"):
+            network = _network(self, *self.widths(shapes))
+        return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+
+    def fresh(self, shapes: Sequence[tuple[int, int]], seed: int) -> dict[str, Tensor]:
+        """Fresh parameters, as peft initialises them, in float32.
+
+        Args:
+            shapes: as of `widths`.
+            seed: of the random numbers.
+        Raises:
+            UnsupportedError: the encoder has dropout.
+        """
+        import torch
+
+        self.check_trainable()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = _network(self, *self.widths(shapes))
+        if self.makes_zeros:
+            for parameter in network["transform"][-1].parameters():  # type: ignore[index]
+                torch.nn.init.zeros_(parameter)
+        return {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+    def check_trainable(self) -> None:
+        """Refuse an encoder that is not trained. UnsupportedError: it has dropout."""
+        if self.dropout:
+            raise UnsupportedError(
+                f"encoder_dropout={self.dropout:g}: what an LSTM drops is drawn within it, so that "
+                "a job that is resumed would drop something else; use encoder_dropout=0"
+            )
+
+    def __str__(self) -> str:
+        hidden = "" if self.hidden is None else f" with {self.hidden} features within"
+        layers = f" of {self.layers} layers" if self.kind == LSTM else ""
+        return f"the encoder {self.kind}{layers}{hidden}"
 
 
-def check_encoder(encoder: PromptEncoder) -> None:
-    """Refuse an encoder that is not trained. UnsupportedError: it has dropout."""
-    if encoder.dropout:
-        raise UnsupportedError(
-            f"encoder_dropout={encoder.dropout:g}: what an LSTM drops is drawn within it, so that "
-            "a job that is resumed would drop something else; use encoder_dropout=0"
+def _network(encoder: PromptEncoder, width: int, hidden: int, out: int) -> nn.ModuleDict:
+    from torch import nn
+
+    parts: dict[str, nn.Module] = {"embedding": nn.Embedding(encoder.tokens, width)}
+    if encoder.kind == PREFIX:
+        layers = (nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, out))
+        return nn.ModuleDict(parts | {"transform": nn.Sequential(*layers)})
+    if encoder.kind == LSTM:
+        parts["lstm_head"] = nn.LSTM(
+            width, hidden, encoder.layers, bidirectional=True, batch_first=True
         )
+        head = [nn.Linear(2 * hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, out)]
+    else:
+        head = [nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
+        head.append(nn.Linear(hidden, out))
+    return nn.ModuleDict(parts | {"mlp_head": nn.Sequential(*head)})
 
 
-def module_of(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> EncoderModule:
-    """An encoder whose parameters share the tensors' memory.
+def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.ModuleDict:
+    """A network whose parameters share the tensors' memory."""
+    import torch
 
-    Args:
-        encoder: what it is like.
-        tensors: its parameters by name.
-    """
-    name = "transform" if encoder.kind == PREFIX else "mlp_head"
-    last = max(key for key in tensors if key.startswith(name) and key.endswith("weight"))
-    out = tensors[last].shape[0]
-    width = tensors["embedding.weight"].shape[1]
+    head = "transform" if encoder.kind == PREFIX else "mlp_head"
+    last = max(key for key in tensors if key.startswith(head) and key.endswith("weight"))
+    out, width = tensors[last].shape[0], tensors["embedding.weight"].shape[1]
     hidden = (
         tensors["lstm_head.weight_hh_l0"].shape[1]
         if encoder.kind == LSTM
-        else tensors[f"{name}.0.weight"].shape[0]
+        else tensors[f"{head}.0.weight"].shape[0]
     )
     with torch.device("meta"):
-        module = EncoderModule(encoder, width, hidden, out)
-    module.load_state_dict(dict(tensors), assign=True)
-    return module
+        network = _network(encoder, width, hidden, out)
+    network.load_state_dict(dict(tensors), assign=True)
+    return network
+
+
+def _made(encoder: PromptEncoder, network: Any) -> Tensor:
+    """What the virtual tokens are, [tokens, out]."""
+    import torch
+
+    made: Tensor
+    x = network["embedding"].weight
+    if encoder.kind == PREFIX:
+        made = network["transform"](x)
+    elif encoder.kind == LSTM:
+        # cuDNN would have its parameters in one piece of memory, and warns at each call.
+        with torch.backends.cudnn.flags(enabled=False):
+            made = network["mlp_head"](network["lstm_head"](x.unsqueeze(0))[0])[0]
+    else:
+        made = network["mlp_head"](x)
+    return made
 
 
 def made_by_encoder(
-    recipe: Recipe, tensors: Mapping[str, Tensor], kind: type[ModuleWeights]
+    encoder: PromptEncoder, recipe: Any, tensors: Mapping[str, Tensor]
 ) -> Mapping[str, ModuleWeights]:
     """The weights, by path, that an encoder makes.
 
     Args:
-        recipe: with the encoder.
-        tensors: its parameters.
-        kind: of the method's weights.
+        encoder: the recipe's.
+        recipe: of the adapter.
+        tensors: the encoder's parameters.
     """
-    assert recipe.encoder is not None
-    with torch.no_grad():
-        return kind.read_whole({KEY: module_of(recipe.encoder, tensors)()}, recipe)
+    made = _made(encoder, _bound_network(encoder, tensors)).detach()
+    return recipe.weights.read_whole({KEY: made}, recipe)  # type: ignore[no-any-return]
 
 
 class EncodedTraining:
@@ -141,36 +188,34 @@ class EncodedTraining:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        tensors: Mapping[str, Tensor],
-        weights: Mapping[str, ModuleWeights],
+        self, recipe: Any, tensors: Mapping[str, Tensor], weights: Mapping[str, ModuleWeights]
     ) -> None:
         """Take an adapter's encoder.
 
         Args:
-            recipe: with the encoder.
-            tensors: its parameters.
+            recipe: of the adapter, with an encoder.
+            tensors: the encoder's parameters.
             weights: what it makes, by path; written over.
         Raises:
-            UnsupportedError: it has dropout.
+            UnsupportedError: the encoder has dropout.
         """
-        assert recipe.encoder is not None
-        check_encoder(recipe.encoder)
         self._recipe = recipe
-        self._module = module_of(recipe.encoder, tensors)
-        self._weights = weights
+        self._encoder: PromptEncoder = recipe.encoder
+        self._encoder.check_trainable()
+        self._network = _bound_network(self._encoder, tensors)
+        self._tensors = [tensor for each in weights.values() for tensor in each.tensors]
         self._made: tuple[Tensor, ...] = ()
         self.parameters = {
-            f"encoder.{name}": parameter for name, parameter in self._module.named_parameters()
+            f"encoder.{name}": parameter for name, parameter in self._network.named_parameters()
         }
 
     def make(self) -> None:
         """Make the weights, before a forward."""
+        import torch
+
         with torch.enable_grad():
-            whole = self._module()
-            kind = type(next(iter(self._weights.values())))
-            made = kind.read_whole({KEY: whole}, self._recipe)
+            whole = _made(self._encoder, self._network)
+            made = self._recipe.weights.read_whole({KEY: whole}, self._recipe)
         self._made = tuple(tensor for weights in made.values() for tensor in weights.tensors)
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._made, strict=True):
@@ -183,12 +228,9 @@ class EncodedTraining:
 
     def backward(self) -> None:
         """Take the weights' gradients through the encoder, and leave none on the weights."""
-        gradients = [tensor.grad for tensor in self._tensors]
-        torch.autograd.backward(self._made, gradients)
+        import torch
+
+        torch.autograd.backward(self._made, [tensor.grad for tensor in self._tensors])
         self._made = ()
         for tensor in self._tensors:
             tensor.grad = None
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for weights in self._weights.values() for tensor in weights.tensors]

@@ -20,11 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.peft.adapter import WEIGHTS as KINDS
 from pcg.peft.adapter import Adapter
-from pcg.peft.config_reader import notes_of, recipe_from
-from pcg.peft.module_weights import ModuleWeights
-from pcg.peft.registry import Recipe
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import is_shorthand, notes_of, recipe_from
+from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
 
 CONFIG = "adapter_config.json"
@@ -41,8 +40,8 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     """Read an adapter that peft or pcg saved. Its tensors are mapped, not copied.
 
     Args:
-        path: directory.
-        name: that requests and jobs will use.
+        path: the directory.
+        name: the name that requests and jobs will use.
     Raises:
         AdapterError: a file is missing or damaged, or config and weights do not go together.
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
@@ -57,7 +56,7 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
     parts, biases, shared, whole = _read_tensors(file, recipe)
-    kind = KINDS[recipe.peft_type]
+    kind = recipe.weights
     if not (parts or whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
@@ -66,6 +65,26 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     _check_biases(file, recipe, weights, biases)
     base = config.get("base_model_name_or_path")
     return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
+
+
+def recipes_of(peft: object) -> dict[str, Recipe]:
+    """The recipes that `peft` names; one without a name is called `default`."""
+    if peft is None:
+        return {}
+    if isinstance(peft, Mapping) and not is_recipe(peft):
+        return {str(name): _recipe_of(value) for name, value in peft.items()}
+    return {"default": _recipe_of(peft)}
+
+
+def is_recipe(peft: Mapping[Any, Any]) -> bool:
+    """True if a mapping is one recipe's fields, and not recipes by name."""
+    return "peft_type" in peft
+
+
+def _recipe_of(value: object) -> Recipe:
+    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
+        return read_adapter(value, "adapter").recipe
+    return recipe_from(value)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -112,8 +131,8 @@ def _no_weights(directory: Path) -> str:
 def _read_tensors(
     file: Path, recipe: Recipe
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The method's tensors by module and part, biases by module, what is shared, what has none."""
-    kind = KINDS[recipe.peft_type]
+    """The method's tensors by module and part, biases by module, shared tensors, and the rest."""
+    kind = recipe.weights
     suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
     shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
     shared: dict[str, Tensor] = {}
@@ -172,13 +191,13 @@ def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
 
 
 def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe) -> ModuleWeights:
-    """The bypass of one module, checked against the recipe."""
-    if recipe.target_modules is not None and recipe.site(path) is None:
+    """The weights of one module, checked against the recipe."""
+    if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
             f"(target_modules={_short(recipe.target_modules)}); the two files are not of one save"
         )
-    return _checked(file, lambda: KINDS[recipe.peft_type].read(path, parts, recipe))
+    return _checked(file, lambda: recipe.weights.read(path, parts, recipe))
 
 
 def _checked(file: Path, read: Callable[[], _Read]) -> _Read:

@@ -1,80 +1,144 @@
-"""The recipes of all PEFT methods, by peft's name of the method."""
+"""Recipes by the name of their method, and from all that stands for one.
+
+The methods are those of `pcg.peft.METHODS`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from importlib import import_module
+from typing import Any
 
-from pcg.errors import AdapterError
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.bitfit import BitfitRecipe
-from pcg.peft.bottleneck import BottleneckRecipe
-from pcg.peft.ia3 import Ia3Recipe
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.prefix import PrefixRecipe
-from pcg.peft.prompt import PromptTuningRecipe, PTuningRecipe
-from pcg.peft.targets import ALL_LINEAR, TargetRecipe
-from pcg.peft.vera import VeraRecipe
+from pcg.errors import AdapterError, PcgError, UnsupportedError
+from pcg.peft import METHODS
+from pcg.peft.recipe import Json, Recipe, to_json
+from pcg.peft.weights import SUMMAND, ParameterKind
 
-Recipe: TypeAlias = TargetRecipe[Any]
-
-_METHODS: tuple[type[Recipe], ...] = (
-    AdaLoraRecipe,
-    BitfitRecipe,
-    BottleneckRecipe,
-    Ia3Recipe,
-    LoraRecipe,
-    PTuningRecipe,
-    PrefixRecipe,
-    PromptTuningRecipe,
-    VeraRecipe,
+_CLASSES: tuple[type[Recipe], ...] = tuple(
+    getattr(import_module(f"pcg.peft.{file}"), name) for name, file in METHODS.items()
 )
-RECIPES: Mapping[str, type[Recipe]] = {recipe.peft_type: recipe for recipe in _METHODS}
-
+RECIPES: Mapping[str, type[Recipe]] = {each.peft_type: each for each in _CLASSES}
+"""The recipes' classes, by peft's name of the method."""
 SHORTHANDS: Mapping[str, Recipe] = {
-    "lora": LoraRecipe.default(),
-    "dora": dataclasses.replace(LoraRecipe.default(), use_dora=True),
-    "ia3": Ia3Recipe(),
-    "adalora": AdaLoraRecipe(target_modules=ALL_LINEAR),
-    "vera": VeraRecipe(target_modules=ALL_LINEAR),
-    "houlsby": BottleneckRecipe(variant="houlsby"),
-    "pfeiffer": BottleneckRecipe(variant="pfeiffer"),
-    "parallel": BottleneckRecipe(variant="parallel"),
-    "bitfit": BitfitRecipe(),
-    "prompt": PromptTuningRecipe(tokens=20),
-    "p-tuning": PTuningRecipe(tokens=20),
-    "prefix": PrefixRecipe(tokens=20),
+    word: each(**fields) for each in _CLASSES for word, fields in each.shorthands.items()
 }
 """Recipes that a word stands for, with the usual sizes."""
+_KINDS = {kind: of for each in _CLASSES for kind, of in each.weights.kinds.items()}
+# What a recipe has no field for, and every recipe of a manifest once had.
+_ONCE_FIELDS = (
+    "bias", "dropout", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
+)  # fmt: skip
+
+
+def parameter_kind(source: str) -> ParameterKind:
+    """What is known of an adapter's parameter, by its source; a bias of the base is a summand."""
+    return _KINDS.get(source.rpartition(".")[2], SUMMAND)
 
 
 def is_shorthand(value: object) -> bool:
-    """Whether a word stands for a recipe; any other string is a path."""
+    """Return whether a word stands for a recipe; any other string is a path."""
     return isinstance(value, str) and value.lower() in SHORTHANDS
 
 
+def recipe_from(config: object, *, saved: bool = False) -> Recipe:
+    """The recipe of a configuration.
+
+    Args:
+        config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a
+            mapping as in adapter_config.json.
+        saved: it belongs to saved weights, so that how they were initialised matters only where
+            that changed the base.
+    Raises:
+        UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
+        AdapterError: not a configuration, or a value out of its range.
+    """
+    if isinstance(config, Recipe):
+        return config
+    if isinstance(config, str):
+        return _from_shorthand(config)
+    fields = _fields(config)
+    return _method_of(fields).from_config(fields, saved=saved)
+
+
+def notes_of(config: Json) -> dict[str, Any]:
+    """The fields of adapter_config.json that change nothing here."""
+    return _method_of(config).notes_of(config)
+
+
+def _from_shorthand(config: str) -> Recipe:
+    if is_shorthand(config):
+        return SHORTHANDS[config.lower()]
+    error: type[PcgError] = AdapterError if "/" in config or "." in config else UnsupportedError
+    raise error(
+        f"peft={config!r}: the shorthands are {', '.join(SHORTHANDS)}; give one, a configuration "
+        "of peft's, or {name: directory of a saved adapter}"
+    )
+
+
+def _fields(config: object) -> dict[str, Any]:
+    """The fields of a mapping or of a peft configuration."""
+    if isinstance(config, Mapping):
+        return {str(name): value for name, value in config.items()}
+    to_dict = getattr(config, "to_dict", None)
+    if not hasattr(config, "peft_type") or not callable(to_dict):
+        raise AdapterError(
+            f"{type(config).__name__} is no PEFT configuration; give one of peft's, such as "
+            'LoraConfig, an object as in adapter_config.json, or "lora"'
+        )
+    if getattr(config, "_custom_modules", None):
+        raise UnsupportedError("the LoraConfig registers custom modules, which pcg does not do")
+    return dict(to_dict())
+
+
+def _method_of(fields: Json) -> type[Recipe]:
+    if "peft_type" not in fields:
+        raise AdapterError(
+            f'no "peft_type" among {", ".join(sorted(fields)) or "no fields"}; for LoRA add '
+            '"peft_type": "LORA"'
+        )
+    method = fields["peft_type"]
+    method = str(getattr(method, "value", method))
+    if method not in RECIPES:
+        raise UnsupportedError(
+            f"peft_type={method}: pcg does {', '.join(sorted(RECIPES))}; use one of them"
+        )
+    task = fields.get("task_type")
+    task = getattr(task, "value", task)
+    if task not in (None, "", "CAUSAL_LM"):
+        raise UnsupportedError(f"task_type={task}: pcg does CAUSAL_LM alone")
+    return RECIPES[method]
+
+
+# ------------------------------------------------------------------------ in a program's manifest
+
+
 def recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain data."""
-    return {"peft_type": recipe.peft_type, **dataclasses.asdict(recipe)}
+    """A recipe as plain data, as a program's manifest has it."""
+    names = _saved_names(type(recipe))
+    fields = {saved: to_json(getattr(recipe, name)) for saved, name in names.items()}
+    return {"peft_type": recipe.peft_type, **fields}
 
 
 def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
-    """The recipe of `recipe_fields`, also of JSON's, which made lists of tuples.
+    """The recipe of `recipe_fields`.
 
     Raises:
         AdapterError: a method or a field that no recipe has, or a value out of its range.
     """
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
-    }
-    method = str(values.pop("peft_type", ""))
-    if method not in RECIPES:
-        raise AdapterError(f"peft_type={method!r}; use one of {', '.join(RECIPES)}")
-    known = {field.name for field in dataclasses.fields(RECIPES[method])}
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise AdapterError(
-            f"{method} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}"
-        )
-    return RECIPES[method](**values)
+    peft_type = str(fields.get("peft_type", ""))
+    if peft_type not in RECIPES:
+        raise AdapterError(f"peft_type={peft_type!r}; use one of {', '.join(sorted(RECIPES))}")
+    names = _saved_names(RECIPES[peft_type])
+    recipe = RECIPES[peft_type](**{names[s]: fields[s] for s in fields.keys() & names.keys()})
+    for name in sorted(fields.keys() - names.keys() - {"peft_type"}):
+        if name not in _ONCE_FIELDS or getattr(recipe, name) != fields[name]:
+            known = ", ".join(sorted(names))
+            raise AdapterError(f"{peft_type} has no field {name!r}; it has {known}")
+    return recipe
+
+
+def _saved_names(method: type[Recipe]) -> dict[str, str]:
+    """The names of a recipe's fields, by those that a manifest has for them."""
+    fields = dataclasses.fields(method)
+    return {str(each.metadata.get("saved", each.name)): each.name for each in fields}

@@ -1,4 +1,4 @@
-"""What all recipes have: which modules get a bypass network, and which biases are trained.
+"""Recipes that name modules, each of which gets a bypass network.
 
 Modules are matched by their full path, such as `model.layers.3.self_attn.q_proj`, as peft matches
 them (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), so that a recipe means the same
@@ -10,149 +10,94 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, ends_in, matches_end, name_list
-from pcg.ir.shapes import Shapes
-from pcg.peft.virtual_token_encoder import PromptEncoder
+from pcg.peft.method import Bypass
+from pcg.peft.recipe import ALL_LINEAR, Names, Recipe, is_finite
 
-ALL_LINEAR = "all-linear"
+# model_type -> the modules that most methods adapt where a recipe names none; the decoders among
+# TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
+FAMILY_TARGETS: Mapping[str, Names] = {
+    "RefinedWeb": ("query_key_value",),
+    "RefinedWebModel": ("query_key_value",),
+    "bloom": ("query_key_value",),
+    "codegen": ("qkv_proj",),
+    "falcon": ("query_key_value",),
+    "gemma": ("q_proj", "v_proj"),
+    "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
+    "gpt2": ("c_attn",),
+    "gpt_bigcode": ("c_attn",),
+    "gpt_neo": ("q_proj", "v_proj"),
+    "gpt_neox": ("query_key_value",),
+    "gptj": ("q_proj", "v_proj"),
+    "llama": ("q_proj", "v_proj"),
+    "mistral": ("q_proj", "v_proj"),
+    "mixtral": ("q_proj", "v_proj"),
+    "mpt": ("Wqkv",),
+    "opt": ("q_proj", "v_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
+    "stablelm": ("q_proj", "v_proj"),
+}
 
-SiteT = TypeVar("SiteT")
-"""What a method does at one module."""
 
-
-@dataclass(frozen=True)
-class TargetRecipe(ABC, Generic[SiteT]):
-    """The compiler's view of a configuration of one PEFT method; the defaults are peft's.
+@dataclass(frozen=True, kw_only=True)
+class TargetedRecipe(Recipe):
+    """A configuration of a method that adapts modules by their names.
 
     Attributes:
         target_modules: names, each matching modules whose path is it or ends in `.name`; or one
             regex for the whole path; or "all-linear", all but the output layer; or None, what is
-            usual for the family (`family_targets`).
-        exclude_modules: names or one regex, as above; wins over the targets.
-        layers_to_transform: only modules of these layers; None is all. Not with a regex.
-        layers_pattern: names of the module list that the index of a layer follows; None is any.
-        bias: which biases of the base are trained too: one of `biases`. "all", or those of the
-            adapted modules alone.
-        dropout: probability that an element of a bypass network's input is dropped in training.
-    Raises:
-        AdapterError: a value is out of its range, or a regex is none.
+            usual for the family.
     """
 
-    method: ClassVar[str]
-    """The method's name, for people."""
-    peft_type: ClassVar[str]
-    biases: ClassVar[tuple[str, ...]] = ("none",)
-    family_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    biases: ClassVar[Names] = ("none",)
+    family_targets: ClassVar[Mapping[str, Names]] = {}
     """model_type -> the modules adapted where a recipe names none."""
-    patterns: ClassVar[tuple[str, ...]] = ()
+    patterns: ClassVar[Names] = ()
     """Fields whose keys are regexes for the end of an adapted module's path."""
 
-    target_modules: tuple[str, ...] | str | None = None
-    exclude_modules: tuple[str, ...] | str | None = None
-    layers_to_transform: tuple[int, ...] | None = None
-    layers_pattern: tuple[str, ...] | None = None
-    bias: str = "none"
-    dropout: float = 0.0
+    target_modules: Names | str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_targets(self)
-        if self.bias not in self.biases:
-            raise AdapterError(f"bias={self.bias!r}; use one of {', '.join(self.biases)}")
-        dropout = self.dropout
-        is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-        if not is_number or not 0 <= dropout <= 1:
-            raise AdapterError(f"dropout={dropout!r}; use a probability in [0, 1]")
+        self._check_choice("bias", self.biases)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Virtual tokens that stand before each sequence."""
-        return 0
-
-    @property
-    def learns_first_token(self) -> bool:
-        """Whether the last virtual token predicts a sequence's first."""
-        return False
-
-    @property
-    def encoder(self) -> PromptEncoder | None:
-        """What is trained in place of the sites' numbers, which it makes; None for most methods."""
-        return None
-
-    @abstractmethod
-    def site_of_target(self, path: str) -> SiteT:
-        """What the method does at `path`, taking for granted that it is a target."""
-
-    def trained_shapes(
-        self, sites: Mapping[str, SiteT], shapes: Mapping[str, tuple[int, int]]
-    ) -> Shapes:
-        """Shapes of what is trained of the method's own.
-
-        Args:
-            sites: as of `sites`.
-            shapes: as `ModelGraph.module_shapes`.
-        """
-        found: Mapping[str, Any] = sites
-        trained = (site.trained_shapes(*shapes[path]) for path, site in found.items())
-        return tuple(shape for of_site in trained for shape in of_site)
-
-    @property
-    def is_all_linear(self) -> bool:
-        return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
-
-    def site(
+    def bypass(
         self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> SiteT | None:
-        """The bypass of the linear module at `path`; None where it gets none.
-
-        Args:
-            path: full path of a linear module.
-            output_layer: path of the head, which "all-linear" leaves out.
-            model_type: of config.json; needed where `target_modules` is None.
-        Raises:
-            AdapterError: `target_modules` is None, and nothing is usual for that model_type.
-        """
+    ) -> Bypass | None:
         recipe = self.for_family(model_type)
         if not recipe._wants(path, output_layer) or recipe._is_excluded(path):
             return None
-        return recipe.site_of_target(path)
+        return recipe.bypass_at(path)
 
-    def sites(
+    def bypasses(
         self,
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
         others: Collection[str] = (),
-    ) -> dict[str, SiteT]:
-        """The bypasses of a model, by path in the order of `paths`.
-
-        Args:
-            paths: of all linear modules of the model.
-            output_layer: path of the head, which "all-linear" leaves out.
-            model_type: of config.json; needed where `target_modules` is None.
-            others: paths of modules with weights that are not linear, such as embeddings.
-        Raises:
-            AdapterError: a target, a pattern or a layer matches no module, or no module is left,
-                or a target matches one of `others`.
-        """
+    ) -> dict[str, Bypass]:
         recipe = self.for_family(model_type)
         recipe._check_names(paths)
         for path in () if recipe.is_all_linear else others:
-            if recipe.site(path) is not None:
+            if recipe.bypass(path) is not None:
                 raise AdapterError(
                     f"target_modules={recipe.target_modules!r} matches {path}, which is not a "
                     "linear module; pcg adapts linear modules alone"
                 )
         found = {}
         for path in paths:
-            site = recipe.site(path, output_layer=output_layer)
-            if site is not None:
-                found[path] = site
+            bypass = recipe.bypass(path, output_layer=output_layer)
+            if bypass is not None:
+                found[path] = bypass
         if not found:
             raise AdapterError(
                 f"target_modules={recipe.target_modules!r} with exclude_modules="
@@ -176,9 +121,7 @@ class TargetRecipe(ABC, Generic[SiteT]):
         return dataclasses.replace(self, target_modules=targets)
 
     @staticmethod
-    def _usual(
-        name: str, usual: Mapping[str, tuple[str, ...]], model_type: str | None
-    ) -> tuple[str, ...]:
+    def _usual(name: str, usual: Mapping[str, Names], model_type: str | None) -> Names:
         if model_type is None or model_type not in usual:
             hint = f', or use target_modules="{ALL_LINEAR}"' if name == "target_modules" else ""
             raise AdapterError(
@@ -200,23 +143,14 @@ class TargetRecipe(ABC, Generic[SiteT]):
         recipe = self.for_family(model_type)
         if not recipe.is_all_linear:
             return recipe
-        adapted = list(recipe.sites(paths, output_layer))
+        adapted = list(recipe.bypasses(paths, output_layer))
         names = tuple(sorted({path.rpartition(".")[2] for path in adapted}))
         short = dataclasses.replace(recipe, target_modules=names)
-        selected = [path for path in paths if short.site(path) is not None]
+        selected = [path for path in paths if short.bypass(path) is not None]
         # A number names an entry of a list: layers as well as linear modules.
         if selected == adapted and not any(name.isdigit() for name in names):
             return short
         return dataclasses.replace(recipe, target_modules=tuple(adapted))
-
-    def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
-        """Whether the bias of a module of the base is trained.
-
-        Args:
-            module: its path, or its site.
-            adapted: paths, or sites, of the modules with a bypass.
-        """
-        return self.bias == "all" or (self.bias != "none" and module in adapted)
 
     # --------------------------------------------------------------------------------- matching
 
@@ -287,21 +221,50 @@ class TargetRecipe(ABC, Generic[SiteT]):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayeredRecipe(TargetedRecipe):
+    """A configuration that can leave out modules, and layers.
+
+    Attributes:
+        exclude_modules: names or one regex, as the targets, of modules that are left out.
+        layers_to_transform: the only layers that are adapted; None is all. Not with a regex.
+        layers_pattern: names of the module list that a layer's index follows; None is any.
+    """
+
+    exclude_modules: Names | str | None = None
+    layers_to_transform: Sequence[int] | None = None
+    layers_pattern: Names | None = None
+
+
 # ----------------------------------------------------------------------------------- construction
 
 
-def _check_targets(recipe: TargetRecipe[SiteT]) -> None:
-    for name in ("target_modules", "exclude_modules", "layers_pattern"):
-        value = getattr(recipe, name)
-        if value is None or (isinstance(value, str) and name != "layers_pattern"):
-            continue
-        if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
-            raise AdapterError(f"{name}={value!r}; use a tuple of names that are not empty")
+def check_modules(name: str, value: object) -> None:
+    """Refuse what is neither None, nor a regex, nor names."""
+    if isinstance(value, str):
+        _check_regex(name, value)
+    elif value is not None and not (
+        isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+    ):
+        raise AdapterError(f"{name}={value!r}; use a list of names that are not empty")
+
+
+def _check_regex(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise AdapterError(f"{name} has {pattern!r}, which is not a regex: {error}") from error
+
+
+def _check_targets(recipe: TargetedRecipe) -> None:
+    check_modules("target_modules", recipe.target_modules)
+    check_modules("exclude_modules", recipe.exclude_modules)
+    check_modules("layers_pattern", recipe.layers_pattern)
     layers = recipe.layers_to_transform
     if layers is not None and not (
         isinstance(layers, tuple) and all(type(index) is int and index >= 0 for index in layers)
     ):
-        raise AdapterError(f"layers_to_transform={layers!r}; use a tuple of layer indices")
+        raise AdapterError(f"layers_to_transform={layers!r}; use a list of layer indices")
     if isinstance(recipe.target_modules, str) and (
         layers is not None or recipe.layers_pattern is not None
     ):
@@ -315,21 +278,29 @@ def _check_targets(recipe: TargetRecipe[SiteT]) -> None:
             f"layers_pattern={recipe.layers_pattern!r} needs layers_to_transform, the layers it "
             "selects"
         )
-    for name, pattern in _regexes(recipe):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(f"{name} has {pattern!r}, which is not a regex: {error}") from error
-
-
-def _regexes(recipe: TargetRecipe[SiteT]) -> Iterable[tuple[str, str]]:
-    if isinstance(recipe.target_modules, str):
-        yield "target_modules", recipe.target_modules
-    if isinstance(recipe.exclude_modules, str):
-        yield "exclude_modules", recipe.exclude_modules
     for name in ("layers_pattern", *recipe.patterns):
-        for pattern in getattr(recipe, name) or ():
-            yield name, pattern
+        patterns = getattr(recipe, name)
+        if name in recipe.patterns and not isinstance(patterns, Mapping):
+            raise AdapterError(f"{name}={patterns!r}; use an object")
+        for pattern in patterns or ():
+            _check_regex(name, pattern)
+
+
+def check_ranks(r: object, pattern: Mapping[str, object]) -> None:
+    """Refuse a rank, also of some modules, that is none."""
+    for name, rank in {"r": r, **{f"rank_pattern[{k!r}]": v for k, v in pattern.items()}}.items():
+        if type(rank) is not int or rank < 1:
+            raise AdapterError(f"{name}={rank!r}; a rank is an int of at least 1")
+
+
+def check_alphas(name: str, alpha: object, pattern: Mapping[str, object]) -> None:
+    """Refuse an alpha, also of some modules, that is no number."""
+    for key, value in {
+        name: alpha,
+        **{f"alpha_pattern[{k!r}]": v for k, v in pattern.items()},
+    }.items():
+        if not is_finite(value):
+            raise AdapterError(f"{key}={value!r}; use a finite number")
 
 
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:

@@ -1,74 +1,227 @@
-"""A VeRA recipe: which linear modules get a bypass made of two random matrices that all share.
+"""VeRA: bypass networks made of two random matrices that all modules share.
 
     y = W x + λ_b ⊙ B (λ_d ⊙ (A x)),   A: [rank, in],  B: [out, rank]
 
 A and B are the first columns and rows of matrices as large as the largest adapted module, drawn
 once from a seed and never trained; λ_d: [rank] and λ_b: [out] are each module's own.
+
+    base_model.model.<module>.vera_lambda_b      [out]
+    base_model.model.<module>.vera_lambda_d      [rank]
+    base_model.vera_A                            [rank, largest in]     with save_projection
+    base_model.vera_B                            [largest out, rank]    with save_projection
+
+Source: `VeraConfig`, `VeraModel` and `VeraLayer` of peft 0.21.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import FAMILY_TARGETS as LORA_TARGETS
-from pcg.peft.targets import TargetRecipe
+from pcg.peft.lora import LoraBypass
+from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
+from pcg.peft.recipe import ALL_LINEAR, Names, saved_as
+from pcg.peft.targets import FAMILY_TARGETS, TargetedRecipe
+from pcg.peft.weights import (
+    SUMMAND,
+    AdapterWeight,
+    Around,
+    Draw,
+    ModuleWeights,
+    ParameterKind,
+    partners,
+)
 
-# The decoders among TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING in peft 0.21.2.
-FAMILY_TARGETS: Mapping[str, tuple[str, ...]] = {**LORA_TARGETS, "phi": ("q_proj", "v_proj")}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class VeraSite:
-    """The bypass of one module."""
+@dataclass(frozen=True)
+class VeraBypass(Bypass):
+    """VeRA beside one module: LoRA, whose A and B training makes of what all modules share.
+
+        A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
+
+    Serving has LoRA's A and B.
+
+    Attributes:
+        rank: of the shared matrices.
+    """
 
     rank: int
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """Of what is trained at a module [out, in]; A and B are not."""
         return (out,), (self.rank,)
 
     def __str__(self) -> str:
         return f"VeRA of rank {self.rank}"
 
+    def union(self, other: Self) -> Self:
+        return max(self, other, key=lambda one: one.rank)
 
-@dataclass(frozen=True)
-class VeraRecipe(TargetRecipe[VeraSite]):
-    """The compiler's view of a VeRA configuration; the defaults are peft's.
+    def served(self) -> LoraBypass:
+        return LoraBypass(None)
+
+    def attach(self, at: Place, y: str) -> str:
+        out, in_ = at.shape
+        rows, columns = at.largest(VeraBypass)
+        a = at.shared("vera_A", "vera_A", self.rank, columns)
+        b = at.shared("vera_B", "vera_B", rows, self.rank)
+        down = at.add("vera_down", "down", a, size=in_)
+        vectors = at.adapter("vera_lambda_b", out), at.adapter("vera_lambda_d", self.rank)
+        up = at.add("vera_up", "up", b, *vectors)
+        return low_rank(at, y, at.dropped(), down, up, "vera_")
+
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what base(x) + λ_b ⊙ B (λ_d ⊙ A dropout(x)) needs.
+
+        The matrices are frozen, so that only what λ_d and λ_b scale is saved.
+
+        Source: peft 0.21 tuners/vera/layer.py.
+        """
+        module.save_dropout_mask()
+        module.save("vera_s", "linear", module.dtype, self.rank)
+        module.save("vera_z", "linear", module.dtype, module.out)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class VeraWeights(ModuleWeights):
+    """VeRA's vectors of one module.
 
     Attributes:
-        rank: of the shared matrices.
-        seed: that they are drawn from (`projection_prng_key`).
-        saves_projection: whether they stand in the adapter's file, or are drawn anew.
-        initial_d: what λ_d begins as.
-        init: True, λ_d constant and λ_b zero, which changes nothing; False, normal and ones.
+        lambda_b: [out].
+        lambda_d: [rank].
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("vera_lambda_b", "vera_lambda_d")
+    shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        "vera_lambda_b": SUMMAND,
+        "vera_lambda_d": SUMMAND,
+    }
+
+    lambda_b: Tensor
+    lambda_d: Tensor
+
+    @classmethod
+    def fresh(
+        cls, recipe: VeraConfig, bypass: VeraBypass, shape: Shape, draw: Draw, around: Around
+    ) -> Self:
+        if recipe.init_weights:
+            return cls(draw.zeros(shape[0]), draw.full(recipe.d_initial, bypass.rank))
+        return cls(draw.full(1.0, shape[0]), draw.normal(bypass.rank))
+
+    @classmethod
+    def fresh_shared(cls, recipe: VeraConfig, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
+        outs, ins = zip(*shapes, strict=True)
+        draw = Draw(recipe.projection_prng_key)
+        made = {}
+        for name, shape in (("vera_A", (recipe.r, max(ins))), ("vera_B", (max(outs), recipe.r))):
+            made[name] = draw.uniform(math.sqrt(6 / shape[1]), *shape)  # Kaiming's, a gain of √2
+        return made
+
+    @classmethod
+    def shared_is_stored(cls, recipe: VeraConfig) -> bool:
+        return recipe.save_projection
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: VeraConfig) -> Self:
+        lambda_b, lambda_d = vectors = partners(path, parts, cls.suffixes)
+        for part, vector in zip(cls.suffixes, vectors, strict=True):
+            if vector.ndim != 1:
+                raise AdapterError(f"{path} has {part} {list(vector.shape)}; expected [n]")
+        if len(lambda_d) != recipe.r:
+            raise AdapterError(
+                f"{path} has rank {len(lambda_d)}, and its configuration gives it {recipe.r}; "
+                "the two files are not of one save"
+            )
+        return cls(lambda_b, lambda_d)
+
+    @property
+    def rank(self) -> int:
+        return len(self.lambda_d)
+
+    @property
+    def bypass(self) -> VeraBypass:
+        return VeraBypass(len(self.lambda_d))
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        return {kind: AdapterWeight(tensor) for kind, tensor in self.stored.items()}
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        """LoRA's, as the shared matrices with the vectors are LoRA's of scale 1."""
+        return {
+            "lora_A": lambda around: around.shared["vera_A"][:, : around.shape[1]],
+            "lora_B": self._up,
+        }
+
+    def _up(self, around: Around) -> Tensor:
+        b = around.shared["vera_B"][: len(self.lambda_b)]
+        return (b * self.lambda_d).t() * self.lambda_b
+
+    @property
+    def out_features(self) -> int:
+        return len(self.lambda_b)
+
+    def misfit(self, shape: Shape) -> str:
+        return "" if len(self.lambda_b) == shape[0] else f"vera_lambda_b {[len(self.lambda_b)]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VeraConfig(TargetedRecipe):
+    """A VeRA configuration, with peft's fields and defaults.
+
+    Attributes:
+        layers_to_transform: the only layers that are adapted; None is all. Not with a regex.
+        layers_pattern: names of the module list that a layer's index follows; None is any.
+        bias: biases of the base that are trained: "none", "all", or "vera_only", those of the
+            adapted modules.
+        vera_dropout: probability that an element of a module's input is dropped in training.
+        r: the rank of the shared matrices.
+        projection_prng_key: the seed that they are drawn from.
+        save_projection: they stand in the adapter's file; else they are drawn again.
+        d_initial: the number that λ_d begins as.
+        init_weights: True, λ_d constant and λ_b zero, which changes nothing; False, normal and
+            ones.
     """
 
     method: ClassVar[str] = "VeRA"
     peft_type: ClassVar[str] = "VERA"
-    biases: ClassVar[tuple[str, ...]] = ("none", "all", "vera_only")
-    family_targets: ClassVar[Mapping[str, tuple[str, ...]]] = FAMILY_TARGETS
+    weights: ClassVar[type[ModuleWeights]] = VeraWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vera": {"target_modules": ALL_LINEAR}}
+    rank_field: ClassVar[str] = "r"
+    biases: ClassVar[Names] = ("none", "all", "vera_only")
+    # TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING in peft 0.21.2.
+    family_targets: ClassVar[Mapping[str, Names]] = {**FAMILY_TARGETS, "phi": ("q_proj", "v_proj")}
 
-    rank: int = 256
-    seed: int = 0
-    saves_projection: bool = True
-    initial_d: float = 0.1
-    init: bool = True
+    layers_to_transform: Sequence[int] | None = None
+    layers_pattern: Names | None = None
+    bias: str = "none"
+    vera_dropout: float = saved_as("dropout", 0.0)
+    r: int = saved_as("rank", 256)
+    projection_prng_key: int = saved_as("seed", 0)
+    save_projection: bool = saved_as("saves_projection", True)
+    d_initial: float = saved_as("initial_d", 0.1)
+    init_weights: bool = saved_as("init", True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("rank", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise AdapterError(f"{name}={value!r}; use an int of at least {least}")
-        if not isinstance(self.initial_d, int | float) or isinstance(self.initial_d, bool):
-            raise AdapterError(f"initial_d={self.initial_d!r}; use a number")
-        for name in ("saves_projection", "init"):
-            if not isinstance(getattr(self, name), bool):
-                raise AdapterError(f"{name}={getattr(self, name)!r}; use True or False")
+        self._check_probability("vera_dropout")
+        self._check_ints(1, "r")
+        self._check_ints(0, "projection_prng_key")
+        self._check_finite("d_initial")
+        self._check_flags("save_projection", "init_weights")
 
-    def site_of_target(self, path: str) -> VeraSite:
-        return VeraSite(self.rank)
+    @property
+    def dropout(self) -> float:
+        return self.vera_dropout
+
+    def bypass_at(self, path: str) -> VeraBypass:
+        return VeraBypass(self.r)

@@ -1,10 +1,11 @@
 """Write adapters in peft's format, so that a crash or a full disk leaves no half of one.
 
-The keys are those of `adapter_reader`, the config's fields those of `adapter_config`. peft's model
-card, README.md, is not written.
+The keys are those of `reader`, the configuration's fields those of the recipe. peft's model card,
+README.md, is not written.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -16,11 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
-from pcg.peft.adapter import WEIGHTS as WEIGHTS_OF
 from pcg.peft.adapter import Adapter
-from pcg.peft.config_reader import config_fields, config_text
-from pcg.peft.module_weights import ModuleWeights
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
+from pcg.peft.weights import ModuleWeights
 
 
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
@@ -31,14 +30,15 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     again replaces one file, in one step. Other files in the directory stay.
 
     Args:
-        adapter: to be saved.
-        path: directory, made if it is not there.
+        adapter: the adapter to be saved.
+        path: the directory, made if it is not there.
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
     """
     directory = Path(path).expanduser()
     tensors = _tensors_to_write(adapter)
-    text = config_text(_config_to_write(adapter))
+    # The keys of the patterns stay in order: the first that matches counts.
+    text = json.dumps(dict(sorted(_config_to_write(adapter).items())), indent=2)
     if directory.is_symlink():  # rename what it points to, not the link
         directory = directory.resolve()
     is_new = not directory.exists()
@@ -70,16 +70,16 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
 
 
 def _config_to_write(adapter: Adapter) -> dict[str, Any]:
-    """Of a recipe whose targets are names; the modules' paths where they are not."""
+    """The fields with names of modules, or their paths where the recipe has none."""
     recipe = adapter.recipe
     targets = recipe.target_modules
     if targets is None or recipe.is_all_linear:
-        targets = tuple(sorted(adapter.weights))
-    return config_fields(recipe, targets, adapter.base_model_name, adapter.extra)
+        targets = sorted(adapter.weights)
+    return recipe.config_fields(targets, adapter.base_model_name, adapter.extra)
 
 
 def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
-    """By peft's keys, each contiguous, on the CPU, and with a storage of its own."""
+    """The tensors by peft's keys, each contiguous, on the CPU, and with a storage of its own."""
     tensors: dict[str, Tensor] = {}
     for path, weights in adapter.weights.items():
         _check_bypass(adapter, path, weights)
@@ -88,7 +88,7 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     for path, bias in adapter.biases.items():
         layer = ".base_layer" if path in adapter.weights else ""
         tensors[f"{PREFIX}{path}{layer}.bias"] = bias
-    kind = WEIGHTS_OF[adapter.recipe.peft_type]
+    kind = adapter.recipe.weights
     tensors |= kind.stored_whole(adapter.weights)
     if kind.shared_is_stored(adapter.recipe):
         for name, tensor in adapter.shared.items():
@@ -99,14 +99,14 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
 def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
     """Refuse weights that a reader of the config would use otherwise."""
     recipe = adapter.recipe
-    if recipe.target_modules is not None and recipe.site(path) is None:
+    if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"adapter {adapter.name!r} has weights for {path}, which its recipe does not target"
         )
-    site = recipe.site_of_target(path)
-    if weights.site != site:
+    bypass = recipe.bypass_at(path)
+    if weights.bypass != bypass:
         raise AdapterError(
-            f"adapter {adapter.name!r} has {weights.site} at {path}, its recipe gives {site}"
+            f"adapter {adapter.name!r} has {weights.bypass} at {path}, its recipe gives {bypass}"
         )
 
 

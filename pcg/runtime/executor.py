@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
-from pcg.errors import GenerationError
+from pcg.errors import FinetuneError, GenerationError
 from pcg.ir.program.program import Program
+from pcg.keywords import takes
 from pcg.parallel.ranks.group import Ranks, run_on_first
-from pcg.peft.adapters import Adapter, write_adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.engine.prompts import make_request, make_requests
-from pcg.runtime.engine.request import Chunk, Completion, Request
+from pcg.runtime.engine.request import Chunk, Completion, Request, RequestFields
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import whole_sequences
+from pcg.runtime.model.sampling_params import SamplingFields
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.finetuning import finetune
-from pcg.runtime.training.options import Data, FinetuneOptions
-from pcg.runtime.training.result import FinetuneResult, OnStep
+from pcg.runtime.training.options import FinetuneArguments
+from pcg.runtime.training.result import FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 
 
@@ -96,13 +99,13 @@ class Executor:
     # ------------------------------------------------------------------------------- generation
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self,
         prompts: str,
         adapter: str | None = ...,
         *,
         stream: Literal[False] = ...,
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> Completion: ...
     @overload
     def generate(
@@ -111,7 +114,7 @@ class Executor:
         adapter: str | Sequence[str | None] | None = ...,
         *,
         stream: Literal[False] = ...,
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> list[Completion]: ...
     @overload
     def generate(
@@ -120,7 +123,7 @@ class Executor:
         adapter: str | Sequence[str | None] | None = ...,
         *,
         stream: Literal[True],
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> Iterator[Chunk]: ...
     def generate(
         self,
@@ -128,7 +131,7 @@ class Executor:
         adapter: str | Sequence[str | None] | None = None,
         *,
         stream: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingFields],
     ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Continue prompts, each with its own adapter, in one batch without padding.
 
@@ -166,26 +169,16 @@ class Executor:
         while not engine.is_idle:
             yield from engine.step()
 
-    def engine(self, limits: Limits | None = None, **options: Any) -> Engine:
-        """Make an engine, which serves requests and trains adapters at the same time.
-
-        Args:
-            limits: the limits of a step, and the SLOs.
-            options: `kv_cache_bytes`, `policy`, `sharing`, `job_share` and others, as `Engine`
-                takes them.
-        """
-        return Engine(self.state, limits, **options)
+    @takes(EngineArguments)
+    def engine(self, given: EngineArguments) -> Engine:
+        """Make an engine, which serves requests and trains adapters at the same time."""
+        return Engine(self.state, given)
 
     def request(
         self,
         prompt: str | Sequence[int],
         adapter: str | None = None,
-        *,
-        tenant: str = "",
-        ttft_slo_s: float | None = None,
-        tpot_slo_s: float | None = None,
-        timeout_s: float | None = None,
-        **sampling: Any,
+        **fields: Unpack[RequestFields],
     ) -> Request:
         """Make a request that an engine takes.
 
@@ -193,17 +186,12 @@ class Executor:
             prompt: text, or token ids.
             adapter: the adapter's name; None for the base. Its present version serves the request
                 to its end.
-            tenant: the tenant whom fair scheduling counts it for.
-            ttft_slo_s: SLO of the time to the first token; None for the engine's own.
-            tpot_slo_s: SLO of the mean time per token after the first; None for the engine's own.
-            timeout_s: time after which the request is given up; None for never.
-            sampling: the fields of `SamplingParams`, as `generate` takes them.
+            fields: the tenant and the times of `Request`, and the fields of `SamplingParams`.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
             AdapterError: there is no adapter of that name.
         """
-        times = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "timeout_s": timeout_s}
-        return make_request(self.state, prompt, adapter, tenant=tenant, **times, **sampling)
+        return make_request(self.state, prompt, adapter, fields)
 
     def logits(
         self, input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]], adapter: Any = None
@@ -271,25 +259,10 @@ class Executor:
 
     # ------------------------------------------------------------------------------- finetuning
 
-    def finetune(
-        self,
-        data: Data,
-        adapter: str = "default",
-        *,
-        peft: object = None,
-        on_step: OnStep | None = None,
-        **options: Any,
-    ) -> FinetuneResult:
+    @takes(FinetuneArguments, FinetuneError)
+    def finetune(self, given: FinetuneArguments) -> FinetuneResult:
         """Train an adapter over the frozen base; the executor serves it as it changes.
 
-        Args:
-            data: a .jsonl or .txt file, rows, or `Example`s, which are tokens already.
-            adapter: the adapter's name; one that does not exist is made.
-            peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
-                program was compiled for under that name, else "lora".
-            on_step: called after each step, once it is evaluated and saved.
-            options: the fields of `FinetuneOptions` (epochs, batch_size, learning_rate, eval_data,
-                checkpoint_dir, resume, …).
         Returns:
             The losses and other facts of the whole job, also where it was resumed.
         Raises:
@@ -299,7 +272,7 @@ class Executor:
             FinetuneInterrupted: Ctrl-C; the adapter is as after the last complete step.
             UnsupportedError: the recipe has a feature that pcg does not train.
         """
-        return finetune(self.state, data, adapter, FinetuneOptions.of(options), peft, on_step)
+        return finetune(self.state, given)
 
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""

@@ -1,175 +1,119 @@
-"""Latencies of a serving report as one SVG: over time, and their distribution.
+"""Plots the latencies of a serving report as one SVG: over time, and their distribution.
 
-A row for each of TTFT, TPOT and ITL. On the left, median and 99th percentile of what came in each
-of sixty parts of the time; TTFT and TPOT stand where their request was submitted, an ITL where its
-gap ended. On the right, the share of samples up to a latency. A dashed line is the SLO, where all
-requests have the same.
+There is a row for each of TTFT, TPOT and ITL. On the left are the median and the 99th percentile of
+the samples in each sixtieth of the time; TTFT and TPOT count at their request's submission, an ITL
+at the end of its gap. On the right is the share of samples up to a latency. A dashed line is the
+SLO, where all requests have the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
-from pcg.explain.page.element import Markup, element
-from pcg.explain.page.plot import Scale
-from pcg.runtime.metrics.distribution import cumulative, percentile
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
+
+from pcg.explain.page.svg import svg_file
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.metrics.timelines import Outcome, Timeline
 
-_Samples = Sequence[tuple[float, float]]
-"""(time, latency), seconds."""
+Samples: TypeAlias = NDArray[np.float64]
+"""Rows of (time, latency), in seconds."""
 
 _PARTS = 60
 _POINTS = 200
-"""Of the distribution's line."""
-
-_WIDTH, _ROW = 960, 190
-_LEFT, _WIDE, _HIGH = 64.0, 520.0, 130.0
-_RIGHT, _NARROW = 664.0, 260.0
-"""Pixels: the left panel's edge, its size, and the right one's edge and width."""
-
-_COLORS = {"median": "#1f6fb4", "p99": "#c46a1b", "SLO": "#888888"}
+"""The points of the distribution's line."""
+_MEDIAN, _P99, _SLO = "#1f6fb4", "#c46a1b", "#888888"
 
 
 def serving_svg(report: ServingReport, title: str) -> str:
-    """The plot as a file that stands alone; `title` stands at its top."""
+    """Return the plot as a file that stands alone, with a title at its top."""
+    rows = _rows(report)
+    size = (11.0, 0.9 + 2.1 * max(len(rows), 1))
+    return svg_file(lambda figure: draw_latencies(figure, report, title), size, title)
+
+
+def draw_latencies(figure: Figure, report: ServingReport, title: str) -> None:
+    """Fill a figure with the plot."""
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, x=0.02, ha="left")
+    rows = _rows(report)
+    if not rows:
+        figure.text(0.02, 0.5, "No request finished.")
+        return
+    grid = figure.subplots(len(rows), 2, squeeze=False, width_ratios=(2, 1))
+    for (name, (samples, slo)), (left, right) in zip(rows.items(), grid, strict=True):
+        _over_time(left, report, name, samples, slo)
+        _distribution(right, samples[:, 1], slo)
+    grid[-1][0].set_xlabel("time, s")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+
+
+def _rows(report: ServingReport) -> dict[str, tuple[Samples, float | None]]:
+    """Return the samples of each kind of latency that has any, and their SLO."""
     finished = [one for one in report.requests if one.outcome is Outcome.FINISHED]
-    rows = [
-        ("time to first token", _at_submission(finished, "ttft_s"), _common(finished, "ttft_s")),
-        ("time per output token", _at_submission(finished, "tpot_s"), _common(finished, "tpot_s")),
-        ("inter-token latency", _gaps(finished), None),
-    ]
-    shown = [row for row in rows if row[1]]
-    height = 64 + _ROW * max(len(shown), 1)
-    children = [
-        element("rect", width="100%", height="100%", fill="#fff"),
-        _text(20, 24, title, font_size=14),
-        *_legend(any(slo is not None for _, _, slo in shown)),
-    ]
-    if not shown:
-        children.append(_text(_LEFT, 90, "No request finished."))
-    for index, (name, samples, slo) in enumerate(shown):
-        children += _row(report, name, samples, slo, 88.0 + _ROW * index)
-    drawn = element(
-        "svg",
-        element("title", title),
-        *children,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH} {height}",
-        font_family="sans-serif",
-        font_size=11,
-        fill="#333",
-    )
-    return f"{drawn}\n"
+    rows = {
+        "time to first token": (_at_submission(finished, "ttft_s"), _common(finished, "ttft_s")),
+        "time per output token": (_at_submission(finished, "tpot_s"), _common(finished, "tpot_s")),
+        "inter-token latency": (_gaps(finished), None),
+    }
+    return {name: (samples, slo) for name, (samples, slo) in rows.items() if len(samples)}
 
 
-def _at_submission(finished: Sequence[Timeline], name: str) -> _Samples:
-    pairs = ((one.submitted_s, getattr(one, name)) for one in finished)
-    return [(time, latency) for time, latency in pairs if latency is not None]
+def _at_submission(finished: Sequence[Timeline], name: str) -> Samples:
+    """Return the latencies of requests that have one, at their submissions."""
+    pairs = [(one.submitted_s, getattr(one, name)) for one in finished]
+    return np.array([pair for pair in pairs if pair[1] is not None])
 
 
-def _gaps(finished: Sequence[Timeline]) -> _Samples:
-    return [
-        (after, after - before)
-        for one in finished
-        for (before, _), (after, _) in pairwise(one.tokens)
-    ]
+def _gaps(finished: Sequence[Timeline]) -> Samples:
+    times = [pair for one in finished for pair in pairwise(one.tokens)]
+    return np.array([(after, after - before) for (before, _), (after, _) in times])
 
 
 def _common(finished: Sequence[Timeline], name: str) -> float | None:
-    """The SLO of all requests; None where they differ or have none."""
+    """Return the SLO of all requests; None where they differ or have none."""
     found = {getattr(one.slo, name) for one in finished}
     return found.pop() if len(found) == 1 else None
 
 
-def _row(
-    report: ServingReport, name: str, samples: _Samples, slo: float | None, top: float
-) -> list[Markup]:
-    ordered = sorted(latency for _, latency in samples)
-    up = _scale(max(ordered[-1], slo or 0.0))
-    over = Scale(report.duration_s)
-    found = [
-        _text(_LEFT, top - 10, f"{name}, {up.name}", font_weight="bold"),
-        *_frame(_LEFT, top, _WIDE, up, over, "s"),
-        *_frame(_RIGHT, top, _NARROW, Scale(1.0, 0.01, "%"), up, up.name),
-    ]
-    if slo is not None:
-        y, x = top + _HIGH * (1 - up.share(slo)), _RIGHT + _NARROW * up.share(slo)
-        dashed = {"stroke": _COLORS["SLO"], "stroke_dasharray": "5 4"}
-        found.append(element("path", d=f"M{_LEFT} {y:.1f}h{_WIDE}", **dashed))
-        found.append(element("path", d=f"M{x:.1f} {top}v{_HIGH}", **dashed))
-    for kind, share in (("p99", 0.99), ("median", 0.5)):
-        points = [
-            (over.share(time - report.start_s), up.share(latency))
-            for time, latency in _in_parts(report, samples, share)
-        ]
-        found += _line(points, _LEFT, top, _WIDE, _COLORS[kind])
-    steps = [(up.share(latency), share) for latency, share in cumulative(ordered, _POINTS)]
-    return found + _line(steps, _RIGHT, top, _NARROW, _COLORS["median"])
-
-
-def _in_parts(report: ServingReport, samples: _Samples, share: float) -> _Samples:
-    """(middle of a part of the time, percentile of the samples in it), of parts that have any."""
+def _over_time(
+    axes: Axes,
+    report: ServingReport,
+    name: str,
+    samples: Samples,
+    slo: float | None,
+) -> None:
+    scale, unit = _unit(samples[:, 1], slo)
     width = report.duration_s / _PARTS
-    parts: dict[int, list[float]] = {}
-    for time, latency in samples:
-        # What ends after the report's span counts to its last part.
-        part = min(int((time - report.start_s) / width), _PARTS - 1)
-        parts.setdefault(part, []).append(latency)
-    return [
-        (report.start_s + (part + 0.5) * width, percentile(sorted(latencies), share))
-        for part, latencies in sorted(parts.items())
-    ]
+    # What ends after the report's span counts to its last part.
+    parts = np.minimum((samples[:, 0] - report.start_s) / width, _PARTS - 1).astype(int)
+    present = np.unique(parts)
+    for share, label, color in ((0.99, "99th percentile", _P99), (0.5, "median", _MEDIAN)):
+        heights = [np.quantile(samples[parts == part, 1], share) / scale for part in present]
+        axes.plot((present + 0.5) * width, heights, color=color, label=label, marker=".")
+    if slo is not None:
+        axes.axhline(slo / scale, color=_SLO, linestyle="--", label="SLO")
+    axes.set_title(f"{name}, {unit}", loc="left", size=10)
+    axes.set_xlim(0, report.duration_s)
+    axes.set_ylim(bottom=0)
 
 
-def _scale(most_s: float) -> Scale:
-    unit, name = (1.0, "s") if most_s >= 2.0 else (1e-3, "ms")
-    return Scale(max(most_s * 1.05, 1e-6), unit, name)
+def _distribution(axes: Axes, latencies: NDArray[np.float64], slo: float | None) -> None:
+    scale, unit = _unit(latencies, slo)
+    shares = np.linspace(0, 1, _POINTS)
+    axes.plot(np.quantile(latencies, shares) / scale, shares, color=_MEDIAN)
+    if slo is not None:
+        axes.axvline(slo / scale, color=_SLO, linestyle="--")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title(f"share of samples up to a latency, {unit}", loc="left", size=10)
+    axes.set_xlim(left=0)
 
 
-def _frame(
-    left: float, top: float, wide: float, up: Scale, across: Scale, unit: str
-) -> list[Markup]:
-    """Grid lines and labels of a panel."""
-    found = []
-    for share, label in up.ticks(4):
-        y = top + _HIGH * (1 - share)
-        found.append(element("path", d=f"M{left} {y:.1f}h{wide}", stroke="#e4e4e4"))
-        mark = f"{label} %" if up.name == "%" else label
-        found.append(_text(left - 6, y + 4, mark, text_anchor="end"))
-    ticks = across.ticks(int(wide / 70))
-    for share, label in ticks:
-        words = f"{label} {unit}" if share == ticks[-1][0] else label
-        found.append(_text(left + wide * share, top + _HIGH + 16, words, text_anchor="middle"))
-    return found
-
-
-def _line(
-    points: Sequence[tuple[float, float]], left: float, top: float, wide: float, color: str
-) -> list[Markup]:
-    """A line through shares of a panel, with a dot where it is one point alone."""
-    placed = [(left + wide * x, top + _HIGH * (1 - y)) for x, y in points]
-    if len(placed) == 1:
-        (x, y) = placed[0]
-        return [element("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, fill=color)]
-    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-    return [element("polyline", points=joined, fill="none", stroke=color, stroke_width=1.5)]
-
-
-def _legend(has_slo: bool) -> list[Markup]:
-    titles = {"median": "median; share of samples", "p99": "99th percentile"}
-    if has_slo:
-        titles["SLO"] = "SLO"
-    found = []
-    for index, (kind, title) in enumerate(titles.items()):
-        x = _LEFT + 190 * index
-        dash = "5 4" if kind == "SLO" else None
-        rule = {"stroke": _COLORS[kind], "stroke_dasharray": dash}
-        found.append(element("path", d=f"M{x} 46h22", stroke_width=1.5, **rule))
-        found.append(_text(x + 28, 50, title))
-    return found
-
-
-def _text(x: float, y: float, words: str, **attributes: str | float) -> Markup:
-    return element("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **attributes)
+def _unit(latencies: NDArray[np.float64], slo: float | None) -> tuple[float, str]:
+    return (1.0, "s") if max(latencies.max(), slo or 0.0) >= 2.0 else (1e-3, "ms")

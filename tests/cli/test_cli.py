@@ -24,7 +24,7 @@ from cli.doctor import REQUIREMENTS
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.source import shipped
 from tests.support import tiny_llama
 from tests.support.command_line import output_of, run
@@ -303,7 +303,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     text = output_of("explain", model, *options, "--json")
     assert json.loads(text) == {"model": "tiny"}
     ((_, recipe), sizes) = calls.pop()
-    assert recipe == LoraRecipe(rank=4, alpha=8, target_modules=("q_proj",))
+    assert recipe == LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj",))
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
         "gpus": ["L4"], "find_region": False, "peers": False, "costs": None, "tp_plan": None,

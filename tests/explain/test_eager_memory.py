@@ -24,10 +24,10 @@ from pcg.ir.builder import Builder
 from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, tensor
 from pcg.options import PlanOptions
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.peft.bitfit import BitfitRecipe
-from pcg.peft.config_reader import recipe_from
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.registry import Recipe
+from pcg.peft.bitfit import BitFitConfig
+from pcg.peft.lora import LoraConfig
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import recipe_from
 from pcg.source import resolve
 from tests.support.families import FAMILIES, Family
 from tests.support.saved_tensors import SHORT_NAMES, saved_bytes
@@ -69,7 +69,7 @@ def predicted(
     use = adapter_use(base, {"a": recipe}, str(config["model_type"]), "f32")
     # On the CPU layer norm keeps its statistics in the dtype of its input, on CUDA in fp32.
     eager = EagerRun(
-        use.sites,
+        use.at,
         traced.trace.attention,
         str(config["model_type"]),
         batch,
@@ -100,7 +100,7 @@ def check(
         )
         for layers in (2, 3)
     }
-    recipe = BitfitRecipe() if adapter is None else recipe_from(adapter)
+    recipe = BitFitConfig() if adapter is None else recipe_from(adapter)
     adapter_dtype = "f32" if autocast else SHORT_NAMES[dtype]
     found = predicted(config[3], dtype, recipe, adapter_dtype, recipe.dropout, batch)
     if getattr(adapter, "layers_to_transform", None) is None:
@@ -276,7 +276,7 @@ def test_true_shapes(
     model: str, targets: str | tuple[str, ...], rank: int, adapters: str, mib: float
 ) -> None:
     config = {**resolve(model).config, "num_hidden_layers": 2}
-    recipe = LoraRecipe(rank=rank, target_modules=targets)
+    recipe = LoraConfig(r=rank, target_modules=targets)
     found = predicted(config, torch.bfloat16, recipe, adapters, batch=1)
     assert number(found.layers[-1], 1, 1024) / 2**20 == pytest.approx(mib, abs=0.06)
 

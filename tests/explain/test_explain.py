@@ -21,7 +21,7 @@ from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import LOSS_CHUNK_BYTES
 from pcg.explain.text import bar, comparison, count_text, gib
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.training.bound_training import CHUNK_BYTES
 from pcg.source import resolve
 
@@ -272,7 +272,7 @@ def test_formulas_in_the_rank(name: str, budget: float) -> None:
     config = _short(name)
 
     def report(rank: int, **options: Any) -> Report:
-        recipe = LoraRecipe(rank=rank, target_modules="all-linear")
+        recipe = LoraConfig(r=rank, target_modules="all-linear")
         return pcg.explain(config, recipe, memory_budget=budget, **options)
 
     found = report(8, find_region=True)
@@ -286,7 +286,7 @@ def test_formulas_in_the_rank(name: str, budget: float) -> None:
 
 
 def test_ranks_that_differ_give_no_formula_in_the_rank() -> None:
-    recipe = LoraRecipe(rank=8, target_modules="all-linear", rank_pattern={"q_proj": 4})
+    recipe = LoraConfig(r=8, target_modules="all-linear", rank_pattern={"q_proj": 4})
     report = pcg.explain(_short(LLAMA), recipe, find_region=True)
     assert report.region is not None
     assert report.rank_region is None

@@ -20,9 +20,7 @@ from typer.testing import CliRunner
 
 import pcg
 from cli.application import app
-from pcg.explain.page.element import Markup, element
-from pcg.explain.page.layout import layout
-from pcg.explain.page.plot import Scale
+from pcg.explain.page.layout import layered
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS, Stage
 from pcg.source import resolve
@@ -217,8 +215,8 @@ def test_a_method_that_peft_does_not_have() -> None:
     houlsby = pcg.explain(short(LLAMA), "houlsby")
     assert "eager" not in {stage.stage for stage in houlsby.activations}
     page = Page(houlsby.to_html())
-    assert "eager keeps" not in page.text
-    assert "kept for backward" in page.text
+    assert "eager saves" not in page.text
+    assert "saved for backward" in page.text
 
 
 def test_the_same_report_gives_the_same_page(report: Report, page: Page) -> None:
@@ -234,27 +232,12 @@ def test_only_the_page_imports_what_draws_it() -> None:
 # --------------------------------------------------------------------------------------- its parts
 
 
-def test_elements() -> None:
-    made = element("a", "x < y", Markup("<b>1</b>"), 2, None, href='"', class_="c", hidden=False)
-    assert made == '<a href="&quot;" class="c">x &lt; y<b>1</b>2</a>'
-    assert element("input", type="checkbox", checked=True) == '<input type="checkbox" checked>'
-
-
-@pytest.mark.parametrize("most", [1, 3, 999, 2**20, 5 * 2**30, 10**13])
-def test_ticks_are_round_and_few(most: int) -> None:
-    ticks = Scale.of_bytes(most).ticks()
-    assert 2 <= len(ticks) <= 7
-    assert ticks[0][0] == 0
-    assert ticks[-1][0] <= 1.001
-    assert len({label for _, label in ticks}) == len(ticks)
-
-
 def test_a_layout_puts_nodes_under_what_they_read_and_apart() -> None:
     inputs: dict[str, list[str]] = {
         "x": [], "scale": [], "a": ["x"], "b": ["x"], "c": ["a", "b"], "d": ["c", "scale", "x"],
     }  # fmt: skip
     widths = dict.fromkeys(inputs, 40.0)
-    made = layout(inputs, widths, 10.0)
+    made = layered(inputs, widths, 10.0)
     assert made.ranks == {"x": 0, "a": 1, "b": 1, "c": 2, "scale": 2, "d": 3}
     for one in inputs:
         for other in inputs:
@@ -317,7 +300,7 @@ addEventListener("load", () => {
   form.dispatchEvent(new Event("input"));
   const groups = [...document.querySelectorAll(".tensors .group")];
   found.none = [visible().length, groups.filter((row) => row.getClientRects().length).length];
-  const hit = document.querySelector("#timeline .hit");
+  const hit = document.querySelector("#timeline .point");
   hit.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
   found.readout = document.querySelector("#timeline .readout").textContent;
   found.sticking = [...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll") &&

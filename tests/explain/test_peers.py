@@ -22,7 +22,7 @@ import pcg
 from pcg.explain.peers import peer_point
 from pcg.explain.report import Report
 from pcg.ir.analysis.product_flops import graph_flops, node_flops
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
 from pcg.trace.peers import BUDGETS, MASKLESS, torch_partitioner
 from tests.support.families import BY_NAME, FAMILIES
@@ -97,7 +97,7 @@ def short(model: str) -> Mapping[str, Any]:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    recipe = LoraRecipe(rank=16, target_modules=("down_proj",))
+    recipe = LoraConfig(r=16, target_modules=("down_proj",))
     return pcg.explain(short(LLAMA), recipe, peers=True)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.explain.report import Report
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
@@ -25,9 +25,9 @@ BUDGETS = (0.0, 0.4)
 SAMPLE = ("llama3", "opt", "gemma2", "falcon-40b")
 
 
-def recipe_of(family: Family, targets: str | tuple[str, ...]) -> LoraRecipe:
+def recipe_of(family: Family, targets: str | tuple[str, ...]) -> LoraConfig:
     excluded = tuple(family.excluded) or None
-    return LoraRecipe(rank=4, target_modules=targets, exclude_modules=excluded)
+    return LoraConfig(r=4, target_modules=targets, exclude_modules=excluded)
 
 
 def planned(
@@ -82,9 +82,9 @@ def check_gradients(family: Family) -> None:
     wrapped = oracle.with_adapter(base, "all-linear", rank=4, excluded=family.excluded)
     sequences = prompts((40, 7, 13))
     _, expected = oracle.loss_and_gradients(wrapped, sequences)
-    recipe = LoraRecipe(
-        rank=4,
-        alpha=8,
+    recipe = LoraConfig(
+        r=4,
+        lora_alpha=8,
         target_modules="all-linear",
         exclude_modules=tuple(family.excluded) or None,
     )

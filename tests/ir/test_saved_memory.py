@@ -7,7 +7,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.interpreter import bf16
@@ -20,9 +20,7 @@ FAST = ("llama3", "gpt2", "falcon-40b")
 def check(
     family: Family, dtype: torch.dtype, targets: str | tuple[str, ...], backend: str = "torch"
 ) -> None:
-    recipe = LoraRecipe(
-        rank=4, target_modules=targets, exclude_modules=tuple(family.excluded) or None
-    )
+    recipe = LoraConfig(r=4, target_modules=targets, exclude_modules=tuple(family.excluded) or None)
     base = oracle.random_model(family.config(3), dtype)
     executor = compiler.compile(base, {"a": recipe}, backend=backend)
     name = str(dtype).removeprefix("torch.")

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.ir.types import TOKENS, tensor
+from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.torch.attention import attention, attention_backward
-from pcg.runtime.memory.kv_cache import KvCache, KvGradients
+from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.model.batch import Batch, Span, whole_sequences
+from pcg.runtime.model.batch import Batch, whole_sequences
 
 CPU = torch.device("cpu")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,6 @@ from pcg.kernels.triton.linear_cross_entropy import chunk_tokens, linear_cross_e
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
-from tests.support.threads import run_ranks
 
 bf16.install()
 
@@ -133,37 +130,6 @@ def test_columns_that_a_bias_rules_out_count_nothing() -> None:
     check(found, expected(x, weight[64:], targets - 64, dloss), x)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 4.0])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_parts_of_the_vocabulary(size: int, softcap: float) -> None:
-    x, weight, targets, dloss = inputs(9, 8, 20 * size, torch.float32, ignored=[2])
-    one_at_a_time = threading.Lock()  # the interpreter is not made for threads
-
-    class Locked:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*arguments: Any, **options: Any) -> None:
-                with one_at_a_time, sanitized():
-                    self.kernel[grid](*arguments, **options)
-
-            return launch
-
-    def run(ranks: Any) -> tuple[Tensor, Tensor | None]:
-        own = weight.chunk(size)[ranks.rank].contiguous()
-        batch = SimpleNamespace(ranks=ranks, tokens=9)
-        return linear_cross_entropy(x, own, targets, dloss, softcap=softcap, chunk=4, batch=batch)
-
-    names = ("sum_part_rows", "gradient_part_rows")
-    locked = {name: Locked(getattr(template, name)) for name in names}
-    with mock.patch.multiple(template, **locked):
-        found = run_ranks(size, run)
-    dx = torch.stack([part for _, part in found if part is not None]).sum(0)
-    for loss, _ in found:
-        check((loss, dx), expected(x, weight, targets, dloss, softcap=softcap), x)
-
-
 def test_a_chunk_is_so_many_bytes() -> None:
     assert chunk_tokens(128_256, 2) == 512  # 131 MB
     assert chunk_tokens(256_000, 2) == 256
@@ -176,7 +142,6 @@ def test_a_chunk_is_so_many_bytes() -> None:
 MODULE = template.__name__
 POINTERS = {"z": "*bf16", "targets": "*i64", "dloss": "*fp32", "loss": "*fp32"}
 SIZES = {"V": "i32", "stride": "i32"}
-PART = {**SIZES, "first": "i32", "vocabulary": "i32", "count": "i32"}
 
 
 def options(softcap: float = 0.0, **more: object) -> dict[str, object]:
@@ -187,19 +152,12 @@ def options(softcap: float = 0.0, **more: object) -> dict[str, object]:
 def codes() -> dict[str, list[Code]]:
     """By what is special about each; V is odd everywhere, for only the stride has to be aligned."""
     whole = {**POINTERS, **SIZES}
-    found = {"found": "*fp32", "tops": "*fp32", "totals": "*fp32"}
     kernels = {
         "bf16": Kernel(MODULE, "loss_rows", whole, options(TRAINS=True), ["V"], warps=16),
         "fp32": Kernel(
             MODULE, "loss_rows", whole | {"z": "*fp32"}, options(TRAINS=True), ["V"], warps=16
         ),
         "softcap": Kernel(MODULE, "loss_rows", whole, options(30.0, TRAINS=True), ["V"], warps=16),
-        "sums of a part": Kernel(
-            MODULE, "sum_part_rows", POINTERS | found | PART, options(), ["V", "first"], warps=16
-        ),
-        "gradient of a part": Kernel(
-            MODULE, "gradient_part_rows", POINTERS | found | PART, options(), ["V"], warps=16
-        ),
     }
     made = compiled(list(kernels.values()))
     return {name: made[2 * i : 2 * i + 2] for i, name in enumerate(kernels)}
@@ -211,8 +169,6 @@ def codes() -> dict[str, list[Code]]:
         ("bf16", 2, 1),  # two passes read 8 columns a thread, one writes them
         ("fp32", 4, 2),
         ("softcap", 2, 1),
-        ("sums of a part", 1, 0),
-        ("gradient of a part", 1, 1),
     ],
 )
 def test_machine_code(codes: dict[str, list[Code]], name: str, loads: int, stores: int) -> None:
@@ -220,6 +176,6 @@ def test_machine_code(codes: dict[str, list[Code]], name: str, loads: int, store
         code.check_in_registers(64)  # two programs of 512 threads a processor
         assert code.count("LDG", "128") == loads
         assert code.count("STG", "128") == stores
-        # Of a row: its target, the target's logit, the slope, and two sums.
-        assert code.count("LDG") - loads <= 4
-        assert code.count("STG") - stores <= 3
+        # Of a row: its target, the target's logit, and the slope; its loss.
+        assert code.count("LDG") - loads <= 3
+        assert code.count("STG") - stores <= 1

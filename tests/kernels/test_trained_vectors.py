@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton.adapters import trained_rows, trained_vectors
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized

@@ -19,11 +19,11 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.rank_allocator import RankAllocator
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.data import Example
-from pcg.runtime.training.rank_allocator import RankAllocator
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
@@ -54,7 +54,7 @@ class Trained:
 
     @property
     def kept(self) -> Any:
-        return self.adapter.recipe.kept  # type: ignore[attr-defined]
+        return self.adapter.recipe.rank_pattern  # type: ignore[attr-defined]
 
 
 def program_of(name: str, degree: int, dtype: str = "float64") -> Program:

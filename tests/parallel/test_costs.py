@@ -29,8 +29,8 @@ from pcg.parallel.costs.accelerators import (
     Link,
     find_accelerator,
 )
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
-from pcg.parallel.costs.cost_model import CostModel, ring_seconds
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import CostModel, SheetModel, ring_seconds
 from pcg.parallel.costs.device_profile import (
     CollectiveTime,
     DeviceProfile,
@@ -38,7 +38,7 @@ from pcg.parallel.costs.device_profile import (
     ProfileModel,
     fitted_link,
 )
-from pcg.parallel.costs.operator_profiler import measured
+from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import Differentiate
 from pcg.passes.prune import Prune
@@ -392,7 +392,7 @@ def test_what_was_not_measured_has_no_cost() -> None:
 
 @cache
 def quick() -> DeviceProfile:
-    return DeviceProfile("here", {}, measured(torch.device("cpu"), "f32", quick=True))
+    return DeviceProfile("here", {}, measure_operators(torch.device("cpu"), "f32", quick=True))
 
 
 def test_every_operator_that_runs_is_measured() -> None:
@@ -492,7 +492,7 @@ def test_gradients_in_one_operator_cost_their_parts() -> None:
 
 def test_only_floats_are_profiled() -> None:
     with pytest.raises(CostModelError, match="not of i64"):
-        measured(torch.device("cpu"), "i64")
+        measure_operators(torch.device("cpu"), "i64")
 
 
 @pytest.mark.dist

@@ -18,8 +18,8 @@ from pcg.ir.types import RANK
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.peft.adapters import Adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import Adapter
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import resolve
@@ -212,7 +212,7 @@ def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None
             return free(search)
 
     def act(executor: Executor) -> list[Tensor]:
-        recipe = LoraRecipe(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
+        recipe = LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
         executor.add_adapter("a", recipe)
         executor.add_adapter("b", dataclasses.replace(recipe, rank=3))
         for adapter in executor.adapters.values():

@@ -20,11 +20,11 @@ import pcg.compiler as compiler
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
-from pcg.peft.adapters import read_adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
+from pcg.peft.reader import read_adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
@@ -85,7 +85,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Forcing:
     """Plans a site of every layer by one of its candidates, where else it would be the cheapest."""
 
-    def __init__(self, program: Program, recipe: LoraRecipe, site: str) -> None:
+    def __init__(self, program: Program, recipe: LoraConfig, site: str) -> None:
         self._program = program
         self._recipe = recipe
         self._site = site

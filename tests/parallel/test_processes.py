@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcg.peft.adapters import read_adapter
+from pcg.peft.reader import read_adapter
 from tests.support import tiny_llama
 from tests.support.ranked import (
     check_same,

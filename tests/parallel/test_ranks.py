@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
 from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, run_on_first
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
 from tests.support.parallelized import PLAN
 from tests.support.ranked import make_executor, make_program
@@ -81,7 +81,7 @@ def test_programs_of_adapters_that_come_later_are_compared_too() -> None:
         executor = make_executor(program, NAME, ranks)
         target = ("q_proj", "o_proj")[ranks.rank]
         with pytest.raises(ParallelError) as caught:
-            executor.add_adapter("a", LoraRecipe(rank=4, target_modules=(target,)))
+            executor.add_adapter("a", LoraConfig(r=4, target_modules=(target,)))
         return str(caught.value), executor
 
     for said, executor in run_ranks(2, on_rank):

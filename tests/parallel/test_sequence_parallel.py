@@ -21,7 +21,7 @@ from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.families import BY_NAME
@@ -234,7 +234,7 @@ def test_a_part_of_a_copy_is_taken_again_where_the_copy_is_gathered_again() -> N
     sent: dict[str, int] = {}
     forced = search.force(plan, site, {a: partitioned(-1), b: partitioned(-2)})
     assert max(errors(search.graph, 2, forced, sent, lengths=ODD).values()) < 1e-12
-    said = search.bill.of(forced)
+    said = search.costs.of(forced)
     assert sum(sent.values()) == said.forward_bytes + said.backward_bytes
 
 
@@ -279,7 +279,7 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
 def test_memory_of_a_rank_is_what_is_predicted_and_less(
     name: str, degree: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.ir.test_saved_memory.SEQ", seq)
+    monkeypatch.setattr("tests.support.measured_memory.SEQ", seq)
     monkeypatch.setattr("tests.support.ranked.SEQ", seq)
     check_memory(name, degree, sequence_parallel=True)
     predicted, plain = (

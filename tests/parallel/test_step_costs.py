@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from pcg.errors import CostModelError
 from pcg.ir.operators.base import Types
 from pcg.ir.types import TOKENS, tensor
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape
 from pcg.parallel.costs.work import work_of
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.simulate.machine import SimulatedProgram, simulated_program
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.source import resolve
 
 MODEL = "meta-llama/Llama-3.2-1B"

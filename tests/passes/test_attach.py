@@ -9,16 +9,16 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.sites import bypasses_of
-from pcg.peft.lora import LoraRecipe
+from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.peft.lora import LoraConfig
+from tests.support.bypasses import lora
 from tests.support.mlp import MLP, mlp_model
 
 UP, DOWN, HEAD = "model.layers.{layer}.up", "model.layers.{layer}.down", "head"
 
 
 def test_lora_stands_beside_its_linear_operator() -> None:
-    model = attach(mlp_model(), Bypasses({UP: 2, DOWN: None}))
+    model = attach(mlp_model(), lora({UP: 2, DOWN: None}))
     (block,) = model.blocks
     verify(block)
     # A site where adapters of several ranks meet has the rank r.
@@ -60,7 +60,7 @@ def test_adapters_of_half_precision_models_are_fp32() -> None:
     text = MLP.replace("f32", "bf16")
     model = mlp_model().map(lambda graph: graph)
     model = model.__class__(model.prologue, (parse_graph(text),), model.layers, model.epilogue)
-    (block,) = attach(model, Bypasses({UP: 2}, dtype="f32")).blocks
+    (block,) = attach(model, lora({UP: 2}, dtype="f32")).blocks
     verify(block)
     types = block.types
     assert str(types["up.lora_A"]) == "f32[2, 4]"
@@ -69,7 +69,7 @@ def test_adapters_of_half_precision_models_are_fp32() -> None:
 
 
 def test_a_tied_head_is_a_site_of_its_own() -> None:
-    model = attach(mlp_model(), Bypasses({HEAD: 3}))
+    model = attach(mlp_model(), lora({HEAD: 3}))
     assert [node.op for node in model.epilogue.nodes] == ["linear", "shrink", "expand_add"]
     assert [node.op for node in model.prologue.nodes] == ["embedding"]
     assert {p.source for p in model.epilogue.parameters if p.role == "adapter"} == {
@@ -86,18 +86,19 @@ def test_without_bypasses_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("recipes", "ranks"),
     [
-        ([LoraRecipe(target_modules="all-linear", rank=4)], {UP: 4, DOWN: 4}),
-        ([LoraRecipe(target_modules=("up",), rank=4), LoraRecipe(target_modules=("up", "head"))],
+        ([LoraConfig(target_modules="all-linear", r=4)], {UP: 4, DOWN: 4}),
+        ([LoraConfig(target_modules=("up",), r=4), LoraConfig(target_modules=("up", "head"))],
          {UP: 8, HEAD: 8}),
         # A site of one layer is one of its block: in the other layer nothing is added.
-        ([LoraRecipe(target_modules=("down",), layers_to_transform=(1,))], {DOWN: 8}),
-        ([LoraRecipe(target_modules=("up",), rank_pattern={"model.layers.0.up": 2})], {UP: 8}),
+        ([LoraConfig(target_modules=("down",), layers_to_transform=(1,))], {DOWN: 8}),
+        ([LoraConfig(target_modules=("up",), rank_pattern={"model.layers.0.up": 2})], {UP: 8}),
         ([], {}),
     ],
 )  # fmt: skip
-def test_sites_of_recipes(recipes: list[LoraRecipe], ranks: dict[str, int | None]) -> None:
+def test_sites_of_recipes(recipes: list[LoraConfig], ranks: dict[str, int | None]) -> None:
     found = bypasses_of(mlp_model(), recipes, "llama", "f32")
-    assert dict(found.ranks) == ranks
+    ours = {site: [bypass.rank for bypass in at] for site, at in found.at.items()}
+    assert ours == {site: [rank] for site, rank in ranks.items()}
     assert found.biases == frozenset()
 
 
@@ -110,10 +111,10 @@ def test_sites_of_recipes(recipes: list[LoraRecipe], ranks: dict[str, int | None
     ],
 )
 def test_biases_of_recipes(bias: str, targets: tuple[str, ...], expected: set[str]) -> None:
-    recipe = LoraRecipe(target_modules=targets, bias=bias)
+    recipe = LoraConfig(target_modules=targets, bias=bias)
     assert bypasses_of(mlp_model(), [recipe], "llama", "f32").biases == expected
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(AdapterError, match="target_modules has 'upp'"):
-        bypasses_of(mlp_model(), [LoraRecipe(target_modules=("upp",))], "llama", "f32")
+        bypasses_of(mlp_model(), [LoraConfig(target_modules=("upp",))], "llama", "f32")

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph
+from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
@@ -24,6 +25,9 @@ from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.prune import Prune
 from pcg.passes.stages import Attached, TrainedModel
+from pcg.peft.lora import LoraBypass
+from pcg.peft.prompt import PromptBypass
+from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model
@@ -39,7 +43,7 @@ def pruned_kinds(model: ModelGraph) -> list[LayerKind]:
 
 
 def adapted(*sites: str) -> Graph:
-    return attach(mlp_model(), Bypasses(dict.fromkeys(sites, 2))).blocks[0]
+    return attach(mlp_model(), lora(dict.fromkeys(sites, 2))).blocks[0]
 
 
 def pruned(graph: Graph, wrt: Sequence[str]) -> Differentiated:
@@ -105,7 +109,7 @@ def test_frozen_layers_below_the_adapters_have_no_backward() -> None:
 
 def test_frozen_layers_above_an_adapter_only_pass_gradients_on() -> None:
     frozen = mlp_model()
-    trained = attach(frozen, Bypasses({UP: 2})).blocks[0]
+    trained = attach(frozen, lora({UP: 2})).blocks[0]
     model = dataclasses.replace(frozen, blocks=(trained, frozen.blocks[0]), layers=(0, 1))
     first, above = pruned_kinds(model)
     assert (first.name, above.name) == ("block_0_first", "block_0")
@@ -129,7 +133,7 @@ graph @router(%x: f32[T, 8]) {
 
 
 def test_what_is_trained_before_the_first_layer_asks_all_layers_for_gradients() -> None:
-    model = attach(mlp_model(), Bypasses({UP: 2}, prompt=3))
+    model = attach(mlp_model(), Bypasses({UP: (LoraBypass(2),), WHOLE_MODEL: (PromptBypass(3),)}))
     (kind,) = layer_kinds(model)
     assert kind.gradients.wanted == ("x",)
     found = trained_model(model)
@@ -149,7 +153,7 @@ graph @prologue_backward(%input_ids: i64[T], %position_ids: i64[T], %d_embed_pro
 
 
 def test_nothing_is_trained_before_the_first_layer_of_plain_lora() -> None:
-    found = trained_model(attach(mlp_model(), Bypasses({UP: 2})))
+    found = trained_model(attach(mlp_model(), lora({UP: 2})))
     assert (found.prologue, found.prologue_trained) == (None, ())
 
 
@@ -195,8 +199,7 @@ def test_gradients_are_those_of_autograd(
 
 
 def test_loss_with_an_adapter_on_the_head() -> None:
-    model = attach(mlp_model(), Bypasses({HEAD: 2}))
-    found = trained_model(model)
+    found = trained_model(attach(mlp_model(), lora({HEAD: 2})))
     both, loss, trained = found.epilogue, found.loss, found.epilogue_trained
     for graph in (both, loss):
         verify(graph)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcg.ir.program.program import Program
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from tests.support.ranked import EXAMPLES, SEQUENCES, fill, make_executor, make_program
 from tests.support.threads import ThreadRanks, run_ranks
 
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
 
 @cache
 def program_of_two(sequence_parallel: bool) -> Program:
-    recipe = LoraRecipe(rank=4, alpha=8, target_modules="all-linear")
+    recipe = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     return make_program(NAME, 2, peft={"a": recipe}, sequence_parallel=sequence_parallel)
 
 

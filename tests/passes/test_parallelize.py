@@ -24,12 +24,13 @@ from pcg.options import PlanOptions
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
-from pcg.parallel.planner import plan
+from pcg.parallel.planner import plan_graph
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sharding.repeat_heads import RepeatHeads
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.source import resolve
+from tests.support.bypasses import lora
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
 from tests.support.parallelized import (
@@ -120,7 +121,7 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
-    found = plan(block, 2, ByteCosts(2), Constraints(layouts))
+    found = plan_graph(block, 2, ByteCosts(2), Constraints(layouts))
     assert found.held.items() <= layouts.items()
     assert max(errors(block, 2, found).values()) < 1e-5
 
@@ -255,7 +256,7 @@ def test_64_ranks_by_shapes() -> None:
     config = {**resolve("meta-llama/Llama-3.1-70B").config, "num_hidden_layers": 1}
 
     def bypasses(base: ModelGraph) -> Bypasses:
-        return Bypasses(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
+        return lora(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
 
     state = attached_to(config, bypasses)
     assert state.training is not None

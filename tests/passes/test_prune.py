@@ -11,9 +11,9 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiate, Differentiated
 from pcg.passes.prune import Prune
+from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model
 
@@ -21,7 +21,7 @@ UP = "model.layers.{layer}.up"
 
 
 def all_gradients() -> Differentiated:
-    graph = attach(mlp_model(), Bypasses({UP: 2})).blocks[0]
+    graph = attach(mlp_model(), lora({UP: 2})).blocks[0]
     return Differentiate(wrt=("x",), wanted=()).run(graph)
 
 
@@ -51,7 +51,7 @@ graph @block_0_backward(%d_add: f32[T, 4], %relu: f32[T, 6], %up_s: f32[T, 2], %
 
 def test_the_relu_that_only_the_frozen_product_read_is_no_longer_needed() -> None:
     down = "model.layers.{layer}.down"
-    graph = attach(mlp_model(), Bypasses({down: 2})).blocks[0]
+    graph = attach(mlp_model(), lora({down: 2})).blocks[0]
     found = Differentiate(wrt=("x",)).run(graph)
     assert "norm" in found.needed  # the gradient of up.weight reads it
     assert "norm" not in Prune().run(found).needed

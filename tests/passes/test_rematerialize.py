@@ -17,7 +17,6 @@ from pcg.ir.operators import operator
 from pcg.ir.verifier import verify
 from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import Differentiate
 from pcg.passes.layer_kind import LayerKind
@@ -25,6 +24,7 @@ from pcg.passes.memory.budget import mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.prune import Prune
+from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
 from tests.support.mlp import mlp_model
@@ -90,7 +90,7 @@ def lower_hull(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("sites", [(UP,), (DOWN,), (UP, DOWN)], ids=["up", "down", "both"])
 def test_no_set_of_storages_is_better(sites: tuple[str, ...]) -> None:
-    (graph,) = attach(mlp_model(), Bypasses(dict.fromkeys(sites, 2))).blocks
+    (graph,) = attach(mlp_model(), lora(dict.fromkeys(sites, 2))).blocks
     kind = kind_of(graph)
     frontier = problem(kind).frontier()
     expected = lower_hull(every_choice(graph, kind.gradients.needed))
@@ -139,7 +139,7 @@ def test_gradients_are_the_same_bits_under_every_choice(steps: list[str]) -> Non
 
 
 def test_a_choice_says_what_its_backward_does() -> None:
-    (graph,) = attach(mlp_model(), Bypasses({UP: 2, DOWN: 2})).blocks
+    (graph,) = attach(mlp_model(), lora({UP: 2, DOWN: 2})).blocks
     kind = kind_of(graph)
     for choice in problem(kind).frontier():
         plan = plan_layer(kind, choice.saved, "layer")

@@ -19,9 +19,9 @@ from pcg.explain.report import Report
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
 from pcg.passes.memory.segments import most_shared, shared_inputs
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
@@ -64,11 +64,11 @@ def test_first_layers_share_first() -> None:
 def planned(
     family: Family, budget: float, dropout: float = 0.0, **options: Any
 ) -> tuple[Executor, Report]:
-    recipe = LoraRecipe(
-        rank=4,
+    recipe = LoraConfig(
+        r=4,
         target_modules="all-linear",
         exclude_modules=tuple(family.excluded) or None,
-        dropout=dropout,
+        lora_dropout=dropout,
     )
     options |= {"memory_budget": budget, "batch": BATCH, "seq": SEQ}
     torch.manual_seed(0)

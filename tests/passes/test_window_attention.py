@@ -7,14 +7,14 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
-from pcg.peft.lora import LoraRecipe
-from pcg.peft.prefix import PrefixRecipe
-from pcg.peft.registry import Recipe
+from pcg.peft.lora import LoraConfig
+from pcg.peft.prefix import PrefixTuningConfig
+from pcg.peft.recipe import Recipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass, Window
 from tests.support import oracle
@@ -58,7 +58,7 @@ def kept_bytes(executor: Executor, windows: bool) -> int:
 def test_keys_and_values_are_kept_once(name: str) -> None:
     layers = 3
     family = BY_NAME[name]
-    recipe = LoraRecipe(rank=4, target_modules="all-linear")
+    recipe = LoraConfig(r=4, target_modules="all-linear")
     model = oracle.random_model(family.config(layers))
     executor = compiler.compile(model, {"a": recipe}, memory_budget=1.0)
     of_token = sum(
@@ -120,10 +120,10 @@ def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("name", "dtype", "recipe", "windows", "spared_layers"),
     [
-        ("llama3", torch.float32, LoraRecipe(rank=4, target_modules=("down_proj",)), (7, 20, 5), 2),
-        ("opt", torch.float32, LoraRecipe(rank=4, target_modules=("q_proj",)), (16, 16), 3),
-        ("gpt2", torch.bfloat16, LoraRecipe(rank=4, target_modules="all-linear"), (31, 1), 0),
-        ("gemma2", torch.bfloat16, PrefixRecipe(tokens=4), (9, 31), 3),
+        ("llama3", torch.float32, LoraConfig(r=4, target_modules=("down_proj",)), (7, 20, 5), 2),
+        ("opt", torch.float32, LoraConfig(r=4, target_modules=("q_proj",)), (16, 16), 3),
+        ("gpt2", torch.bfloat16, LoraConfig(r=4, target_modules="all-linear"), (31, 1), 0),
+        ("gemma2", torch.bfloat16, PrefixTuningConfig(num_virtual_tokens=4), (9, 31), 3),
     ],
     ids=["llama3", "opt", "gpt2", "gemma2-prefix"],
 )

@@ -17,9 +17,9 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.peft.adalora import FAMILY_TARGETS
-from pcg.peft.adapters import Adapter, recipe_from
-from pcg.runtime.training.data import Example
-from pcg.runtime.training.rank_allocator import RankAllocator
+from pcg.peft.adapter import Adapter
+from pcg.peft.registry import recipe_from
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
@@ -80,9 +80,9 @@ def test_the_orthogonal_loss_and_its_gradients_are_pefts(tmp_path: Path) -> None
     out.loss.backward()
     runner = executor.training_runner("a")
     loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
-    allocator = RankAllocator.of(runner.adapter, runner.shards, 12)
-    assert allocator is not None
-    assert loss + allocator.regularize() == pytest.approx(float(out.loss.detach()), rel=TOLERANCE)
+    beside = runner.adapter.recipe.training_beside(runner.shards, 12)
+    assert beside is not None
+    assert loss + beside.regularize() == pytest.approx(float(out.loss.detach()), rel=TOLERANCE)
     theirs = trained(wrapped)
     assert runner.parameters.keys() == theirs.keys()
     for path, parameter in runner.parameters.items():
@@ -144,7 +144,7 @@ def test_a_resumed_job_ends_with_the_same_bits(stop: int, tmp_path: Path) -> Non
     assert last.losses == result.losses
     one, other = (executor.adapters["a"] for executor in (whole, parts))
     assert one.recipe == other.recipe
-    assert one.recipe.kept is not None
+    assert one.recipe.rank_pattern is not None
     assert_same(one, other)
 
 
@@ -158,7 +158,7 @@ def test_a_schedule_without_steps_is_the_jobs(tmp_path: Path) -> None:
     options = {**OPTIONS, "max_steps": 12, "checkpoint_dir": tmp_path, "save_every": 4}
     open_.finetune(data, "a", peft=recipe, **options)
     assert_same(named.adapters["a"], open_.adapters["a"])
-    assert open_.adapters["a"].recipe.steps == 12
+    assert open_.adapters["a"].recipe.total_step == 12
     again = compiler.compile(base)
     assert again.finetune(data, "a", peft=recipe, **options).resumed_from == 12
     assert_same(named.adapters["a"], again.adapters["a"])

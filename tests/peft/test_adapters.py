@@ -8,6 +8,7 @@ import math
 import resource
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft import writer as adapter_writer
-from pcg.peft.adapters import (
-    Adapter,
-    LoraWeights,
-    check_fits,
-    new_adapter,
-    read_adapter,
-    recipe_from,
-    write_adapter,
-)
-from pcg.peft.config_reader import FORMATS
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adapter import Adapter, check_fits, new_adapter
+from pcg.peft.lora import LoraConfig, LoraWeights
+from pcg.peft.reader import read_adapter
+from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_from
+from pcg.peft.writer import write_adapter
 
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(
@@ -156,25 +151,29 @@ def test_peft_reads_what_we_write_of_what_it_wrote(feature: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("model_type", "recipe", "extra"),
     [
-        ("qwen2", LoraRecipe.default(), {}),
-        ("qwen2", LoraRecipe(), {}),
-        ("qwen2", LoraRecipe(target_modules=("q_proj",), lora_bias=True, init=False), {}),
-        ("gpt2", LoraRecipe(target_modules="all-linear", rank=4), {"fan_in_fan_out": True}),
+        ("qwen2", SHORTHANDS["lora"], {}),
+        ("qwen2", LoraConfig(), {}),
+        (
+            "qwen2",
+            LoraConfig(target_modules=["q_proj"], lora_bias=True, init_lora_weights=False),
+            {},
+        ),
+        ("gpt2", LoraConfig(target_modules="all-linear", r=4), {"fan_in_fan_out": True}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_adapter_is_one_for_peft(
-    model_type: str, recipe: LoraRecipe, extra: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+    model_type: str, recipe: LoraConfig, extra: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     base = model(model_type)
     adapter = new_adapter(
-        "fresh", recipe, shapes(base), dtype, 7,
-        output_layer="lm_head", model_type=model_type, base_model_name="tiny", extra=extra,
-    )  # fmt: skip
+        "fresh", recipe, shapes(base), dtype, 7, output_layer="lm_head", model_type=model_type
+    )
+    adapter = replace(adapter, base_model_name="tiny", extra={**adapter.extra, **extra})
     write_adapter(adapter, tmp_path / "fresh")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["fresh"]
     wrapped = peft_reads(model_type, tmp_path / "fresh")
-    if recipe.init is True:
+    if recipe.init_lora_weights is True:
         assert torch.equal(logits(wrapped), logits(base))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*have invalid shape")  # any lora_B.bias
@@ -189,7 +188,7 @@ def test_a_new_adapter_is_one_for_peft(
 
 def test_initialisation_is_pefts() -> None:
     wide = {"a.q": (4096, 1024), "a.k": (64, 1024)}
-    recipe = LoraRecipe(target_modules=("q", "k"), rank=64)
+    recipe = LoraConfig(target_modules=("q", "k"), r=64)
     adapter = new_adapter("x", recipe, wide, seed=3)
     a = adapter.weights["a.q"].a
     torch.manual_seed(0)
@@ -200,26 +199,26 @@ def test_initialisation_is_pefts() -> None:
     assert torch.allclose(a.abs().max(), theirs.abs().max(), rtol=0.01)
     assert not adapter.weights["a.q"].b.any()
     # The seed decides, and what else is adapted does not matter.
-    alone = LoraRecipe(target_modules=("q",), rank=64)
+    alone = LoraConfig(target_modules=("q",), r=64)
     assert torch.equal(new_adapter("y", alone, wide, seed=3).weights["a.q"].a, a)
     assert not torch.equal(new_adapter("y", alone, wide, seed=4).weights["a.q"].a, a)
 
-    gaussian = LoraRecipe(target_modules=("q",), rank=64, init="gaussian")
+    gaussian = LoraConfig(target_modules=("q",), r=64, init_lora_weights="gaussian")
     weights = new_adapter("x", gaussian, wide).weights["a.q"]
     assert torch.allclose(weights.a.std(), torch.tensor(1 / 64), rtol=0.02)
     assert not weights.b.any()
-    random = LoraRecipe(target_modules=("q",), rank=64, init=False, lora_bias=True)
+    random = LoraConfig(target_modules=("q",), r=64, init_lora_weights=False, lora_bias=True)
     weights = new_adapter("x", random, wide).weights["a.q"]
     assert weights.bias is not None
     assert torch.allclose(weights.b.abs().max(), torch.tensor(1 / 8), rtol=0.01)
     assert torch.allclose(weights.bias.abs().max(), torch.tensor(1 / 8), rtol=0.01)
     with pytest.raises(UnsupportedError, match="'eva'"):
-        new_adapter("x", LoraRecipe(target_modules=("q",), init="eva"), wide)
+        new_adapter("x", LoraConfig(target_modules=("q",), init_lora_weights="eva"), wide)
 
 
 def test_patterns_keep_their_order(tmp_path: Path) -> None:
     """The first match counts, so that sorted keys, as peft writes them, would change the scale."""
-    recipe = LoraRecipe(target_modules=("q",), alpha_pattern={"q": 2, r"a\.q": 64})
+    recipe = LoraConfig(target_modules=("q",), alpha_pattern={"q": 2, r"a\.q": 64})
     write_adapter(new_adapter("x", recipe, {"a.q": (4, 4)}), tmp_path / "x")
     assert read_adapter(tmp_path / "x", "x").weights["a.q"].scale == 2 / 8
     config = peft.LoraConfig.from_pretrained(tmp_path / "x")
@@ -240,7 +239,7 @@ def test_patterns_that_peft_put_in_another_order_are_told(tmp_path: Path) -> Non
 def test_views_of_a_pool_are_saved(tmp_path: Path) -> None:
     pool = torch.randn(8, 6)
     weights = {"a.q": LoraWeights(pool[:2], pool[2:8, :2], 4.0)}
-    adapter = Adapter("x", LoraRecipe(target_modules=("q",), rank=2), weights)
+    adapter = Adapter("x", LoraConfig(target_modules=("q",), r=2), weights)
     write_adapter(adapter, tmp_path)
     again = read_adapter(tmp_path, "x").weights["a.q"]
     assert torch.equal(again.a, pool[:2])
@@ -252,21 +251,21 @@ def test_views_of_a_pool_are_saved(tmp_path: Path) -> None:
 
 
 def test_recipes_from_everything() -> None:
-    assert recipe_from("lora") == LoraRecipe.default()
-    recipe = LoraRecipe(rank=3)
+    assert recipe_from("lora") == SHORTHANDS["lora"]
+    recipe = LoraConfig(r=3)
     assert recipe_from(recipe) is recipe
-    assert recipe_from(peft.LoraConfig()) == LoraRecipe()
-    assert recipe_from({"peft_type": "LORA", "rank_pattern": None}) == LoraRecipe()
+    assert recipe_from(peft.LoraConfig()) == LoraConfig()
+    assert recipe_from({"peft_type": "LORA", "rank_pattern": None}) == LoraConfig()
     config = peft.LoraConfig(
         r=4, lora_alpha=7, target_modules=["b", "a"], exclude_modules="x.*", use_rslora=True,
         bias="all", lora_dropout=0.25, layers_to_transform=3, layers_pattern="h",
         rank_pattern={"a": 2}, alpha_pattern={"b": 3}, lora_bias=True, init_lora_weights=False,
         task_type="CAUSAL_LM", revision="main", qalora_group_size=8,
     )  # fmt: skip
-    expected = LoraRecipe(
-        rank=4, alpha=7, target_modules=("a", "b"), exclude_modules="x.*", use_rslora=True,
-        bias="all", dropout=0.25, layers_to_transform=(3,), layers_pattern=("h",),
-        rank_pattern={"a": 2}, alpha_pattern={"b": 3}, lora_bias=True, init=False,
+    expected = LoraConfig(
+        r=4, lora_alpha=7, target_modules=("a", "b"), exclude_modules="x.*", use_rslora=True,
+        bias="all", lora_dropout=0.25, layers_to_transform=(3,), layers_pattern=("h",),
+        rank_pattern={"a": 2}, alpha_pattern={"b": 3}, lora_bias=True, init_lora_weights=False,
     )  # fmt: skip
     assert recipe_from(config) == expected
 
@@ -275,8 +274,8 @@ def test_config_fields_are_those_of_the_installed_peft() -> None:
     for config in (peft.LoraConfig, peft.IA3Config, peft.VeraConfig):
         theirs = config(inference_mode=True).to_dict()
         theirs["peft_type"] = theirs["peft_type"].value
-        defaults = FORMATS[theirs["peft_type"]].defaults
-        assert {**defaults, "peft_version": theirs["peft_version"]} == theirs
+        ours = RECIPES[theirs["peft_type"]]().config_fields(None, "", {})
+        assert {**ours, "peft_version": theirs["peft_version"]} == theirs
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,10 @@ def test_saved_initialisations() -> None:
     """What left the base as it was is plain LoRA once it is saved; what changed the base is not."""
     for init in ("eva", "orthogonal", "mica", "gaussian"):
         assert (
-            recipe_from({"peft_type": "LORA", "init_lora_weights": init}, saved=True).init == init
+            recipe_from(
+                {"peft_type": "LORA", "init_lora_weights": init}, saved=True
+            ).init_lora_weights
+            == init
         )
     for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"):
         with pytest.raises(UnsupportedError, match="changed the base"):
@@ -340,7 +342,7 @@ def test_saved_initialisations() -> None:
         ({"r": 8}, 'no "peft_type"'),
         (5, "int is no PEFT configuration"),
         ("path/to/adapter", "the shorthands are"),
-        ({"peft_type": "LORA", "r": "8"}, "rank='8'"),
+        ({"peft_type": "LORA", "r": "8"}, "r='8'"),
         ({"peft_type": "LORA", "target_modules": 3}, "target_modules=3"),
         ({"peft_type": "LORA", "rank_pattern": [1]}, "rank_pattern"),
         ({"peft_type": "LORA", "init_lora_weights": 3}, "init_lora_weights=3"),
@@ -360,9 +362,9 @@ def test_not_configurations(config: object, message: str) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """An adapter with q and v of one layer."""
-    recipe = LoraRecipe(target_modules=("q", "v"), rank=2)
-    adapter = new_adapter("x", recipe, {"a.q": (6, 4), "a.v": (6, 4)}, base_model_name="some/base")
-    write_adapter(adapter, tmp_path / "saved")
+    recipe = LoraConfig(target_modules=("q", "v"), r=2)
+    adapter = new_adapter("x", recipe, {"a.q": (6, 4), "a.v": (6, 4)})
+    write_adapter(replace(adapter, base_model_name="some/base"), tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -510,7 +512,7 @@ def test_a_full_disk_leaves_the_old_files(
 ) -> None:
     before = snapshot(tmp_path)
     adapter = read_adapter(saved, "x")
-    other = new_adapter("x", LoraRecipe(target_modules=("q",)), {"a.q": (6, 4)}, seed=1)
+    other = new_adapter("x", LoraConfig(target_modules=("q",)), {"a.q": (6, 4)}, seed=1)
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
@@ -528,7 +530,7 @@ def test_a_full_disk_leaves_the_old_files(
 def test_a_real_write_that_breaks_off(saved: Path, tmp_path: Path) -> None:
     """The kernel refuses to write more than 64 KiB to a file."""
     before = snapshot(tmp_path)
-    recipe = LoraRecipe(target_modules=("q",))
+    recipe = LoraConfig(target_modules=("q",))
     big = new_adapter("x", recipe, {"a.q": (1 << 14, 1 << 14)})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -547,8 +549,8 @@ def test_saving_again(saved: Path, tmp_path: Path) -> None:
     before = {path: weights.a.clone() for path, weights in adapter.weights.items()}
     config = (saved / "adapter_config.json").stat()
     recipe = adapter.recipe
-    other = new_adapter("x", recipe, {"a.q": (6, 4), "a.v": (6, 4)}, seed=5,
-                        base_model_name="some/base")  # fmt: skip
+    other = new_adapter("x", recipe, {"a.q": (6, 4), "a.v": (6, 4)}, seed=5)
+    other = replace(other, base_model_name="some/base")
     write_adapter(other, saved)
     assert (saved / "adapter_config.json").stat().st_ino == config.st_ino
     assert torch.equal(adapter.weights["a.q"].a, before["a.q"])
@@ -576,14 +578,14 @@ def test_a_failing_second_rename_is_told(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", refuse_config)
-    other = new_adapter("x", LoraRecipe(target_modules=("q",)), {"a.q": (6, 4)})
+    other = new_adapter("x", LoraConfig(target_modules=("q",)), {"a.q": (6, 4)})
     with pytest.raises(AdapterError, match=r"adapter_config.json is not: save again"):
         write_adapter(other, saved)
     assert adapter_writer.WEIGHTS in snapshot(saved)
 
 
 def test_weights_that_are_not_of_the_recipe_are_not_saved(tmp_path: Path) -> None:
-    recipe = LoraRecipe(target_modules=("q",), rank=2, alpha=4)
+    recipe = LoraConfig(target_modules=("q",), r=2, lora_alpha=4)
     a, b = torch.zeros(2, 4), torch.zeros(6, 2)
     with pytest.raises(AdapterError, match=r"scale 3 at a.q, its recipe gives .* scale 2"):
         write_adapter(Adapter("x", recipe, {"a.q": LoraWeights(a, b, 3.0)}), tmp_path / "x")
@@ -594,7 +596,7 @@ def test_weights_that_are_not_of_the_recipe_are_not_saved(tmp_path: Path) -> Non
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
-    adapter = new_adapter("x", LoraRecipe(target_modules=("q",)), {"a.q": (6, 4)})
+    adapter = new_adapter("x", LoraConfig(target_modules=("q",)), {"a.q": (6, 4)})
     with pytest.raises(AdapterError, match="cannot be saved in"):
         write_adapter(adapter, tmp_path / "x")
     assert (tmp_path / "x").read_text() == "mine"

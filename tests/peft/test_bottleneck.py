@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.peft.adapters import recipe_from
-from pcg.peft.bottleneck import BottleneckRecipe
-from pcg.peft.bottleneck_weights import BottleneckWeights
+from pcg.peft.bottleneck import BottleneckConfig, BottleneckWeights
+from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.bottlenecks import (
     FIELDS,
@@ -113,7 +112,7 @@ def test_files_and_finetuning(tmp_path: Path) -> None:
 def test_every_family_has_its_modules(family: Any) -> None:
     program = compiler.compile_program(family.config(2), {**FIELDS, "variant": "houlsby"})
     recipe = recipe_from({**FIELDS, "variant": "houlsby"})
-    assert len(recipe.sites(tuple(program.base.linear_modules()))) == 4  # two in each layer
+    assert len(recipe.bypasses(tuple(program.base.linear_modules()))) == 4  # two in each layer
     compiler.compile_program(family.config(2), {**FIELDS, "variant": "parallel"})
 
 
@@ -123,11 +122,11 @@ def test_what_is_refused() -> None:
     for fields, message in (
         ({"variant": "compacter"}, "variant='compacter'; use one of houlsby, parallel, pfeiffer"),
         ({"non_linearity": "swish"}, "non_linearity='swish'; use one of gelu"),
-        ({"size": 0}, "bottleneck_size=0"),
+        ({"bottleneck_size": 0}, "bottleneck_size=0"),
         ({"scaling": float("nan")}, "scaling=nan"),
     ):
         with pytest.raises(AdapterError, match=message):
-            BottleneckRecipe(**fields)
+            BottleneckConfig(**fields)
     config = BY_NAME["llama3"].config(2)
     fields = {"variant": "parallel", "target_modules": ["o_proj"]}
     with pytest.raises(UnsupportedError, match=r"self_attn\.o_proj ends no MLP"):

@@ -9,10 +9,9 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
-from pcg.peft.config_reader import recipe_from
-from pcg.peft.registry import SHORTHANDS
+from pcg.peft.registry import SHORTHANDS, recipe_from
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import BATCH, SEQ, measured

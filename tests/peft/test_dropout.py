@@ -14,12 +14,12 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner
 from tests.support import oracle
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
 from tests.support.peft_cases import trained
@@ -211,8 +211,8 @@ def test_masks_differ_by_seed_layer_and_module_and_are_drawn_again() -> None:
 def test_nothing_more_is_kept_for_backward() -> None:
     """The mask is drawn again, and what it drops from is what LoRA keeps anyway."""
     sites = dict.fromkeys(mlp_model().linear_sites(), 2)
-    plain = inner_plan(attach(mlp_model(), Bypasses(sites)))
-    dropping = inner_plan(attach(mlp_model(), Bypasses(sites, dropout=0.5)))
+    plain = inner_plan(attach(mlp_model(), lora(sites)))
+    dropping = inner_plan(attach(mlp_model(), lora(sites, dropout=0.5)))
     assert dropping.kept == plain.kept
     assert dropping.backward is not None
     assert [n.op for n in dropping.backward.nodes].count("dropout") == 4  # x again, and dx

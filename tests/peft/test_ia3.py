@@ -12,18 +12,22 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.printer import print_graph
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.registry import run_graphs
-from pcg.peft.adapters import recipe_from
-from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Recipe, Ia3Site
-from pcg.peft.lora import FAMILY_TARGETS as LORA_TARGETS
+from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Bypass, IA3Config
+from pcg.peft.lora import LoraBypass
+from pcg.peft.registry import recipe_from
+from pcg.peft.targets import FAMILY_TARGETS as LORA_TARGETS
 from tests.support import oracle
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import mlp_model
 from tests.support.peft_cases import make_models, wrap
 from tests.support.prompts import TOLERANCE, prompts
 
+IA3, IN = Ia3Bypass(False), Ia3Bypass(True)
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 
 
@@ -37,10 +41,10 @@ def test_defaults_of_families_are_pefts() -> None:
 
 
 def test_a_feedforward_name_matches_the_end_of_any_path_as_in_peft() -> None:
-    recipe = Ia3Recipe(target_modules=("q_proj", "up_proj"), feedforward_modules=("p_proj",))
-    assert recipe.sites(("a.q_proj", "a.up_proj")) == {
-        "a.q_proj": Ia3Site(False),
-        "a.up_proj": Ia3Site(True),
+    recipe = IA3Config(target_modules=("q_proj", "up_proj"), feedforward_modules=("p_proj",))
+    assert recipe.bypasses(("a.q_proj", "a.up_proj")) == {
+        "a.q_proj": Ia3Bypass(False),
+        "a.up_proj": Ia3Bypass(True),
     }
 
 
@@ -48,21 +52,21 @@ def test_what_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="modules_to_save"):
         recipe_from(peft.IA3Config(modules_to_save=["lm_head"]))
     with pytest.raises(AdapterError, match=r"feedforward_modules has 'down'.*did you mean"):
-        Ia3Recipe(target_modules=("downs",), feedforward_modules=("down",)).sites(("a.downs",))
+        IA3Config(target_modules=("downs",), feedforward_modules=("down",)).bypasses(("a.downs",))
     with pytest.raises(AdapterError, match=r"target_modules is not given.*'mystery'"):
-        Ia3Recipe().sites(("a.q",), model_type="mystery")
+        IA3Config().bypasses(("a.q",), model_type="mystery")
     with pytest.raises(AdapterError, match=r"feedforward_modules is not given.*'mystery'"):
-        Ia3Recipe(target_modules=("q",)).sites(("a.q",), model_type="mystery")
+        IA3Config(target_modules=("q",)).bypasses(("a.q",), model_type="mystery")
     with pytest.raises(AdapterError, match="not a regex"):
-        Ia3Recipe(feedforward_modules="(")
-    with pytest.raises(AdapterError, match="init=1"):
-        Ia3Recipe(init=1)  # type: ignore[arg-type]
+        IA3Config(feedforward_modules="(")
+    with pytest.raises(AdapterError, match="init_ia3_weights=1"):
+        IA3Config(init_ia3_weights=1)  # type: ignore[arg-type]
 
 
 def test_attached_as_text() -> None:
-    bypasses = Bypasses(scaled=frozenset({UP}), scaled_inputs=frozenset({DOWN}))
+    bypasses = Bypasses({UP: (IA3,), DOWN: (IN,)})
     (block,) = attach(mlp_model(), bypasses).blocks
-    text = str(block)
+    text = print_graph(block)
     assert "%up_scaled: f32[T, 6] = scale(%up, %up.ia3_l)  @up" in text
     assert "%down_scaled_x: f32[T, 6] = scale(%relu, %down.ia3_l_in)  @down" in text
     assert "linear(%down_scaled_x, %down.weight, %down.bias)" in text
@@ -70,12 +74,12 @@ def test_attached_as_text() -> None:
 
 def test_lora_stays_fused_where_other_methods_meet_it() -> None:
     """And serves LoRA alone without a call more."""
-    both = Bypasses({UP: None, DOWN: None}, scaled=frozenset({UP}), scaled_inputs=frozenset({DOWN}))
+    both = Bypasses({UP: (LoraBypass(None), IA3), DOWN: (LoraBypass(None), IN)})
     (block,) = run_graphs(attach(mlp_model(), both).blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "scale", "relu", "scale", "lora_linear", "add",
     ]  # fmt: skip
-    attached = attach(mlp_model(), Bypasses({UP: None, DOWN: None}))
+    attached = attach(mlp_model(), lora({UP: None, DOWN: None}))
     (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "relu", "lora_linear", "add",

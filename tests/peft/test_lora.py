@@ -13,7 +13,8 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from transformers.pytorch_utils import Conv1D
 
 from pcg.errors import AdapterError
-from pcg.peft.lora import FAMILY_TARGETS, LoraRecipe, Site
+from pcg.peft.lora import LoraBypass, LoraConfig
+from pcg.peft.registry import SHORTHANDS
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "pad_token_id": None}
 CONFIGS = {
@@ -49,28 +50,26 @@ def linear_modules(model: torch.nn.Module) -> tuple[list[str], str]:
     return paths, next(n for n, m in model.named_modules() if m is head)
 
 
-def peft_sites(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Site]:
+def peft_sites(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, LoraBypass]:
     """Module, rank and scale as peft sets them up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tuned = peft.get_peft_model(model, peft.LoraConfig(**config))
     return {
-        name: Site(module.r["default"], module.scaling["default"])
+        name: LoraBypass(module.r["default"], module.scaling["default"])
         for name, module in tuned.base_model.model.named_modules()
         if isinstance(module, peft.tuners.lora.LoraLayer)
     }
 
 
-def to_recipe(config: dict[str, Any]) -> LoraRecipe:
-    names = {"r": "rank", "lora_alpha": "alpha"}
-    values = {names.get(key, key): value for key, value in config.items()}
-    return LoraRecipe(**{k: tuple(v) if type(v) is list else v for k, v in values.items()})
+def to_recipe(config: dict[str, Any]) -> LoraConfig:
+    return LoraConfig(**config)
 
 
-def assert_as_peft(model_type: str, config: dict[str, Any]) -> dict[str, Site]:
+def assert_as_peft(model_type: str, config: dict[str, Any]) -> dict[str, LoraBypass]:
     model = meta_model(model_type)
     paths, head = linear_modules(model)
-    ours = to_recipe(config).sites(paths, head, model_type)
+    ours = to_recipe(config).bypasses(paths, head, model_type)
     assert ours == peft_sites(model, config)
     return ours
 
@@ -119,14 +118,9 @@ def test_every_family(model_type: str, config: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_llama(config: dict[str, Any], count: int) -> None:
-    as_tuple = dict(config)
-    if type(config.get("layers_to_transform")) is int:
-        as_tuple["layers_to_transform"] = [config["layers_to_transform"]]
-    if type(config.get("layers_pattern")) is str:
-        as_tuple["layers_pattern"] = [config["layers_pattern"]]
     model = meta_model("llama")
     paths, head = linear_modules(model)
-    sites = to_recipe(as_tuple).sites(paths, head)
+    sites = to_recipe(config).bypasses(paths, head)
     assert sites == peft_sites(model, config)
     assert len(sites) == count
 
@@ -164,7 +158,7 @@ def test_random_recipes(
     model = meta_model("llama")
     paths, head = linear_modules(model)
     try:
-        sites = to_recipe(config).sites(paths, head)
+        sites = to_recipe(config).bypasses(paths, head)
     except AdapterError as error:  # stricter than peft, but for what is left without a module
         if "leave none" in str(error):
             with pytest.raises(ValueError, match=r"(?i)modules"):
@@ -175,21 +169,22 @@ def test_random_recipes(
 
 def test_families_are_pefts() -> None:
     theirs = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    assert {k: list(v) for k, v in FAMILY_TARGETS.items()} == {k: theirs[k] for k in FAMILY_TARGETS}
+    ours = LoraConfig.family_targets
+    assert {k: list(v) for k, v in ours.items()} == {k: theirs[k] for k in ours}
 
 
 def test_defaults_are_pefts() -> None:
-    assert to_recipe({}) == LoraRecipe()
+    assert to_recipe({}) == LoraConfig()
     config = peft.LoraConfig()
-    recipe = LoraRecipe()
-    assert (recipe.rank, recipe.alpha, recipe.dropout) == (8, 8, 0.0)
+    recipe = LoraConfig()
+    assert (recipe.r, recipe.lora_alpha, recipe.lora_dropout) == (8, 8, 0.0)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (8, 8, 0.0)
-    assert LoraRecipe.default().site("a.b") == Site(16, 2.0)
+    assert SHORTHANDS["lora"].bypass("a.b") == LoraBypass(16, 2.0)
 
 
 def test_recipes_are_values() -> None:
-    assert hash(LoraRecipe(rank_pattern={"a": 2})) == hash(LoraRecipe(rank_pattern={"a": 2}))
-    assert LoraRecipe(rank_pattern={"a": 2}) != LoraRecipe()
+    assert hash(LoraConfig(rank_pattern={"a": 2})) == hash(LoraConfig(rank_pattern={"a": 2}))
+    assert LoraConfig(rank_pattern={"a": 2}) != LoraConfig()
 
 
 PATHS = [f"model.layers.{i}.{m}" for i in range(3) for m in ("attn.q_proj", "mlp.up", "mlp.0")]
@@ -197,15 +192,15 @@ PATHS += ["lm_head"]
 
 
 def test_resolved_names_mean_the_same_modules() -> None:
-    short = LoraRecipe(target_modules="all-linear", exclude_modules=r".*\.0")
+    short = LoraConfig(target_modules="all-linear", exclude_modules=r".*\.0")
     assert short.resolved(PATHS, "lm_head").target_modules == ("q_proj", "up")
     # `.0` would be every first layer, too.
-    numbers = LoraRecipe(target_modules="all-linear").resolved(PATHS, "lm_head")
+    numbers = LoraConfig(target_modules="all-linear").resolved(PATHS, "lm_head")
     assert numbers.target_modules == tuple(PATHS[:-1])
-    shared = LoraRecipe(target_modules="all-linear").resolved(["a.out", "out"], "out")
+    shared = LoraConfig(target_modules="all-linear").resolved(["a.out", "out"], "out")
     assert shared.target_modules == ("a.out",)
-    assert LoraRecipe().resolved(PATHS, None, "llama").target_modules == ("q_proj", "v_proj")
-    regex = LoraRecipe(target_modules=r".*up")
+    assert LoraConfig().resolved(PATHS, None, "llama").target_modules == ("q_proj", "v_proj")
+    regex = LoraConfig(target_modules=r".*up")
     assert regex.resolved(PATHS) is regex
 
 
@@ -227,34 +222,34 @@ def test_resolved_names_mean_the_same_modules() -> None:
 )  # fmt: skip
 def test_what_matches_nothing_is_an_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AdapterError, match=message):
-        LoraRecipe(**changes).sites(PATHS, "lm_head", "opus")
+        LoraConfig(**changes).bypasses(PATHS, "lm_head", "opus")
 
 
 def test_a_target_that_is_not_linear_is_an_error() -> None:
-    recipe = LoraRecipe(target_modules=r".*(embed|q_proj)")
-    assert len(recipe.sites(PATHS)) == 3
+    recipe = LoraConfig(target_modules=r".*(embed|q_proj)")
+    assert len(recipe.bypasses(PATHS)) == 3
     with pytest.raises(AdapterError, match=r"model.embed, which is not a linear module"):
-        recipe.sites(PATHS, others=["model.norm", "model.embed"])
-    everything = LoraRecipe(target_modules="all-linear")
-    assert len(everything.sites(PATHS, "lm_head", others=["model.embed"])) == 9
+        recipe.bypasses(PATHS, others=["model.norm", "model.embed"])
+    everything = LoraConfig(target_modules="all-linear")
+    assert len(everything.bypasses(PATHS, "lm_head", others=["model.embed"])) == 9
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "rank=0"),
-        ({"rank": True}, "rank=True"),
-        ({"rank": 8.0}, "rank=8.0"),
+        ({"r": 0}, "r=0"),
+        ({"r": True}, "r=True"),
+        ({"r": 8.0}, "r=8.0"),
         ({"rank_pattern": {"q": 0}}, r"rank_pattern\['q'\]=0"),
-        ({"alpha": float("nan")}, "alpha=nan"),
-        ({"alpha": "16"}, "alpha='16'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"lora_alpha": "16"}, "lora_alpha='16'"),
         ({"alpha_pattern": {"q": None}}, "alpha_pattern"),
         ({"bias": "some"}, "none, all, lora_only"),
-        ({"dropout": 1.5}, "dropout=1.5"),
+        ({"lora_dropout": 1.5}, "lora_dropout=1.5"),
         ({"use_rslora": 1}, "use_rslora=1"),
-        ({"init": None}, "init=None"),
-        ({"init": "gaussian", "lora_bias": True}, "lora_bias goes with"),
-        ({"target_modules": ["q"]}, "use a tuple"),
+        ({"init_lora_weights": None}, "init_lora_weights=None"),
+        ({"init_lora_weights": "gaussian", "lora_bias": True}, "lora_bias goes with"),
+        ({"target_modules": [1]}, "use a list of names"),
         ({"target_modules": ("",)}, "not empty"),
         ({"target_modules": "(q"}, "not a regex"),
         ({"exclude_modules": "(q"}, "not a regex"),
@@ -267,4 +262,4 @@ def test_a_target_that_is_not_linear_is_an_error() -> None:
 )
 def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AdapterError, match=message):
-        LoraRecipe(**changes)
+        LoraConfig(**changes)

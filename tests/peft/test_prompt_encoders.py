@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.explain import explain as explaining
-from pcg.peft.adapters import recipe_from
-from pcg.peft.virtual_token_encoder import PromptEncoder
+from pcg.peft.prompt_encoder import PromptEncoder
+from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, give_encoder, trained

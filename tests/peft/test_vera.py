@@ -15,26 +15,28 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.registry import run_graphs
-from pcg.peft.adapters import recipe_from
-from pcg.peft.vera import FAMILY_TARGETS, VeraRecipe
-from pcg.runtime.training.data import Example
+from pcg.peft.registry import recipe_from
+from pcg.peft.vera import VeraBypass, VeraConfig
+from pcg.runtime.training.example import Example
 from tests.support import oracle
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
 from tests.support.peft_cases import wrap
 from tests.support.prompts import TOLERANCE, prompts
 
+VERA = (VeraBypass(2),)
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 FIELDS = {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
 def test_defaults_of_families_are_pefts() -> None:
     theirs = constants.TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING
-    assert all(theirs[family] == list(names) for family, names in FAMILY_TARGETS.items())
+    assert all(theirs[family] == list(names) for family, names in VeraConfig.family_targets.items())
 
 
 def test_the_matrices_are_as_large_as_the_largest_site() -> None:
-    (block,) = attach(mlp_model(), Bypasses(vera={UP: 2, DOWN: 2})).blocks
+    (block,) = attach(mlp_model(), Bypasses({UP: VERA, DOWN: VERA})).blocks
     types = {p.source: str(p.type) for p in block.parameters if p.role == "adapter"}
     assert types == {
         "vera_A": "f32[2, 6]",
@@ -47,17 +49,17 @@ def test_the_matrices_are_as_large_as_the_largest_site() -> None:
 
 
 def test_serving_has_lora_in_its_place() -> None:
-    attached = attach(mlp_model(), Bypasses(vera={DOWN: 2}).for_serving())
+    attached = attach(mlp_model(), Bypasses({DOWN: VERA}).for_serving())
     (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == ["rms_norm", "linear", "relu", "lora_linear", "add"]
 
 
 def test_no_input_is_kept_for_matrices_that_are_not_trained() -> None:
     """LoRA keeps A's input for A's gradient; VeRA keeps A's result alone."""
-    plan = inner_plan(attach(mlp_model(), Bypasses(vera={DOWN: 2})))
+    plan = inner_plan(attach(mlp_model(), Bypasses({DOWN: VERA})))
     assert "down_vera_s" in plan.kept
-    lora = inner_plan(attach(mlp_model(), Bypasses({DOWN: 2})))
-    assert set(lora.kept) - set(plan.kept) == {"down_s"}
+    plain = inner_plan(attach(mlp_model(), lora({DOWN: 2})))
+    assert set(plain.kept) - set(plan.kept) == {"down_s"}
     assert {name.rpartition(".")[2] for name in plan.trained} == {"vera_lambda_b", "vera_lambda_d"}
 
 
@@ -95,9 +97,14 @@ def test_a_fresh_adapter_is_as_in_peft(init: bool) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="modules_to_save"):
         recipe_from({**FIELDS, "modules_to_save": ["lm_head"]})
-    for field, value in (("rank", 0), ("seed", -1), ("initial_d", "x"), ("init", 1)):
+    for field, value in (
+        ("r", 0),
+        ("projection_prng_key", -1),
+        ("d_initial", "x"),
+        ("init_weights", 1),
+    ):
         with pytest.raises(AdapterError, match=f"{field}={value!r}"):
-            VeraRecipe(**{field: value})
+            VeraConfig(**{field: value})
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     config = peft.VeraConfig(r=4, target_modules=["q_proj", "down_proj"])
     oracle.save(wrap(base, config), tmp_path)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import Span
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable, pages_for
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.batch import Batch
 from tests.support import oracle
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.kernels.batch import Span
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
-from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
-from pcg.runtime.memory.uploads import uploaded_list
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.decode_graphs import DecodeGraphs, Recorder
 from tests.support import oracle
 from tests.support.families import BY_NAME

@@ -13,7 +13,7 @@ from pcg.ir.graph import Graph, Value
 from pcg.ir.operators import operator
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch import ops as torch_ops
-from pcg.peft.module_weights import AdapterWeight
+from pcg.peft.weights import AdapterWeight
 
 _NAMESPACE = {"torch": torch, "F": F, "K": torch_ops}
 

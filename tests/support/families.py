@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.peft.lora import FAMILY_TARGETS
+from pcg.peft.targets import FAMILY_TARGETS
 
 VOCABULARY = 128
 WINDOW = 5

@@ -8,10 +8,10 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import Family
@@ -54,7 +54,7 @@ def peak_error(
     config = family.config(layers)
     config |= {key: size for key, size in wide.items() if key in config}
     excluded = tuple(family.excluded) or None
-    recipe = LoraRecipe(rank=4, target_modules="all-linear", exclude_modules=excluded)
+    recipe = LoraConfig(r=4, target_modules="all-linear", exclude_modules=excluded)
     options = {"memory_budget": budget, "batch": batch, "seq": seq, **over_ranks}
     model = oracle.random_model(config, getattr(torch, dtype))
     runner = compiler.compile(model, {"a": recipe}, **options).training_runner("a")

@@ -13,8 +13,8 @@ from pcg.ir.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators import Gradient, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
+from pcg.kernels.batch import DroppedPart
 from pcg.kernels.torch import ops as torch_ops
-from pcg.runtime.model.batch import DroppedPart
 
 
 class OneStep:

@@ -18,6 +18,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.sharding.shard import Shard
 from pcg.passes.stages import Attached, Sharded
+from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.sharded import LENGTHS
 
@@ -30,7 +31,7 @@ def attached(name: str, dtype: str = "float32") -> Attached:
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
-        return Bypasses(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
+        return lora(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
 
     return attached_to(BY_NAME[name].config(2), bypasses, dtype)
 

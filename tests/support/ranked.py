@@ -14,13 +14,13 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.adapters import Adapter
-from pcg.peft.lora import LoraRecipe
+from pcg.peft.adalora import AdaLoraConfig
+from pcg.peft.adapter import Adapter
+from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_of_fields
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.optimizer_table import Optimizer
 from tests.support import oracle
@@ -44,8 +44,8 @@ def recipes(family: Family) -> dict[str, Any]:
     """`a` on every linear module, `b` of a rank that no degree divides on the usual ones."""
     excluded = tuple(family.excluded) or None
     return {
-        "a": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", exclude_modules=excluded),
-        "b": LoraRecipe(rank=3, alpha=6, target_modules=family.usual_targets),
+        "a": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=excluded),
+        "b": LoraConfig(r=3, lora_alpha=6, target_modules=family.usual_targets),
     }
 
 
@@ -201,14 +201,14 @@ def check_memory(name: str, degree: int, **options: Any) -> None:
 
 
 METHODS: Mapping[str, Any] = {
-    "adalora": AdaLoraRecipe(rank=4, target_rank=2, target_modules="all-linear"),
-    "bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", bias="all"),
+    "adalora": AdaLoraConfig(init_r=4, target_r=2, target_modules="all-linear"),
+    "bias": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", bias="all"),
     "bitfit": "bitfit",
     "dora": "dora",
-    "dropout": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", dropout=0.2),
+    "dropout": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2),
     "houlsby": "houlsby",
     "ia3": "ia3",
-    "lora_bias": LoraRecipe(rank=4, alpha=8, target_modules="all-linear", lora_bias=True),
+    "lora_bias": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_bias=True),
     "parallel": "parallel",
     "pfeiffer": "pfeiffer",
     "prefix": "prefix",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
 
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.engine.sequence import Sequence
-from pcg.runtime.memory.pool import PAGE_TOKENS
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_engine import SimulatedEngine
 
 
 class RowContents:

@@ -235,7 +235,7 @@ def check_candidates(
                 candidate.strategy,
                 messages,
             )
-            extra, bill = said - choice.chosen.layer, candidate.bill - choice.chosen.bill
+            extra, bill = said - choice.chosen.layer, candidate.added - choice.chosen.added
             assert extra.forward_bytes + extra.backward_bytes == (
                 bill.forward_bytes + bill.backward_bytes
             )

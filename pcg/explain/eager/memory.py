@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 
@@ -24,6 +23,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, site_of
 from pcg.ir.types import DTYPE_BYTES
 from pcg.passes.attach import embeds
+from pcg.peft.method import Bypass
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,10 @@ def _invariants(prologue: Graph) -> Invariants:
     return Invariants(frozenset(names), frozenset(remade))
 
 
-def _adapted(block: Graph, eager: EagerRun, layer: int) -> tuple[tuple[str, Collection[Any]], ...]:
+def _adapted(
+    block: Graph, eager: EagerRun, layer: int
+) -> tuple[tuple[str, Collection[Bypass]], ...]:
     """What adapters do in a layer, by site."""
     sites = [site for node in block.nodes if (site := site_of(block, node)) is not None]
-    found = [(site, eager.sites.get(site.format(layer=layer), ())) for site in sites]
-    return tuple((site, tuple(of_site)) for site, of_site in found)
+    found = [(site, eager.at.get(site.format(layer=layer), ())) for site in sites]
+    return tuple((site, tuple(at)) for site, at in found)

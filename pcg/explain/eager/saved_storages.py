@@ -7,18 +7,17 @@ resident.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import sympy
 
 from pcg.ir.analysis.storages import SEQUENCES, Storage, Storages
 from pcg.ir.graph import Graph
+from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.types import CONTEXT, DTYPE_BYTES
-from pcg.peft.prefix import PrefixSite
-from pcg.peft.prompt import PromptSite
+from pcg.peft.method import Bypass
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class EagerRun:
     """How eager PyTorch runs the model.
 
     Attributes:
-        sites: what adapters do at each module path, as `pcg.explain.adapter_use.AdapterUse.sites`.
+        at: what adapters do at each module path, as `pcg.explain.adapter_use.AdapterUse.at`.
         attention: as `pcg.trace.Trace.attention`.
         model_type: of config.json, for what an architecture's own attention does.
         batch: sequences; of one alone eager code makes views where it copies several.
@@ -39,7 +38,7 @@ class EagerRun:
             input's dtype on the CPU.
     """
 
-    sites: Mapping[str, Collection[Any]]
+    at: Mapping[str, Collection[Bypass]]
     attention: str
     model_type: str
     batch: int
@@ -52,21 +51,21 @@ class EagerRun:
     @cached_property
     def prompt(self) -> int:
         """Virtual tokens whose embeddings are trained."""
-        return self._virtual_tokens(PromptSite)
+        return self._virtual_tokens(lambda path: path == WHOLE_MODEL)
 
     @cached_property
     def prefix(self) -> int:
         """Virtual tokens whose keys and values are trained; eager runs none of their rows."""
-        return self._virtual_tokens(PrefixSite)
+        return self._virtual_tokens(lambda path: path != WHOLE_MODEL)
 
     @property
     def rows(self) -> sympy.Expr:
         """Tokens of a sequence that run through the layers."""
         return CONTEXT - self.prefix
 
-    def _virtual_tokens(self, kind: type[PromptSite | PrefixSite]) -> int:
-        found = (site for sites in self.sites.values() for site in sites if isinstance(site, kind))
-        return max((site.tokens for site in found), default=0)
+    def _virtual_tokens(self, is_there: Callable[[str], bool]) -> int:
+        found = (one for path, at in self.at.items() if is_there(path) for one in at)
+        return max((bypass.virtual_tokens for bypass in found), default=0)
 
 
 @dataclass(frozen=True)

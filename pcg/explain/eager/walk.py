@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import sympy
 
@@ -27,6 +26,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import site_of
 from pcg.ir.types import DTYPE_BYTES, promote
+from pcg.peft.method import Bypass
 
 OWN_FUNCTIONS = ("gelu_impl",)
 """Modules that are one torch.autograd.Function, which saves its input alone: BloomGelu."""
@@ -70,8 +70,8 @@ class EagerWalk:
                 self._own_function(node)
             else:
                 self._plain(node)
-                for site in self._sites(node):
-                    save_for_adapter(self._tensors, node, site)
+                for bypass in self._bypasses(node):
+                    save_for_adapter(self._tensors, node, bypass)
             if node.name in self._trained:
                 self._tensors.needs[node.name] = True
         return self
@@ -109,9 +109,9 @@ class EagerWalk:
 
     # ------------------------------------------------------------------------------- operators
 
-    def _sites(self, node: Node) -> Collection[Any]:
+    def _bypasses(self, node: Node) -> Collection[Bypass]:
         site = site_of(self._graph, node)
-        return () if site is None else self._eager.sites.get(site.format(layer=self._layer), ())
+        return () if site is None else self._eager.at.get(site.format(layer=self._layer), ())
 
     def _plain(self, node: Node) -> None:
         saved = self._tensors

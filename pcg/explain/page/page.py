@@ -1,20 +1,50 @@
-"""The page of a report: its heading, its sections, and the style and script that it carries."""
+"""The page of a report: `page.html`, a template, and what it is given."""
 
 from __future__ import annotations
 
-from pcg.explain.page.bars import chosen_stage, memory, stages
-from pcg.explain.page.block import block
-from pcg.explain.page.element import Markup, element, section
-from pcg.explain.page.moments import moments
-from pcg.explain.page.parallel import parallel
-from pcg.explain.page.pareto import pareto
-from pcg.explain.page.script import SCRIPT
-from pcg.explain.page.style import STYLE
-from pcg.explain.page.tensors import tensors
-from pcg.explain.report_data import ReportData
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from pcg.explain.page.figures import (
+    front_plot,
+    front_points,
+    named_points,
+    peer_points,
+    step_plot,
+)
+from pcg.explain.page.layer_graph import graph_plot
+from pcg.explain.report_data import ReportData, SavedTensor
 from pcg.explain.text import count_text, gib
 
-_NAV = {
+KINDS = {
+    "weights": "the base model, frozen",
+    "adapters": "trainable parameters",
+    "gradients": "one for each of them",
+    "optimizer": "what {optimizer} keeps of each",
+    "kv_cache": "keys and values of as many served tokens",
+    "activations": "saved for backward",
+    "workspace": "what the fullest moment needs beside",
+}
+STAGES = {
+    "eager": "transformers + peft",
+    "pruned": "what gradients read, no more",
+    "rematerialized": "the rest recomputed",
+    "compressed": "and bits for signs: pcg",
+    "token-level": "in windows, keys and values in the KV cache",
+    "checkpointing": "layer inputs, forward run twice",
+    "torch-partitioner": "torch's min-cut partitioner",
+}
+DECISIONS = {
+    "save": "saved for backward",
+    "compress": "saved, packed",
+    "recompute": "recomputed in backward",
+    "drop": "freed: backward does not read it",
+}
+LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each rank"}
+SECTIONS = {
     "memory": "Memory",
     "stages": "Stages",
     "timeline": "Over time",
@@ -28,110 +58,150 @@ _NAV = {
 
 
 def page(report: ReportData) -> str:
-    """The whole page; it refers to no other file."""
-    sections = {
-        "memory": memory(report),
-        "stages": stages(report),
-        "timeline": moments(report),
-        "pareto": pareto(report),
-        "parallel": parallel(report),
-        "tensors": tensors(report),
-        "graph": block(report),
-        "formulas": _formulas(report),
-        "notes": _notes(report),
-    }
-    present = [name for name, made in sections.items() if made is not None]
-    links = (element("a", _NAV[name], href=f"#{name}") for name in present)
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{report.model} – pcg explain"),
-        element("style", Markup(STYLE)),
+    """Return the whole page, which refers to no other file."""
+    environment = Environment(
+        loader=PackageLoader("pcg.explain", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    body = element(
-        "body",
-        element("header", *_heading(report)),
-        element("nav", *links, aria_label="Sections"),
-        element("main", *sections.values()),
-        element("footer", "Sizes in binary units: 1 GiB = 2", element("sup", "30"), " bytes."),
-        element("script", Markup(SCRIPT)),
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+    environment.filters |= {"gib": gib, "mib": _mib, "kib": _kib, "count": count_text}
+    given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
+    return environment.get_template("page.html").render(given, report=report)
 
 
-def _heading(report: ReportData) -> list[Markup]:
-    step = f"batch {report.batch:,} × {report.seq:,} tokens"
+def _heading(report: ReportData) -> dict[str, Any]:
     facts = {
         "architecture": report.architecture,
         "layers": f"{report.layers}",
         "dtype": report.dtype,
         "recipe": report.peft or "no adapters",
-        "step": step,
+        "step": f"batch {report.batch:,} × {report.seq:,} tokens",
         "ranks": f"{report.tp}",
     }
     if report.pareto:
         number, _, unit = report.memory_budget.partition(" ")
         facts["memory budget"] = f"{gib(int(number))} GiB" if unit else number
-    pairs = [element("div", element("dt", k), element("dd", v)) for k, v in facts.items()]
-    return [
-        element("p", "pcg explain", class_="kicker"),
-        element("h1", report.model),
-        element("dl", *pairs, class_="facts"),
-        element("ul", *_key_numbers(report), class_="keys"),
-    ]
+    present = {
+        "stages": report.activations,
+        "timeline": report.timeline,
+        "pareto": report.pareto,
+        "parallel": report.parallel["base"],
+        "tensors": report.saved,
+        "graph": report.graph,
+        "notes": report.notes,
+    }
+    return {
+        "facts": facts,
+        "key_numbers": _key_numbers(report),
+        "sections": {id_: name for id_, name in SECTIONS.items() if present.get(id_, True)},
+    }
 
 
-def _key_numbers(report: ReportData) -> list[Markup]:
+def _key_numbers(report: ReportData) -> list[tuple[str, str, str]]:
     size = report.memory_bytes
     base, trainable = report.parameters["base"], report.parameters["trainable"]
-    found = [_key(f"{gib(size['total'])} GiB", "in total", "of one rank")]
-    kept = {stage.stage: stage for stage in report.activations}
-    if kept:
-        ours, eager = kept[chosen_stage(report)], kept.get("eager")
-        aside = "" if eager is None else f"eager keeps {gib(eager.bytes)} GiB"
-        if ours is eager:
-            aside = "as eager PyTorch keeps"
-        elif eager is not None and ours.bytes:
-            aside += f", {eager.bytes / ours.bytes:.1f} times as much"
-        found.append(_key(f"{gib(ours.bytes)} GiB", "kept for backward", aside))
-        ratio = f"{ours.recompute_flops_ratio:.0%}"
-        found.append(_key(ratio, "recomputed", "of the forward's products and attention"))
-        share = f"{trainable / base:.2%} of {count_text(base)}" if base else ""
-        found.append(_key(count_text(trainable), "trainable parameters", share))
-    else:
-        found.append(
-            _key(f"{gib(size['weights'])} GiB", "weights", f"{count_text(base)} parameters")
-        )
-        found.append(_key(f"{gib(size['kv_cache'])} GiB", "KV cache", "of one batch"))
-        found.append(_key(f"{gib(size['workspace'])} GiB", "workspace", "of a forward"))
-    return found
-
-
-def _key(number: str, name: str, aside: str) -> Markup:
-    return element(
-        "li",
-        element("strong", number),
-        element("span", name),
-        element("span", aside, class_="aside"),
-    )
-
-
-def _formulas(report: ReportData) -> Markup:
-    rows = [
-        element("div", element("dt", name), element("dd", element("code", formula)))
-        for name, formula in report.formulas.items()
+    total = (f"{gib(size['total'])} GiB", "in total", "of one rank")
+    chosen = report.chosen_stage
+    if chosen is None:
+        return [
+            total,
+            (f"{gib(size['weights'])} GiB", "weights", f"{count_text(base)} parameters"),
+            (f"{gib(size['kv_cache'])} GiB", "KV cache", "of one batch"),
+            (f"{gib(size['workspace'])} GiB", "workspace", "of a forward"),
+        ]
+    against = ""
+    eager = report.stage("eager")
+    if chosen is eager:
+        against = "as eager PyTorch saves"
+    elif eager is not None:
+        times = f", {eager.bytes / chosen.bytes:.1f} times as much" if chosen.bytes else ""
+        against = f"eager saves {gib(eager.bytes)} GiB{times}"
+    ratio = f"{chosen.recompute_flops_ratio:.0%}"
+    return [
+        total,
+        (f"{gib(chosen.bytes)} GiB", "saved for backward", against),
+        (ratio, "recomputed", "of the forward's products and attention"),
+        (
+            count_text(trainable),
+            "trainable parameters",
+            f"{trainable / base:.2%} of {count_text(base)}",
+        ),
     ]
-    return section(
-        "formulas",
-        "Formulas",
-        element("p", "Bytes of one rank, for B sequences of S tokens."),
-        element("dl", *rows, class_="formulas"),
-    )
 
 
-def _notes(report: ReportData) -> Markup | None:
-    if not report.notes:
-        return None
-    return section("notes", "Notes", element("ul", *(element("li", note) for note in report.notes)))
+def _memory(report: ReportData) -> dict[str, Any]:
+    return {
+        "kinds": {kind: words.format(optimizer=report.optimizer) for kind, words in KINDS.items()},
+        "chosen": report.chosen_stage,
+        "most_of_stages": max((stage.bytes for stage in report.activations), default=0) or 1,
+        "stage_words": STAGES,
+        "layout_words": LAYOUTS,
+    }
+
+
+def _plots(report: ReportData) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if report.graph:
+        given["graph_plot"] = graph_plot(report)
+    if report.pareto:
+        points = [*front_points(report), *named_points(report), *peer_points(report)]
+        given["points"] = sorted(points, key=lambda point: -point.size_bytes)
+        given["front_plot"] = front_plot(report)
+    if report.timeline:
+        peak = max(report.timeline, key=lambda moment: moment.total_bytes)
+        phase, _, layer = peak.label.partition(" ")
+        words = f"{phase} of layer {layer}" if layer else f"the {phase}"
+        if phase == "again":
+            words = f"the forward that recomputes the input of layer {layer}"
+        resident = ("weights", "adapters", "gradients", "optimizer")
+        given |= {
+            "peak": peak,
+            "peak_words": words,
+            "resident_bytes": sum(report.memory_bytes[kind] for kind in resident),
+            "step_plot": step_plot(report.timeline),
+        }
+    return given
+
+
+def _tensors(report: ReportData) -> dict[str, Any]:
+    groups: dict[str, list[SavedTensor]] = {}
+    for row in report.saved:
+        groups.setdefault(row.tensor.partition(".")[0], []).append(row)
+    counts = Counter(row.decision for row in report.saved)
+    return {
+        "decisions": DECISIONS,
+        "decision_counts": {word: counts[word] for word in DECISIONS if counts[word]},
+        "tensor_groups": groups,
+        "group_words": _group_words,
+        "readers": _readers,
+    }
+
+
+def _group_words(name: str, rows: Sequence[SavedTensor]) -> str:
+    """Return how many layers a graph's tensors are of, and what one saves of them."""
+    saved = _mib(sum(row.bytes for row in rows if row.decision in ("save", "compress")))
+    if name in ("prologue", "epilogue"):
+        return f"outside the layers, {saved} MiB saved"
+    layers = {row.layers for row in rows}
+    many = f"{layers.pop()}" if len(layers) == 1 else "some"
+    return f"{many} layer{'s' * (many != '1')} × {saved} MiB saved"
+
+
+def _readers(row: SavedTensor) -> list[str]:
+    """Return backward's readers, those of one module together: `linear, outer (mlp.up_proj)`."""
+    ops: dict[str, list[str]] = {}
+    for reader in row.needed_by:
+        op, _, scope = reader.partition(" ")
+        ops.setdefault(scope, []).append(op)
+    return [f"{', '.join(names)} {scope}".rstrip() for scope, names in ops.items()]
+
+
+def _mib(size_bytes: int) -> str:
+    size = size_bytes / 2**20
+    return f"{size:,.{2 if size >= 0.1 or not size else 4}f}"
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.0f}"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pcg import __version__
-from pcg.errors import AdapterError, ProgramError
+from pcg.errors import ProgramError
 from pcg.ir.program.files import json_object
-from pcg.peft.registry import recipe_fields, recipe_of_fields
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -29,7 +28,7 @@ class Manifest:
         dtype: of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.
-        recipes: by adapter name, the fields of its recipe, as of `recipe_fields`.
+        recipes: the fields of each adapter's recipe, by its name; they are not checked here.
         files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
     """
 
@@ -79,8 +78,6 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         parts = Path(name).parts
         if not isinstance(digest, str) or not parts or Path(name).is_absolute() or ".." in parts:
             raise ProgramError(f"{path} names {name!r}, which is no file of it; {again}")
-    recipes = content["recipes"].items()
-    content["recipes"] = {name: _recipe(path, name, fields) for name, fields in recipes}
     return Manifest(**content)
 
 
@@ -94,14 +91,6 @@ _KINDS: Mapping[str, Any] = {
     "recipes": dict,
     "files": dict,
 }
-
-
-def _recipe(path: Path, name: str, fields: Any) -> dict[str, Any]:
-    """A recipe's fields, checked; JSON made lists of its tuples."""
-    try:
-        return recipe_fields(recipe_of_fields(fields))
-    except (AttributeError, TypeError, AdapterError) as error:
-        raise ProgramError(f"{path}: recipe {name!r} is damaged: {error}") from error
 
 
 def read_bytes(path: Path) -> bytes:

@@ -11,22 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.kernels.torch.bypass import MadeWeight
+from pcg.kernels.batch import ProgramBatch
 from pcg.parallel.ranks.group import PendingCollective, Ranks
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
-
-
-class Spread(Protocol):
-    """A batch that runs on several ranks; of values that are whole it has so many `tokens`."""
-
-    ranks: Ranks
-    tokens: int
+from pcg.peft.weights import AdapterWeight
 
 
 @dataclass(frozen=True)
@@ -76,13 +69,13 @@ class Collective:
 
 
 @Collective
-def all_reduce(x: Tensor | None, batch: Spread) -> Exchange | None:
+def all_reduce(x: Tensor | None, batch: ProgramBatch) -> Exchange | None:
     """The sum over the ranks; None of a site without adapters, here and below."""
     return None if x is None else Exchange(batch.ranks, "all_reduce", x)
 
 
 @Collective
-def reduce_scatter(x: Tensor, batch: Spread) -> Exchange:
+def reduce_scatter(x: Tensor, batch: ProgramBatch) -> Exchange:
     """The rank's part of the tokens of the sum over the ranks."""
     size = batch.ranks.size
     parts = [rows_of_rank(x, rank, size).contiguous() for rank in range(size)]
@@ -90,7 +83,7 @@ def reduce_scatter(x: Tensor, batch: Spread) -> Exchange:
 
 
 @Collective
-def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Exchange | None:
+def all_gather(x: Any, dim: int, batch: ProgramBatch, tokens: bool = False) -> Exchange | None:
     """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
     if x is None:
         return None
@@ -102,11 +95,11 @@ def all_gather(x: Any, dim: int, batch: Spread, tokens: bool = False) -> Exchang
         return Exchange(batch.ranks, "all_gather", x.contiguous(), joined)
     scale = x.scale
     sent = x.weight.contiguous()
-    return Exchange(batch.ranks, "all_gather", sent, lambda p: MadeWeight(joined(p), scale))
+    return Exchange(batch.ranks, "all_gather", sent, lambda p: AdapterWeight(joined(p), scale))
 
 
 @Collective
-def all_reduces(xs: Sequence[Tensor | None], batch: Spread) -> Exchange | list[None]:
+def all_reduces(xs: Sequence[Tensor | None], batch: ProgramBatch) -> Exchange | list[None]:
     """The sums over the ranks, in one message."""
     there = [x for x in xs if x is not None]
     if not there:
@@ -123,7 +116,9 @@ def all_reduces(xs: Sequence[Tensor | None], batch: Spread) -> Exchange | list[N
 
 
 @Collective
-def all_gathers(xs: Sequence[Any], dims: Sequence[int], batch: Spread) -> Exchange | list[None]:
+def all_gathers(
+    xs: Sequence[Any], dims: Sequence[int], batch: ProgramBatch
+) -> Exchange | list[None]:
     """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
     tensors = [x if x is None or isinstance(x, Tensor) else x.weight for x in xs]
     there = [x for x in tensors if x is not None]
@@ -141,14 +136,16 @@ def all_gathers(xs: Sequence[Any], dims: Sequence[int], batch: Spread) -> Exchan
                 found.append(None)
                 continue
             whole = torch.cat([part.view(shape) for part in next(parts)], dim)
-            found.append(whole if scale is None else MadeWeight(whole, scale))
+            found.append(whole if scale is None else AdapterWeight(whole, scale))
         return found
 
     flat = torch.cat([x.reshape(-1) for x in there])
     return Exchange(batch.ranks, "all_gather", flat, joined)
 
 
-def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False) -> Tensor | None:
+def placed_part(
+    x: Tensor | None, dim: int, batch: ProgramBatch, tokens: bool = False
+) -> Tensor | None:
     """The rank's part of a dim, with zeros for the others'."""
     if x is None:
         return None
@@ -162,7 +159,9 @@ def placed_part(x: Tensor | None, dim: int, batch: Spread, tokens: bool = False)
     return whole
 
 
-def own_part(x: Any, dim: int, batch: Spread, tokens: bool = False, kept: bool = False) -> Any:
+def own_part(
+    x: Any, dim: int, batch: ProgramBatch, tokens: bool = False, kept: bool = False
+) -> Any:
     """The rank's part of a dim of a tensor, or of one adapter's weight: a view, but if it is kept.
 
     A part that is kept is a copy, as a view would keep the whole; one of the tokens always is.
@@ -170,50 +169,9 @@ def own_part(x: Any, dim: int, batch: Spread, tokens: bool = False, kept: bool =
     if x is None:
         return None
     if not isinstance(x, Tensor):
-        return MadeWeight(own_part(x.weight, dim, batch, tokens, kept), x.scale)
+        return AdapterWeight(own_part(x.weight, dim, batch, tokens, kept), x.scale)
     if tokens:
         return rows_of_rank(x, batch.ranks.rank, batch.ranks.size).clone()
     size = x.shape[dim] // batch.ranks.size
     own = x.narrow(dim, batch.ranks.rank * size, size)
     return own.clone() if kept else own
-
-
-def embedding_part(ids: Tensor, table: Tensor, batch: Spread) -> Tensor:
-    """Rows of the rank's part of a table; zeros for ids of other ranks."""
-    own = ids - batch.ranks.rank * table.shape[0]
-    is_own = (own >= 0) & (own < table.shape[0])
-    rows = F.embedding(own.clamp(0, table.shape[0] - 1), table)
-    return rows.masked_fill_(~is_own.unsqueeze(-1), 0)
-
-
-def cross_entropy_part(logits: Tensor, targets: Tensor, batch: Spread) -> Tensor:
-    """The loss of each token in fp32, from the rank's part of the logits; 0 without a target."""
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    own, is_own = _own_targets(logits, targets, batch)
-    picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
-    picked = batch.ranks.all_reduce(picked)
-    return (_log_sum_exp(wide, batch) - picked).masked_fill(targets < 0, 0)
-
-
-def cross_entropy_part_backward(
-    dloss: Tensor, logits: Tensor, targets: Tensor, batch: Spread
-) -> Tensor:
-    """dloss · (softmax(logits) - onehot(target)) of the rank's part."""
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    own, is_own = _own_targets(logits, targets, batch)
-    dlogits = torch.exp(wide - _log_sum_exp(wide, batch).unsqueeze(-1))
-    rows = torch.arange(targets.shape[0], device=targets.device)
-    dlogits[rows, own] -= is_own.to(dlogits.dtype)
-    return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
-
-
-def _own_targets(logits: Tensor, targets: Tensor, batch: Spread) -> tuple[Tensor, Tensor]:
-    """Each target's place in the rank's part, and whether it is there."""
-    own = targets - batch.ranks.rank * logits.shape[-1]
-    is_own = (own >= 0) & (own < logits.shape[-1])
-    return own.clamp(0, logits.shape[-1] - 1), is_own
-
-
-def _log_sum_exp(logits: Tensor, batch: Spread) -> Tensor:
-    """Of each token's logits on all ranks, [T]."""
-    return torch.stack(batch.ranks.all_gather(torch.logsumexp(logits, -1))).logsumexp(0)

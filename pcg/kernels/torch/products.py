@@ -13,14 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ProductRequest = Generator["Product", None, Any]
-"""A function that asks for products, and returns anything."""
+Result = TypeVar("Result")
+ProductRequest: TypeAlias = Generator["Product", None, Result]
+"""A running function that requests products, and what it returns."""
 
 
 class Product(ABC):
@@ -225,7 +226,7 @@ def product(
     biases: Sequence[Tensor | None] = (),
     *,
     whole: bool = False,
-) -> ProductRequest:
+) -> ProductRequest[Any]:
     """Ask for x by each of some weights.
 
     Args:
@@ -247,7 +248,7 @@ def product(
 
 def product_backward(
     batch: Any, name: str, dy: Tensor, weight: Tensor, bypass: Bypass | None = None
-) -> ProductRequest:
+) -> ProductRequest[Any]:
     """Ask for dy by a weight, the gradient of what its linear operator was given.
 
     Args:

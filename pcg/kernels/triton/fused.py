@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS, CacheRows
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.triton.attention.cache_rows import CacheRows
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 

@@ -9,10 +9,7 @@ time: for the maximum and the sum, and again to write dz over z. So what exists 
 one chunk. W is frozen and gets no gradient. That loss and gradient are taken together, in chunks
 and in place, is the idea of Liger Kernel (Hsu et al. 2024, section 3.2).
 
-Over ranks each has a run of the vocabulary's rows; between the kernel's two halves they exchange
-three numbers a token, and dx is a summand (Megatron-LM, Shoeybi et al. 2019, section 3).
-
-Shapes: T tokens, h hidden, V vocabulary, or the rank's part of it. z is rounded to x's dtype; l,
+Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l,
 the sums and dz are computed in fp32, in fp64 of fp64. Sums are in a fixed order.
 Grid: a program a row.
 """
@@ -27,8 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from pcg.kernels.torch.collectives import Spread
 
 CHUNK_BYTES = 128 * 2**20
 """Of z. With 128k words in bf16 that is 512 tokens: a product does 2 · 512 FLOPs for each weight of
@@ -78,25 +73,15 @@ def _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _write_gradient(
-    row,
-    V,
-    stride,
-    target,
-    first,
-    slope,
-    top,
-    total,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    row, V, stride, target, slope, top, total,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """dz over z; 0 without a target, whatever z is."""
     slope *= SCALE
     inverse = 1.0 / total
     for start in range(0, V, BLOCK):
         v, logits = _load_logits(row, start, V, stride, top, SCALE, SOFTCAP, WIDE, BLOCK)
-        d = tl.exp(logits - top) * inverse - tl.where(v == target - first, 1.0, 0.0)
+        d = tl.exp(logits - top) * inverse - tl.where(v == target, 1.0, 0.0)
         if SOFTCAP != 0.0:
             tanh = logits / SOFTCAP
             d *= 1.0 - tanh * tanh
@@ -105,90 +90,30 @@ def _write_gradient(
 
 
 @triton.jit
-def _target_logit(row, target, first, V, vocabulary, SCALE, SOFTCAP, WIDE: tl.constexpr):
-    """l of the target: 0 if it is another rank's, NaN if it is beyond the vocabulary."""
-    place = target - first
-    is_here = (place >= 0) & (place < V)
-    z = tl.load(row + place, is_here, other=0.0).to(WIDE)
+def _target_logit(row, target, V, SCALE, SOFTCAP, WIDE: tl.constexpr):
+    """l of the target; NaN if it is beyond the vocabulary."""
+    z = tl.load(row + target, (target >= 0) & (target < V), other=0.0).to(WIDE)
     # Before any thread of the program writes the gradient there.
     tl.debug_barrier()
-    found = tl.where(is_here, _logits(z, SCALE, SOFTCAP), 0.0)
-    return tl.where(target < vocabulary, found, float("nan"))
+    return tl.where(target < V, _logits(z, SCALE, SOFTCAP), float("nan"))
 
 
 @triton.jit
 def loss_rows(
-    z,
-    targets,
-    dloss,
-    loss,
-    V,
-    stride,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TRAINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, targets, dloss, loss, V, stride,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TRAINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The loss of a row, and if it TRAINS, dz over z."""
     WIDE: tl.constexpr = loss.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     row = z + token * stride
     target = tl.load(targets + token)
-    wanted = _target_logit(row, target, 0, V, V, SCALE, SOFTCAP, WIDE)
+    wanted = _target_logit(row, target, V, SCALE, SOFTCAP, WIDE)
     top, total = _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE, BLOCK)
     tl.store(loss + token, tl.where(target < 0, 0.0, tl.log(total) - (wanted - top)))
     if TRAINS:
         slope = tl.load(dloss + token)
-        _write_gradient(row, V, stride, target, 0, slope, top, total, SCALE, SOFTCAP, WIDE, BLOCK)
-
-
-@triton.jit
-def sum_part_rows(
-    z,
-    targets,
-    found,
-    count,
-    first,
-    V,
-    vocabulary,
-    stride,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of a rank's part of a row: max l, Σ exp(l - max l) and l_target, into found [3, count]."""
-    WIDE: tl.constexpr = found.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
-    row = z + token * stride
-    target = tl.load(targets + token)
-    wanted = _target_logit(row, target, first, V, vocabulary, SCALE, SOFTCAP, WIDE)
-    top, total = _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE, BLOCK)
-    tl.store(found + token, top)
-    tl.store(found + count + token, total)
-    tl.store(found + 2 * count + token, wanted)
-
-
-@triton.jit
-def gradient_part_rows(
-    z,
-    targets,
-    dloss,
-    tops,
-    totals,
-    first,
-    V,
-    stride,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """dz over z of a rank's part of a row, from all ranks' maximum and sum."""
-    WIDE: tl.constexpr = tops.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
-    row = z + token * stride
-    target, slope = tl.load(targets + token), tl.load(dloss + token)
-    top, total = tl.load(tops + token), tl.load(totals + token)
-    _write_gradient(row, V, stride, target, first, slope, top, total, SCALE, SOFTCAP, WIDE, BLOCK)
+        _write_gradient(row, V, stride, target, slope, top, total, SCALE, SOFTCAP, WIDE, BLOCK)
 
 
 def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
@@ -213,7 +138,6 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float = 0.0,
     chunk: int | None = None,
-    batch: Spread | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss, and with `dloss` the gradient of x.
 
@@ -226,10 +150,9 @@ def linear_cross_entropy(
         scale: of the logits.
         softcap: 0 for none.
         chunk: tokens at a time; `chunk_tokens` says by default.
-        batch: names the ranks where each has V of the vocabulary's rows; the same calls on all.
     Returns:
         loss: [T], fp32 (fp64 of fp64).
-        dx: [T, h], in x's dtype; over ranks, this one's summand. None without `dloss`.
+        dx: [T, h], in x's dtype; None without `dloss`.
     """
     tokens, vocabulary = x.shape[0], weight.shape[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -248,10 +171,7 @@ def linear_cross_entropy(
         else:
             torch.addmm(bias, rows, weight.t(), out=z)
         slopes = None if dloss is None else dloss[part]
-        if batch is None:
-            _loss_of(z, targets[part], slopes, loss[part], scale, softcap)
-        else:
-            loss[part] = _loss_of_part(z, targets[part], slopes, scale, softcap, batch)
+        _loss_of(z, targets[part], slopes, loss[part], scale, softcap)
         if dx is not None:
             torch.mm(z, weight, out=dx[part])
     return loss, dx
@@ -266,30 +186,6 @@ def _loss_of(
     loss_rows[(z.shape[0],)](
         z, targets, dloss, loss, z.shape[1], z.stride(0), TRAINS=trains, **options
     )
-
-
-def _loss_of_part(
-    z: Tensor, targets: Tensor, dloss: Tensor | None, scale: float, softcap: float, batch: Spread
-) -> Tensor:
-    """The loss of some rows, of which each rank has a part; dz is written over z."""
-    ranks, (count, size) = batch.ranks, z.shape
-    options = _options(z, scale, softcap)
-    first = ranks.rank * size
-    own = torch.empty(
-        (3, count), dtype=torch.promote_types(z.dtype, torch.float32), device=z.device
-    )
-    sum_part_rows[(count,)](
-        z, targets, own, count, first, size, size * ranks.size, z.stride(0), **options
-    )
-    tops, totals, wanted = torch.stack(ranks.all_gather(own), 1)
-    top = tops.amax(0)
-    total = (totals * torch.exp(tops - top)).sum(0)
-    if dloss is not None:
-        gradient_part_rows[(count,)](
-            z, targets, dloss, top, total, first, size, z.stride(0), **options
-        )
-    loss: Tensor = torch.log(total) - (wanted.sum(0) - top)
-    return loss.masked_fill(targets < 0, 0)
 
 
 def _options(z: Tensor, scale: float, softcap: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.program.program import python_name
-from pcg.kernels.head_sizes import HEAD_DTYPES, HEAD_SIZES
+from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES
 from pcg.passes.fusion.group_kernels import is_fusible
 from pcg.passes.pass_base import GraphPass
 
@@ -31,7 +31,7 @@ class SplitCacheAppend(GraphPass):
 
     name = "split_cache_append"
     sizes: tuple[int, ...] = HEAD_SIZES
-    dtypes: tuple[str, ...] = HEAD_DTYPES
+    dtypes: tuple[str, ...] = KERNEL_DTYPES
 
     def run(self, before: Graph) -> Graph:
         names = {python_name(name) for name in before.types}

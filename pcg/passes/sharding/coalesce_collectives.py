@@ -13,7 +13,7 @@ from typing import cast
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.program.program import TrainingGraph
-from pcg.parallel.coalescing import moves_of, runs
+from pcg.parallel.coalescing import accesses_of, coalesced_runs
 from pcg.passes.pass_base import GraphPass, LayerPass
 
 
@@ -23,7 +23,7 @@ class CoalesceCollectives(GraphPass):
     name = "coalesce_collectives"
 
     def run(self, before: Graph) -> Graph:
-        found = [run for run in runs(moves_of(before)) if len(run) > 1]
+        found = [run for run in coalesced_runs(accesses_of(before)) if len(run) > 1]
         if not found:
             return before
         ends = {run[-1]: _joined([before.nodes[place] for place in run]) for run in found}

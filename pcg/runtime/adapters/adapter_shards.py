@@ -1,16 +1,16 @@
-"""What a rank trains of an adapter: its pieces, their gradients, and the whole again.
+"""Adapter shards: what a rank trains of an adapter, its gradients, and the whole again.
 
-How a rank holds a parameter (`pcg.ir.layouts`) says what becomes of the gradient g of its piece,
-once for each step of the optimizer, and how pieces make the whole again:
+The layout of a parameter (`pcg.ir.layouts`) determines how the gradient g of its shard is completed
+once a step of the optimizer, and how the shards make the whole:
 
     -    whole        g on every rank             any rank's
     =    replicated   the sum of the ranks' g     any rank's
-    |d   partitioned  g                           the pieces joined along d
+    |d   partitioned  g                           the shards concatenated along d
 
-    |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|²
+|g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|²
 
 A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
-pieces are the adapter's own tensors.
+shards are the adapter's own tensors.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import Ranges, piece_of, ranges_of
-from pcg.peft.adapters import Adapter
-from pcg.peft.module_weights import AdapterWeight
+from pcg.parallel.ranks.shards import Ranges, ranges_of, shard_of
+from pcg.peft.adapter import Adapter
+from pcg.peft.weights import AdapterWeight
 
 
 class AdapterShards:
-    """A rank's pieces of one adapter at a training program's sites.
+    """A rank's shards of one adapter at a training program's sites.
 
     Args:
-        model: of the training program.
-        adapter: to be trained.
-        device: of the pieces.
+        model: the training program's graphs.
+        adapter: the adapter that is trained.
+        device: the device of the shards.
         ranks: the group.
 
     Attributes:
-        tensors: that are trained, by name: their path in the adapter, and the rows in brackets.
+        tensors: the trained tensors by name: their path in the adapter, and rows in brackets.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class AdapterShards:
         }
         for name in self.tensors:
             if self._parameters[name][1].part == PRE_REDUCE:
-                raise ParallelError(f"{name} is held as summands, of which no rank can train one")
+                raise ParallelError(f"{name} is held as summands, which no rank can train alone")
 
     def _own(self, whole: Tensor, parameter: Parameter) -> Tensor:
         if self._ranks.size == 1:
             return whole
-        piece = piece_of(whole, parameter, self._ranks)
-        return piece.detach().clone().contiguous().to(self._device)
+        shard = shard_of(whole, parameter, self._ranks)
+        return shard.detach().clone().contiguous().to(self._device)
 
     def weight(self, parameter: Parameter, layer: int) -> AdapterWeight | None:
-        """The piece that a rank's graph reads; None where the adapter has none there."""
+        """Return the shard that a rank's graph reads; None if the adapter has no weight there."""
         return self._weights.get(_name(parameter.source.format(layer=layer), parameter))
 
     # ------------------------------------------------------------------------------ gradients
 
     def sum_gradients(self) -> None:
-        """Give replicated pieces their whole gradient, which is the sum of the ranks'."""
+        """Sum the gradients of replicated shards over the ranks."""
         if self._ranks.size == 1:
             return
         summands = [
@@ -95,7 +95,7 @@ class AdapterShards:
             gradient.copy_(total)
 
     def norm(self) -> Tensor:
-        """Of the whole adapter's gradients, which are summed already."""
+        """Return the norm of the whole adapter's gradients, once they are summed."""
         whole: list[Tensor] = []
         parted: list[Tensor] = []
         for name, tensor in self.tensors.items():
@@ -111,7 +111,7 @@ class AdapterShards:
     # ------------------------------------------------------------------------- over the ranks
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of the ranks' tensors, in one exchange; the same bits on all of them."""
+        """Sum tensors over the ranks in one exchange, with the same bits on all of them."""
         if self._ranks.size == 1 or not values:
             return [*values]
         total = self._ranks.all_reduce(torch.cat([value.reshape(-1) for value in values]))
@@ -119,7 +119,7 @@ class AdapterShards:
         return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """What every rank has for parted pieces, by name, in one exchange."""
+        """Return every rank's tensors for partitioned shards, by name, in one exchange."""
         if self._ranks.size == 1 or not values:
             return {name: [value] for name, value in values.items()}
         flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
@@ -130,72 +130,72 @@ class AdapterShards:
         }
 
     def ranges(self, name: str) -> Ranges:
-        """What a piece has of each dim of the whole."""
+        """Return the range that a shard has of each dim of the whole."""
         path, parameter = self._parameters[name]
         return ranges_of(parameter, self.whole_shape(path), self._ranks)
 
     def whole_shape(self, path: str) -> tuple[int, ...]:
-        """Of an adapter's tensor."""
+        """Return the shape of an adapter's whole tensor."""
         weight = self._adapter.parameter(path)
         assert weight is not None
         return tuple(weight.weight.shape)
 
     def parted_dim(self, name: str) -> int | None:
-        """The dim, from 0, that a piece has a rank's own part of; None where all have the same."""
+        """Return the dim, from 0, along which a tensor is partitioned; None if it is not."""
         path, parameter = self._parameters[name]
         dim = parameter.part.dim
         return len(self.whole_shape(path)) + dim if dim and self._ranks.size > 1 else None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank counts what all of them have, where they sum what each has."""
+        """Whether this is the first rank, which contributes what all ranks have to a sum."""
         return self._ranks.rank == 0
 
     # ------------------------------------------------------------------------- whole tensors
 
-    def publish(self) -> None:
-        """Write the pieces of all ranks into the adapter."""
+    def gather(self) -> None:
+        """Write the shards of all ranks into the adapter."""
         if self._ranks.size > 1:
             for path, tensor in self.joined(self.tensors).items():
                 weight = self._adapter.parameter(path)
                 assert weight is not None
                 weight.weight.copy_(tensor)
 
-    def take(self) -> None:
-        """Take the pieces anew from the adapter, after that has changed."""
+    def scatter(self) -> None:
+        """Cut this rank's shards from the adapter again, after it has changed."""
         if self._ranks.size > 1:
             for name, weight in self._weights.items():
                 path, parameter = self._parameters[name]
                 whole = self._adapter.parameter(path)
                 assert whole is not None
-                weight.weight.copy_(piece_of(whole.weight, parameter, self._ranks))
+                weight.weight.copy_(shard_of(whole.weight, parameter, self._ranks))
 
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by path, of what each rank has for its pieces by name."""
+        """Join every rank's tensors for its shards, by name, to whole tensors by path."""
         if self._ranks.size == 1:
             return dict(values)
         everywhere = self.gathered({n: v for n, v in values.items() if self._is_parted(n)})
-        pieces: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
+        by_path: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
         for name, value in values.items():
             path, parameter = self._parameters[name]
             parts = everywhere.get(name)
             whole = value if parts is None else torch.cat(parts, parameter.part.dim)
-            pieces.setdefault(path, []).append((parameter.rows or (0, 0), whole))
+            by_path.setdefault(path, []).append((parameter.rows or (0, 0), whole))
         return {
-            path: torch.cat([piece for _, piece in sorted(found, key=lambda entry: entry[0])])
-            for path, found in pieces.items()
+            path: torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])
+            for path, parts in by_path.items()
         }
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Cut this rank's pieces, by name, out of whole tensors by path; some may be missing."""
+        """Cut this rank's shards, by name, out of whole tensors by path; some may be missing."""
         return {
-            name: piece_of(wholes[path], parameter, self._ranks).clone()
+            name: shard_of(wholes[path], parameter, self._ranks).clone()
             for name, (path, parameter) in self._parameters.items()
             if name in self.tensors and path in wholes
         }
 
     def path_of(self, name: str) -> str:
-        """Path in the adapter of a piece."""
+        """Return a shard's path in the adapter."""
         return self._parameters[name][0]
 
     def _is_parted(self, name: str) -> bool:

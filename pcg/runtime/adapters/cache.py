@@ -1,8 +1,8 @@
-"""Which adapters are on the device: paged in when a request needs them, evicted when others do.
+"""The adapter cache: adapters on the device, paged in for requests and evicted for others.
 
-All adapters are in host memory. One that serves has pages of the pool, as the KV cache does
-(S-LoRA §5); it keeps them after its last request until somebody else needs pages, the least
-recently used first.
+All adapters are in host memory. One that serves has pages of the pool, like the KV cache
+(S-LoRA §5). It keeps them after its last request until their memory is needed; then the least
+recently used adapter is evicted first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 class ServedAdapter(Protocol):
-    """What scheduling needs to know of an adapter; `pcg.peft.adapters.Adapter` is one."""
+    """What scheduling needs to know of an adapter; `pcg.peft.adapter.Adapter` is one."""
 
     @property
     def name(self) -> str:
@@ -44,12 +44,12 @@ class AdapterCache:
     """The adapters that have pages.
 
     Args:
-        pool: of all pages.
-        pages_of: that an adapter takes.
+        pool: the pool of all pages.
+        pages_of: counts the pages that an adapter takes.
 
     Attributes:
-        on_page_in: is told of an adapter that comes.
-        on_evict: is told of one that goes.
+        on_page_in: called with each adapter that gets pages.
+        on_evict: called with each adapter that loses them.
     """
 
     def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
@@ -66,7 +66,7 @@ class AdapterCache:
         return len(self._residents)
 
     def pages_of(self, adapter: ServedAdapter | None) -> int:
-        """Pages that an adapter takes."""
+        """Count the pages that an adapter takes; 0 for None."""
         if adapter is None:
             return 0
         pages = self._known.get(adapter)
@@ -75,20 +75,20 @@ class AdapterCache:
         return pages
 
     def table(self, adapter: ServedAdapter) -> PageTable:
-        """The pages of one that is on the device."""
+        """Return the pages of an adapter that is on the device."""
         return self._residents[id(adapter)].table
 
     def has(self, adapter: ServedAdapter | None) -> bool:
-        """Whether it is on the device."""
+        """Return whether an adapter is on the device; True for None."""
         return adapter is None or id(adapter) in self._residents
 
     @property
     def idle_pages(self) -> int:
-        """Pages of adapters that no running request uses."""
+        """Number of pages of adapters that no running request uses."""
         return self._idle_pages
 
     def bring(self, adapter: ServedAdapter) -> bool:
-        """Page an adapter in, if need be in place of others that nobody uses; False: no room."""
+        """Page an adapter in, evicting unused ones if need be; returns False if it does not fit."""
         if self.has(adapter):
             if id(adapter) in self._idle:
                 self._idle.move_to_end(id(adapter))
@@ -104,7 +104,7 @@ class AdapterCache:
         return True
 
     def make_room(self, pages: int) -> bool:
-        """Evict adapters that nobody uses until so many pages are free; False: there are not."""
+        """Evict unused adapters until so many pages are free; returns False if it cannot."""
         if pages > self._pool.free + self.idle_pages:
             return False
         while self._pool.free < pages:
@@ -112,7 +112,7 @@ class AdapterCache:
         return True
 
     def use(self, adapter: ServedAdapter | None) -> None:
-        """Keep an adapter that is there for one more request."""
+        """Count one more running request of an adapter."""
         if adapter is not None:
             found = self._residents[id(adapter)]
             found.users += 1
@@ -120,7 +120,7 @@ class AdapterCache:
                 self._idle_pages -= len(found.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
-        """One request less needs it."""
+        """Count one request less of an adapter."""
         if adapter is not None:
             found = self._residents[id(adapter)]
             found.users -= 1
@@ -129,13 +129,13 @@ class AdapterCache:
                 self._idle_pages += len(found.table.pages)
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Give the pages of a removed adapter back, once no running request needs them."""
+        """Free the pages of a removed adapter, unless running requests still use them."""
         found = self._residents.get(id(adapter))
         if found is not None and not found.users:
             self._evict(id(adapter))
 
     def check_integrity(self) -> None:
-        """AssertionError: a resident has too many or too few pages, or is idle and used."""
+        """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
         idle = {key: found for key, found in self._residents.items() if not found.users}
         assert idle == dict(self._idle)
         assert self._idle_pages == sum(len(found.table.pages) for found in idle.values())

@@ -1,4 +1,4 @@
-"""Copies of adapters from the host's memory, which are made beside the steps of an engine."""
+"""Copies of adapters from host memory, which run beside the steps of an engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 
-class Copies:
-    """Copies under way, by the id of the adapter: one after the other, on a thread of their own.
+class AdapterCopies:
+    """Copies that run one after the other on a thread of their own, by the adapter's id.
 
-    On GPUs they have a stream of their own as well, behind what the caller's stream runs already.
+    On GPUs they have a stream of their own, too, which waits for the caller's stream first.
 
     Args:
-        device: that they go to.
+        device: the device that the adapters are copied to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,11 +23,12 @@ class Copies:
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:
-        """Have a copy made.
+        """Begin a copy.
 
         Args:
-            key: of the adapter.
-            copy: makes it into room that nothing else writes or reads; whether it fits there.
+            key: the adapter's id.
+            copy: writes into memory that nothing else reads or writes; returns False if the adapter
+                does not fit there.
         """
         before = None
         if self._stream is not None:
@@ -35,24 +36,20 @@ class Copies:
         self._under_way[key] = self._thread.submit(self._make, copy, before)
 
     def is_under_way(self, key: int) -> bool:
-        """Whether a copy began and is not made yet."""
+        """Return whether a copy began and has not finished."""
         copy = self._under_way.get(key)
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Whether a copy fits; waits for its end, and knows it no more.
-
-        Raises:
-            Exception: what the copy came to.
-        """
+        """Wait for a copy and forget it; returns whether the adapter fits, or raises its error."""
         return self._under_way.pop(key).result()
 
     def wait(self) -> None:
-        """Wait for the end of all that began."""
+        """Wait for all copies that began."""
         wait(self._under_way.values())
 
     def _make(self, copy: Callable[[], bool], before: torch.cuda.Event | None) -> bool:
-        # Gradients and inference mode are a thread's own.
+        # Gradient mode and inference mode are set per thread.
         with torch.no_grad():
             if self._stream is None:
                 return copy()

@@ -1,4 +1,7 @@
-"""The adapters of one batch as programs for Triton read them: matrices as rows, else in stacks."""
+"""Ragged tables: the adapters of one batch as Triton programs read them, matrices as rows.
+
+Weights that kernels cannot read as rows lie in stacks, as in `padded_tables.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,35 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.adapter_batch import TokenSpans
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.joined_sites import bottlenecks_of
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
-from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory, TokenSpans
+from pcg.runtime.adapters.row_allocator import (
+    OwnRowAllocator,
+    PagedRowAllocator,
+    RowAllocator,
+    pages_of_rows,
+)
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of
 from pcg.runtime.adapters.sources import model_sources, served_sources
-from pcg.runtime.adapters.stacked_weights import Sites
 from pcg.runtime.memory.pool import PageTable
 
 
 class RaggedTables(PaddedTables):
     """Keeps the adapters that run; see `PaddedTables`.
 
+    Args:
+        model: the program's graphs.
+        weights: the adapters' weights.
+        device: the program's device.
+        ranks: the group.
+        allocator: makes the allocator of rows of a dtype; rows have memory of their own by default.
+
     Attributes:
-        lora: rows of their matrices; None where the program has none that kernels can read.
+        lora: the rows of the adapters' matrices; None if the program has none as rows.
     """
 
     def __init__(
@@ -37,17 +52,8 @@ class RaggedTables(PaddedTables):
         weights: ServedWeights,
         device: torch.device,
         ranks: Ranks = ALONE,
-        room: Callable[[torch.dtype], RowAllocator] | None = None,
+        allocator: Callable[[torch.dtype], RowAllocator] | None = None,
     ) -> None:
-        """Keep none yet.
-
-        Args:
-            model: that reads them.
-            weights: of the adapters.
-            device: of the program.
-            ranks: the group.
-            room: for rows of a dtype; a memory of their own by default.
-        """
         super().__init__(model, weights, device, ranks)
         graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
         graphs += [(model.prologue, 0), (model.epilogue, 0)]
@@ -57,8 +63,8 @@ class RaggedTables(PaddedTables):
         self.lora: RowMemory | None = None
         if sites:
             dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
-            own = OwnRoom(dtype, device) if room is None else room(dtype)
-            self.lora = RowMemory(sites, self._cutter, own)
+            own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
+            self.lora = RowMemory(sites, self._stacker, own)
         self._model = model
         self._in_pages: WeakSet[RaggedTables] = WeakSet()
         in_rows = {
@@ -73,8 +79,8 @@ class RaggedTables(PaddedTables):
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> RaggedTables:
         if pages is None:
             return self
-        cutter, room = self._cutter, partial(PageRoom, pages, table)
-        made = RaggedTables(self._model, cutter.weights, cutter.device, cutter.ranks, room)
+        stacker, allocator = self._stacker, partial(PagedRowAllocator, pages, table)
+        made = RaggedTables(self._model, stacker.weights, stacker.device, stacker.ranks, allocator)
         self._in_pages.add(made)
         return made
 
@@ -84,26 +90,26 @@ class RaggedTables(PaddedTables):
         element_bytes = self.lora.element_bytes
         shapes = self.lora.shapes(adapter)
         in_rows = sum(rows * size for rows, size in shapes) * element_bytes
-        # Over ranks each has about its share of what does not lie in rows.
-        others = max(adapter.size_bytes // self._cutter.ranks.size - in_rows, 0)
+        # Over ranks each holds about its share of the weights that are not rows.
+        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
-    def _sites_of(self, graph: Graph) -> Sites:
+    def _sites_of(self, graph: Graph) -> GraphSites:
         rows = {name for site in _rows(graph, 0, 0) for name in site.names}
-        every = Sites.of(graph)
+        every = GraphSites.of(graph)
         joined = tuple(one for one in every.joined if one.name not in rows)
         single = tuple((name, parameter) for name, parameter in every.single if name not in rows)
-        return Sites(joined, single)
+        return GraphSites(joined, single)
 
     @torch.inference_mode(False)
-    def fetch(self, adapters: Sequence[Adapter]) -> None:
-        super().fetch(adapters)
-        if self._is_alone and self.lora is not None and self.lora.fetch(adapters):
+    def prefetch(self, adapters: Sequence[Adapter]) -> None:
+        super().prefetch(adapters)
+        if self._has_widths and self.lora is not None and self.lora.prefetch(adapters):
             self._bound.clear()
 
-    def is_coming(self, adapter: Adapter) -> bool:
-        of_rows = self.lora is not None and self.lora.is_coming(adapter)
-        return of_rows or super().is_coming(adapter)
+    def is_copying(self, adapter: Adapter) -> bool:
+        of_rows = self.lora is not None and self.lora.is_copying(adapter)
+        return of_rows or super().is_copying(adapter)
 
     def close(self) -> None:
         super().close()
@@ -149,18 +155,18 @@ class RaggedTables(PaddedTables):
             for name in site.names:
                 setattr(part, name, rows)
 
-    # ------------------------------------------------------------------------------- rows alone
+    # ------------------------------------------------------------------------------- recorded steps
 
     @property
     def layout(self) -> object:
-        """Where the memory and the tables of rows lie: another one once they lie elsewhere."""
+        """The places of the rows' memory and tables, which changes when they move."""
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
-        """The slot of each sequence's adapter, -1 without one; None if one has more than rows.
+        """Return the slot of each token's adapter, -1 without one; None if one has more than rows.
 
         Args:
-            adapters: of tokens that are not virtual; `order` was told of them.
+            adapters: the adapter of each token; none is virtual, and `order` has admitted them.
         """
         found = []
         for adapter in adapters:
@@ -173,7 +179,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
-        """Whether the program reads nothing of an adapter but its rows, virtual tokens aside."""
+        """Return whether the program reads only rows of an adapter, virtual tokens aside."""
         found = self._has_rows_alone.get(adapter)
         if found is None:
             found = self._in_stacks.isdisjoint(served_sources(adapter))
@@ -181,10 +187,10 @@ class RaggedTables(PaddedTables):
         return found
 
     def bind_tiles(self, tiles: object) -> Bound:
-        """Bind all adapters' rows, and nothing else.
+        """Bind the rows of all adapters, and nothing else.
 
         Args:
-            tiles: which tokens have which slots, as kernels read it; None where no token has any.
+            tiles: the slots of the tokens, as kernels read them; None if no token has any.
         """
         if self.lora is None or tiles is None:
             return self._none
@@ -194,14 +200,14 @@ class RaggedTables(PaddedTables):
 
 
 def _prompts(graph: Graph, layer: int) -> list[str]:
-    """Sources of what stands in virtual tokens' rows alone."""
+    """Return the sources of weights that are read for virtual tokens only."""
     nodes = (node for node in graph.nodes if node.op == "virtual_tokens")
     parameters = graph.parameters_by_name
     return [parameters[node.inputs[1]].source.format(layer=layer) for node in nodes]
 
 
 def _rows(graph: Graph, part: int, layer: int) -> list[LoraSite]:
-    """The sites of a graph that kernels can read as rows."""
-    joined = [*Sites.of(graph).joined, *bottlenecks_of(graph)]
+    """Return the sites of a graph that kernels can read as rows."""
+    joined = [*GraphSites.of(graph).joined, *bottlenecks_of(graph)]
     found = [LoraSite(part, layer, one) for one in joined]
     return [site for site in found if site.fits_kernels]

@@ -1,4 +1,4 @@
-"""Where rows of adapters' matrices lie: in a memory of their own, or in pages of the KV cache.
+"""Row allocators: memory for rows of adapters' matrices, of their own or in pages of the KV cache.
 
 In pages rows follow one another, and one that does not fit into the rest of a page begins the next.
 """
@@ -12,50 +12,50 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable
 
 _UNIT = 512
-"""Elements that a memory of their own is given out in."""
+"""Elements of the unit that a memory of their own is given out in."""
 _LEAST_UNITS = 64
 Shapes: TypeAlias = Sequence[Sequence[int]]
 """Rows of each matrix, and their elements."""
 
 
 class RowAllocator(Protocol):
-    """A memory, and who has which part of it."""
+    """Memory for rows, given out to adapters."""
 
     @property
     def memory(self) -> Tensor:
-        """Flat, of the adapters' dtype."""
+        """The whole memory, flat, in the adapters' dtype."""
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
     ) -> list[Tensor] | None:
-        """Give an adapter room.
+        """Reserve memory for an adapter.
 
         Args:
-            adapter: whose it is.
-            shapes: of its matrices, [rows, size] each.
-            drop: has another adapter give up its room; False where none can.
-            grows: whether the memory may move to be larger; nobody reads or writes it then.
+            adapter: the adapter.
+            shapes: shapes of its matrices, [rows, size] each.
+            drop: frees another adapter's memory; returns False if none can be freed.
+            grows: whether the memory may grow and move; nothing reads or writes it meanwhile.
         Returns:
-            The first element of each row of each matrix, int64; None where there is no room.
+            The first element of each row of each matrix, int64; None if there is no room.
         """
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
-        """Write an adapter's matrices into its room, on any thread."""
+        """Write an adapter's matrices into its memory, on any thread."""
 
     def holds(self, adapter: Adapter) -> bool:
-        """Whether what was written of an adapter is still there."""
+        """Return whether what was written of an adapter is still there."""
 
     def drop(self, key: int) -> None:
-        """Free the room of an adapter, by its identity."""
+        """Free an adapter's memory, by the adapter's id."""
 
 
-class OwnRoom:
-    """A memory that grows as adapters come."""
+class OwnRowAllocator:
+    """A memory of its own, which grows as adapters come."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=device)
@@ -103,13 +103,13 @@ class OwnRoom:
             self._free.add(*run)
 
 
-class PageRoom:
-    """Pages of the KV cache's memory, those that each adapter was given.
+class PagedRowAllocator:
+    """Pages of the KV cache's memory, of which each adapter was given some.
 
     Args:
         pages: the memory, [pages, bytes of one], u8.
-        table: the pages of an adapter; another table is of another time that it came.
-        dtype: of the adapters.
+        table: returns an adapter's pages; another table means that it was evicted in between.
+        dtype: the adapters' dtype.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class PageRoom:
 
 
 def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
-    """Pages that the rows of some matrices take.
+    """Count the pages that the rows of some matrices take.
 
     Args:
-        shapes: of the matrices.
-        page_elements: of a page.
+        shapes: shapes of the matrices.
+        page_elements: elements of a page.
     Raises:
         UnsupportedError: a row is longer than a page.
     """
@@ -165,7 +165,7 @@ def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
 
 
 def _packed(shapes: Shapes, page_elements: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Runs of rows: matrix, first row, rows, page of the adapter's, and element of the page."""
+    """Yield runs of rows: matrix, first row, rows, index of the page, and element in the page."""
     page, offset = 0, 0
     for i, (rows, size) in enumerate(shapes):
         if size > page_elements and rows:

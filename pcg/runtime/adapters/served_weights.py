@@ -1,4 +1,4 @@
-"""What serving programs read of an adapter, by source; made of its weights and the base's."""
+"""Served weights: the tensors that serving programs read of an adapter."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from pcg.peft.adapters import Adapter
-from pcg.peft.module_weights import Around, ModuleWeights, Shape
-
-_KEPT = ("lora_factor",)
-"""Kinds that cost a pass over the base's weight, and are made once for each adapter."""
+from pcg.peft.adapter import Adapter
+from pcg.peft.method import Shape
+from pcg.peft.registry import parameter_kind
+from pcg.peft.weights import Around, ModuleWeights
 
 
 class ServedWeights:
-    """The parts of adapters; made where they are first asked for."""
+    """Derives the tensors that programs read of adapters, when they are first read.
+
+    Args:
+        base: weight [out, in] of each linear module, by its path.
+        shapes: shapes of all modules, as `ModelGraph.module_shapes` returns them.
+    """
 
     def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
-        """Name the base.
-
-        Args:
-            base: weight [out, in] of each linear module, by its path.
-            shapes: of all modules, as `ModelGraph.module_shapes`.
-        """
         self._base = base
         self._shapes = shapes
         self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
 
     def part(self, adapter: Adapter, path: str) -> Tensor | None:
-        """A matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
+        """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
 
         Args:
-            adapter: whose part it is.
-            path: source of the parameter; the last component is its kind.
+            adapter: the adapter.
+            path: the parameter's source, whose last component is its kind.
         Returns:
-            None where the adapter has none.
+            None if the adapter has no such weight.
         """
         module, _, kind = path.rpartition(".")
         if kind == "bias":
@@ -48,7 +46,7 @@ class ServedWeights:
             return None
         base = partial(self._base.__getitem__, module)
         around = Around(base, adapter.shared, self._shapes[module])
-        if kind not in _KEPT:
+        if not parameter_kind(kind).is_costly:
             return make(around)
         kept = self._kept.setdefault(weights, {})
         if kind not in kept:
@@ -56,6 +54,6 @@ class ServedWeights:
         return kept[kind]
 
     def changed(self, adapter: Adapter) -> None:
-        """Make the adapter's parts anew, after its tensors were changed in place."""
+        """Forget what was computed of an adapter, after its tensors were changed in place."""
         for weights in adapter.weights.values():
             self._kept.pop(weights, None)

@@ -1,60 +1,65 @@
-"""Slots for adapters of one width, and the stacks of their weights."""
+"""Slots: places for the adapters of one width in stacks of their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
-from pcg.peft.adapters import Adapter
-from pcg.runtime.adapters.copies import Copies
-from pcg.runtime.adapters.segments import Segments
-from pcg.runtime.adapters.stacked_weights import Cutter, Sites, Stack
+from pcg.kernels.adapter_batch import Segments
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.copies import AdapterCopies
+from pcg.runtime.adapters.sites import GraphSites
+from pcg.runtime.adapters.stacked_weights import StackedWeight, stack_sites
+from pcg.runtime.adapters.weight_stacker import WeightStacker
 
 _LEAST_SLOTS = 4
 _SPARE_SLOTS = 2
-"""For adapters that run next; those that run may lie so many slots apart, which products read."""
+"""Slots for adapters that run next, and the most free slots between those that run."""
 
 
-class Shelf:
-    """Keeps adapters that run in slots.
+class AdapterSlots:
+    """Keeps adapters that run in slots of stacked weights.
 
-    Those that run together lie side by side from the first slot on, as a product reads whatever
-    lies between them, too. Who comes is written over one that does not run; where some have gone
-    and nobody came, the last move up.
+    Adapters that run together lie side by side from the first slot on, because a product reads
+    whatever lies between them. A newcomer replaces an adapter that does not run; where some have
+    left and nobody came, the last ones move up.
 
     Args:
-        sites: of each part of the model, and its layer.
-        cutter: makes the stacks.
-        copies: that are made beside steps.
+        sites: the sites of each part of the model, and its layer.
+        stacker: stacks the weights.
+        copies: runs copies beside the steps.
 
     Attributes:
         places: the slot of each adapter that has one, by the adapter's id.
     """
 
-    def __init__(self, sites: Sequence[tuple[Sites, int]], cutter: Cutter, copies: Copies) -> None:
+    def __init__(
+        self, sites: Sequence[tuple[GraphSites, int]], stacker: WeightStacker, copies: AdapterCopies
+    ) -> None:
         self._sites = sites
-        self._cutter = cutter
+        self._stacker = stacker
         self._copies = copies
         self._slots: list[Adapter | None] = []
         self.places: dict[int, int] = {}
-        self._coming: dict[int, int] = {}
+        self._copying: dict[int, int] = {}
         self._running: set[int] = set()
-        self._stacks: list[dict[str, Stack]] = []
+        self._stacks: list[dict[str, StackedWeight]] = []
 
-    def fetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next into slots that nobody who runs needs.
+    def prefetch(self, wanted: Sequence[Adapter]) -> bool:
+        """Begin to copy adapters that run next into slots that no running adapter needs.
 
         Args:
-            wanted: in the order of their turns; those that there is no slot for get none.
+            wanted: the adapters in the order of their turns; those without a free slot are left
+                out.
         Returns:
-            Whether any came, or lost the slot that it had.
+            True if any adapter got or lost a slot.
         """
-        moved = self._take_coming()
-        kept = self._running | self._coming.keys() | set(map(id, wanted))
+        moved = self._finish_copies()
+        kept = self._running | self._copying.keys() | set(map(id, wanted))
         room = min(len(self._slots), len(self._running) + _SPARE_SLOTS)
         for adapter in wanted:
             key = id(adapter)
-            if key in self.places or key in self._coming:
+            if key in self.places or key in self._copying:
                 continue
             free = (
                 p for p in range(room) if (one := self._slots[p]) is None or id(one) not in kept
@@ -63,25 +68,25 @@ class Shelf:
             if place is None:
                 break
             moved |= self._clear(place)
-            self._slots[place], self._coming[key] = adapter, place
+            self._slots[place], self._copying[key] = adapter, place
             self._copies.begin(key, partial(self._put, adapter, place))
         return moved
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Give adapters slots; returns whether any got one.
+        """Give adapters slots; returns True if any got one.
 
         Args:
-            wanted: those that run, each once.
+            wanted: the adapters that run, each once.
         """
         self._running = set(map(id, wanted))
-        came = self._take_coming()
+        came = self._finish_copies()
         found = [(one, self.places.get(id(one))) for one in wanted]
         taken = {place for _, place in found if place is not None}
-        coming = set(self._coming.values())
+        coming = set(self._copying.values())
         free = (p for p in range(len(wanted) + len(coming)) if p not in taken | coming)
         moves = [(one, next(free)) for one, place in found if place is None]
         taken.update(place for _, place in moves)
-        # A few that run without the others, as prompts may, are not worth a copy.
+        # Copying pays only if the slots between the running ones are many.
         near = len(wanted) + _SPARE_SLOTS
         if near <= max(taken) < 2 * len(taken) + min(taken) - 1:
             far = (one for one, place in found if place is not None and place >= near)
@@ -90,12 +95,12 @@ class Shelf:
             self._move(moves)
         return came or bool(moves)
 
-    def _take_coming(self) -> bool:
-        """Take in those whose copies are made, and wait for those that run; whether any came."""
+    def _finish_copies(self) -> bool:
+        """Take in finished copies, and wait for running adapters'; returns True if any came."""
         came = False
-        for key, place in list(self._coming.items()):
+        for key, place in list(self._copying.items()):
             if key in self._running or not self._copies.is_under_way(key):
-                del self._coming[key]
+                del self._copying[key]
                 if self._copies.take(key):
                     self.places[key] = place
                     came = True
@@ -117,31 +122,32 @@ class Shelf:
             self._put(adapter, place) for adapter, place in moves
         )
         if not fit:
-            # Stacks of another size: who is on its way is among the slots, and is written again.
-            for key, place in self._coming.items():
+            # The new stacks hold all slots, those of adapters that are being copied included.
+            for key, place in self._copying.items():
                 self._copies.take(key)
                 self.places[key] = place
-            self._coming.clear()
+            self._copying.clear()
             self._stacks = [
-                sites.stacks(self._slots, layer, self._cutter) for sites, layer in self._sites
+                stack_sites(sites, self._slots, layer, self._stacker)
+                for sites, layer in self._sites
             ]
 
     def _put(self, adapter: Adapter, place: int) -> bool:
-        """Write an adapter's weights into a slot of all stacks; False where they do not fit."""
+        """Write an adapter's weights into a slot of all stacks; False if they do not fit."""
         return all(
-            stack.put(place, adapter, layer, self._cutter)
+            stack.put(place, adapter, layer, self._stacker)
             for stacks, (_, layer) in zip(self._stacks, self._sites, strict=True)
             for stack in stacks.values()
         )
 
     def _clear(self, place: int) -> bool:
-        """Free a slot; returns whether an adapter had it."""
+        """Free a slot; returns True if an adapter had it."""
         gone = self._slots[place]
         return gone is not None and self.forget(gone)
 
     def forget(self, adapter: Adapter) -> bool:
-        """Free an adapter's slot; returns whether it had one."""
-        coming = self._coming.pop(id(adapter), None)
+        """Free an adapter's slot; returns True if it had one."""
+        coming = self._copying.pop(id(adapter), None)
         if coming is not None:
             self._copies.take(id(adapter))
             self._slots[coming] = None
@@ -151,7 +157,7 @@ class Shelf:
         return place is not None
 
     def bound(self, slots: slice, segments: Segments) -> list[dict[str, object]]:
-        """What the program reads by attribute, for each of the sites."""
+        """Return what the program reads at each of the sites, by attribute."""
         return [
             {name: stack.bound(slots, segments) for name, stack in stacks.items()}
             for stacks in self._stacks

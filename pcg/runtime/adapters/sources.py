@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 
 
 def model_sources(model: ModelGraph) -> frozenset[str]:

@@ -20,21 +20,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 
 from pcg.errors import EngineError, FinetuneError, PcgError
-from pcg.peft.adapters import Adapter
+from pcg.keywords import takes
+from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.prompts import make_request
-from pcg.runtime.engine.request import Chunk, Request
+from pcg.runtime.engine.request import Chunk, Request, RequestFields
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.options import Data
+from pcg.runtime.training.options import JobArguments
 
 Result = TypeVar("Result")
 
@@ -50,7 +51,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, engine: EngineLoop, state: ModelState, prepare_job: Callable[..., Job]
+        self, engine: EngineLoop, state: ModelState, prepare_job: Callable[[JobArguments], Job]
     ) -> None:
         """Start the thread.
 
@@ -76,14 +77,17 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------- asking
 
     def submit(
-        self, prompt: str | Sequence[int], adapter: str | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        adapter: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> Stream:
         """Have a prompt continued.
 
         Args:
             prompt: text, or token ids.
             adapter: name; None for the base.
-            options: as `Executor.request` takes them.
+            fields: as `Executor.request` takes them.
         Returns:
             Its chunks; a refusal is raised there.
         Raises:
@@ -92,7 +96,7 @@ class AsyncEngine:
             EngineError: the thread has ended.
         """
         self._check_open()
-        request = make_request(self._state, prompt, adapter, **options)
+        request = make_request(self._state, prompt, adapter, fields)
         stream = Stream(self._cancel)
         asked = self.call(
             functools.partial(self._begin, request, stream, self.engine.clock.now_s())
@@ -100,27 +104,25 @@ class AsyncEngine:
         asked.add_done_callback(functools.partial(_refuse, stream))
         return stream
 
-    def finetune(self, data: Data, adapter: str = "default", **options: Any) -> RunningJob:
+    @takes(JobArguments, FinetuneError)
+    def finetune(self, given: JobArguments) -> RunningJob:
         """Train an adapter beside what is served.
 
-        Args:
-            data: as `Executor.finetune` takes it.
-            adapter: its name, and the job's.
-            options: as `Engine.finetune` takes them; `on_step` is called by the thread.
         Returns:
-            The job; what is wrong with the data or the options is raised by its result.
+            The job; errors of the data and of the adapter are raised by its result.
         Raises:
             EngineError: the thread has ended.
+            FinetuneError: bad options.
         """
         self._check_open()
-        running = RunningJob(adapter, self.engine, self.call)
+        running = RunningJob(given.adapter, self.engine, self.call)
         asked = self.call(functools.partial(self._reserve, running))
 
         def prepare(asked: Future[None]) -> None:
             if _refuse(running, asked):
                 return
             with contextlib.suppress(RuntimeError):  # closed meanwhile, and the job is cancelled
-                self._preparing.submit(self._prepare, running, data, options)
+                self._preparing.submit(self._prepare, running, given)
 
         asked.add_done_callback(prepare)
         return running
@@ -215,11 +217,11 @@ class AsyncEngine:
 
         self.call(act)
 
-    def _prepare(self, running: RunningJob, data: Data, options: dict[str, Any]) -> None:
+    def _prepare(self, running: RunningJob, given: JobArguments) -> None:
         """On the other thread: make a job ready, and hand it to the engine's."""
         try:
             self._check_open()
-            job = self._prepare_job(data, running.name, **options)
+            job = self._prepare_job(given)
         except Exception as error:  # theirs who asked
             self.call(functools.partial(self._awaited.pop, running.name, None))
             running.fail(error)

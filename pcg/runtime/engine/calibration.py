@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pcg.kernels.batch import Span
 from pcg.parallel.ranks.group import Ranks, broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.state import ModelState
 

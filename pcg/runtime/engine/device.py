@@ -47,10 +47,10 @@ class Device(Protocol):
             GenerationError: the model cannot run it.
         """
 
-    def fetch(self, adapters: List[ServedAdapter]) -> None:
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
 
-    def is_coming(self, adapter: ServedAdapter) -> bool:
+    def is_copying(self, adapter: ServedAdapter) -> bool:
         """Whether one is being copied, so that a step that runs it would wait."""
 
     def evict(self, adapter: ServedAdapter) -> None:

@@ -20,6 +20,7 @@ from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sequence import Sequence, State
@@ -52,11 +53,7 @@ class EngineLoop:
         device: Device,
         scheduler: Scheduler,
         clock: Clock,
-        *,
-        log: EventLog | None = None,
-        latencies: Latencies | None = None,
-        job_share: float = 0.5,
-        sharing: Sharing | None = None,
+        options: EngineOptions,
     ) -> None:
         """Start with nothing to do.
 
@@ -64,21 +61,18 @@ class EngineLoop:
             device: that runs the program.
             scheduler: whose pool has all pages.
             clock: of the device.
-            log: to write to.
-            latencies: learned from the steps; needed to keep promises beside finetuning.
-            job_share: of all pages, that finetuning may hold at most.
-            sharing: as much finetuning as fits within the promises by default.
+            options: the engine's options.
         """
         self.device = device
         self.scheduler = scheduler
         self.clock = clock
-        self.log = EventLog() if log is None else log
-        self.sharing: Sharing = CoServing() if sharing is None else sharing
+        self.log = EventLog() if options.log is None else options.log
+        self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
         self._latencies: Latencies | None = None
-        if latencies is not None:
-            self.learn(latencies)
-        pages = int(job_share * scheduler.pool.size)
+        if options.latencies is not None:
+            self.learn(options.latencies)
+        pages = int(options.job_share * scheduler.pool.size)
         self._note = note = Notes(self.log, clock)
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
@@ -91,7 +85,7 @@ class EngineLoop:
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
         scheduler.adapters.on_evict = _on_evict(device, note)
-        scheduler.fetch, scheduler.is_coming = device.fetch, device.is_coming
+        scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by what steps take."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pcg.errors import GenerationError
-from pcg.runtime.engine.request import Request
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.engine.request import Request, RequestFields
+from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
 from pcg.runtime.model.state import ModelState
 
 
@@ -43,23 +43,17 @@ def make_requests(
 def make_request(
     state: ModelState,
     prompt: str | Sequence[int],
-    adapter: str | None = None,
-    *,
-    tenant: str = "",
-    ttft_slo_s: float | None = None,
-    tpot_slo_s: float | None = None,
-    timeout_s: float | None = None,
-    **sampling: Any,
+    adapter: str | None,
+    fields: RequestFields,
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
+    own = {name: value for name, value in fields.items() if name in _OWN}
+    sampling = {name: value for name, value in fields.items() if name not in own}
     (request,) = make_requests(state, [prompt], adapter, sampling)
-    return dataclasses.replace(
-        request,
-        tenant=tenant,
-        ttft_slo_s=ttft_slo_s,
-        tpot_slo_s=tpot_slo_s,
-        timeout_s=timeout_s,
-    )
+    return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+
+
+_OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()
 
 
 def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> Sequence[int]:

@@ -7,7 +7,16 @@ from functools import cached_property
 
 from pcg.errors import GenerationError
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
+
+
+class RequestFields(SamplingFields, total=False):
+    """Fields of `Request` and of `SamplingParams` as keywords."""
+
+    tenant: str
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)

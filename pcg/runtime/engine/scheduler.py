@@ -18,13 +18,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from itertools import islice
 
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.step_plan import StepPlan
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable, pages_for
+from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 
@@ -42,7 +43,7 @@ class Scheduler:
         forward: latency of a step's forward; None where no promise depends on it.
         on_preempted: is told of each sequence that gives its pages up.
         fetch: has adapters with pages copied beside what runs, in the order of their turns.
-        is_coming: whether one is being copied, so that a step that runs it would wait.
+        is_copying: whether one is being copied, so that a step that runs it would wait.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Scheduler:
         self.policy: Policy = Fcfs() if policy is None else policy
         self.forward: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
-        self.fetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
-        self.is_coming: Callable[[ServedAdapter], bool] = lambda adapter: False
+        self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
+        self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: dict[Sequence, None] = {}
 
@@ -233,7 +234,7 @@ class Scheduler:
 
     def _waits_for_adapter(self, sequence: Sequence) -> bool:
         adapter = sequence.request.adapter
-        return adapter is not None and self.is_coming(adapter)
+        return adapter is not None and self.is_copying(adapter)
 
     def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
         """Admit what waits while there is room."""
@@ -311,7 +312,7 @@ class Scheduler:
                 self.adapters.bring(adapter)
                 there[id(adapter)] = adapter
         if there:
-            self.fetch(list(there.values()))
+            self.prefetch(list(there.values()))
 
     # ------------------------------------------------------------------------------- integrity
 

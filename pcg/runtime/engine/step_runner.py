@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.kernels.batch import Span
+from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.engine.device import Side
@@ -19,10 +22,9 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.memory.uploads import uploaded_list
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.decode_graphs import decode_graphs
-from pcg.runtime.model.merged_execution import ProductRequest, run_merged, run_single
+from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
 from pcg.runtime.model.side_stream import SideStream
 from pcg.runtime.model.specialised import ServingProgram
@@ -97,13 +99,13 @@ class StepRunner:
         room = (self._max_positions or 2**62) - length
         return min(request.params.max_new_tokens, room)
 
-    def fetch(self, adapters: List[ServedAdapter]) -> None:
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
-        self._tables.fetch(cast("List[Adapter]", adapters))
+        self._tables.prefetch(cast("List[Adapter]", adapters))
 
-    def is_coming(self, adapter: ServedAdapter) -> bool:
+    def is_copying(self, adapter: ServedAdapter) -> bool:
         """Whether one is being copied, so that a step that runs it would wait."""
-        return self._tables.is_coming(cast("Adapter", adapter))
+        return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Have an adapter's pages free for others."""

@@ -1,4 +1,4 @@
-"""Free pages as runs, found by where they begin, where they end and how long they are."""
+"""Free pages as runs, indexed by their starts, their ends and their lengths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 class FreeRuns:
-    """Runs of free pages; those that touch are one.
+    """Runs of free pages; adjacent ones are merged.
 
     Attributes:
-        pages: of all of them.
+        pages: number of pages of all runs.
     """
 
     def __init__(self) -> None:
@@ -21,27 +21,27 @@ class FreeRuns:
         self._in_order: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Start and length of each, in order."""
+        """Iterate over start and length of each run, in order."""
         return iter([(start, self._lengths[start]) for start in self._in_order])
 
     @property
     def longest(self) -> int:
-        """Pages of the longest; 0 where there is none."""
+        """Pages of the longest run; 0 if there is none."""
         return self._by_length[-1][0] if self._by_length else 0
 
     def begins(self, page: int) -> bool:
-        """Whether a run begins with a page."""
+        """Return whether a run begins with a page."""
         return page in self._lengths
 
     def fitting(self, count: int) -> int:
-        """Start of the least run of at least so many pages, so that long ones last.
+        """Return the start of the shortest run of at least `count` pages, so that long ones last.
 
-        Of equals it is the first. The longest has to be long enough.
+        Of runs of one length it is the first. The longest must be long enough.
         """
         return self._by_length[bisect_left(self._by_length, (count, 0))][1]
 
     def take(self, start: int, count: int) -> int:
-        """Take up to so many pages from the beginning of a run; returns how many."""
+        """Take up to `count` pages from the start of a run; returns how many."""
         length = self._remove(start)
         taken = min(count, length)
         if taken < length:
@@ -49,7 +49,7 @@ class FreeRuns:
         return taken
 
     def take_last(self, count: int) -> tuple[int, int]:
-        """Take up to so many pages from the end of the last run; the first, and how many."""
+        """Take up to `count` pages from the end of the last run; returns the first and how many."""
         start = self._in_order[-1]
         length = self._remove(start)
         taken = min(count, length)
@@ -58,7 +58,7 @@ class FreeRuns:
         return start + length - taken, taken
 
     def add(self, start: int, length: int) -> None:
-        """Make pages free."""
+        """Add free pages."""
         end = start + length
         if end in self._lengths:
             length += self._remove(end)
@@ -75,7 +75,7 @@ class FreeRuns:
         insort(self._in_order, start)
 
     def _remove(self, start: int) -> int:
-        """Forget a run; its length."""
+        """Remove a run; returns its length."""
         length = self._lengths.pop(start)
         self.pages -= length
         del self._starts[start + length]

@@ -1,9 +1,9 @@
-"""The KV cache: rows of keys and values in pages, and what backward adds up of their gradients.
+"""The KV cache: rows of keys and values in pages, and their gradients in training.
 
-A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, a page
+A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, and a page holds
 `PAGE_TOKENS` of them in every layer. Heads come first, so that what one head reads of a sequence
-lies together where its pages do. For kernels that follow block tables, a page is instead one run of
-bytes, keys and values of each layer in turn, and adapters lie in pages as well.
+lies together if its pages do. For kernels that follow block tables, a page is instead one run of
+bytes, with the keys and values of each layer in turn, and adapters lie in pages as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
-    """The types of each layer's keys and values, [T, kv_heads, head_dim]."""
+    """Return the types of each layer's keys and values, [T, kv_heads, head_dim]."""
     by_block = []
     for block in model.blocks:
         node = next(node for node in block.nodes if node.op == "attention")
@@ -30,16 +31,22 @@ def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
 
 
 def bytes_of_row(type_: TensorType) -> int:
-    """Bytes of one token of a [T, …] tensor."""
+    """Return the bytes of one token of a [T, …] tensor."""
     return prod(type_.features) * DTYPE_BYTES[type_.dtype]
 
 
 class KvCache:
-    """Rows of keys and values for every layer, and the pool that gives their pages out.
+    """Rows of keys and values for every layer, and the pool that gives out their pages.
+
+    Args:
+        types: the types of each layer's keys and values.
+        pages: number of pages.
+        device: the device of the memory.
+        in_pages: whether a page is one run of bytes.
 
     Attributes:
-        pool: of the pages.
-        pages: all memory, [pages, bytes of one], u8; None where pages are no runs of bytes.
+        pool: the pool of the pages.
+        pages: all memory, [pages, bytes of one], u8; None if pages are not runs of bytes.
         keys: of each layer, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
             PAGE_TOKENS, head_dim].
         values: likewise.
@@ -53,14 +60,6 @@ class KvCache:
         *,
         in_pages: bool = False,
     ) -> None:
-        """Take memory.
-
-        Args:
-            types: of each layer's keys and values.
-            pages: how many.
-            device: of the memory.
-            in_pages: whether a page is one run of bytes.
-        """
         self.pool = PagePool(pages)
         self.pages: Tensor | None = None
         self.keys: list[Tensor] = []
@@ -86,7 +85,7 @@ class KvCache:
 
 
 def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
-    """One layer's keys or values, that far into each page."""
+    """Return a view of one layer's keys or values, which begin at `offset` bytes of each page."""
     own = pages.view(getattr(torch, TORCH_NAMES[type_.dtype]))
     heads, size = type_.features
     shape = (len(pages), heads, PAGE_TOKENS, size)
@@ -95,7 +94,7 @@ def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; a CPU's memory is taken as it is written to, and not before."""
+    """Return zeros; on a CPU, memory is committed only where it is written."""
     size_bytes = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -104,33 +103,5 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
-    """Bytes of one page, in all layers."""
+    """Return the bytes of one page, in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
-
-
-class KvGradients:
-    """One layer's gradients of the keys and values of all tokens of a training pass.
-
-    They are those of keys after rotary embedding, and add up from the last window to the first;
-    what a window finds of its own tokens is final (FlexLLM v2 §6.1, figure 8).
-
-    Attributes:
-        keys: [tokens, kv_heads, head_dim], in fp32 at least.
-        values: likewise.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Start with zeros.
-
-        Args:
-            keys: of the layer's cache.
-            values: likewise.
-            tokens: of the pass.
-        """
-        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
-
-
-def _zeros(rows: Tensor, tokens: int) -> Tensor:
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    heads, _, size = rows.shape[-3:]
-    return torch.zeros((tokens, heads, size), dtype=wide, device=rows.device)

@@ -2,16 +2,16 @@
 
 A page is room for `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many
 pages as its bytes need. Any page serves anyone, so nothing is lost to fragmentation, and a table
-says which pages an owner has, in order. Where there is a choice an owner gets pages behind one
-another: the pages that it is expected to grow into are its spare ones, which others take only when
-no other page is free. Attention reads such a run at one stride, and gathers only where it cannot.
-Adapters' pages need not be runs; they come from the other end of the pool.
+lists the pages of an owner in order. Where possible an owner gets adjacent pages: the pages that it
+is expected to grow into are its spare ones, which others take only when no other page is free.
+Attention reads a run of pages at one stride, and gathers only where it cannot. Adapters' pages need
+not be runs; they come from the other end of the pool.
 
 The first pages of a table may be shared: other tables read them, too, and none writes them. When
-the last of them is closed they are kept for tables to come, until somebody needs pages or half of
-all are so kept: with free pages scattered among them no table would be a run.
+the last of these tables is closed, they are kept for later ones until pages are needed, or until
+half of all pages are so kept: free pages scattered among them would leave no runs.
 
-Source: S-LoRA §5.1 (one pool for both), vLLM (tables of blocks). Runs are our own.
+Source: S-LoRA §5.1 (one pool for both), vLLM (block tables). Runs are our own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pcg.errors import OutOfMemoryError
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.shared_pages import SharedPages
 
-PAGE_TOKENS = 16
-"""Tokens of a page: vLLM's block size."""
 UNREAD_SHARE = 0.5
-"""Of all pages, that are kept unread at most: runs are made of the others."""
+"""The largest share of all pages that is kept unread: runs are made of the others."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,12 +34,12 @@ class PageTable:
     """The pages of one owner.
 
     Attributes:
-        owner: whose they are, for messages.
-        pages: in order.
-        shared: how many of them, the first, others may read, too.
-        spare_start: first page behind the last, or where the first will be.
-        spare: pages from there that are kept for it while others are free.
-        replaced: how often a page was put in the place of another; else they grow in number alone.
+        owner: the owner, for messages.
+        pages: the pages in order.
+        shared: how many of the first pages others may read, too.
+        spare_start: the page after the last one, or where the first will be.
+        spare: number of pages from there that are kept for it while others are free.
+        replaced: how often a page replaced another; otherwise pages are only appended.
     """
 
     owner: str
@@ -53,17 +52,17 @@ class PageTable:
 
     @property
     def is_run(self) -> bool:
-        """Whether the pages follow one another."""
+        """Whether the pages are adjacent."""
         return not self._breaks
 
     @property
     def first_row(self) -> int:
-        """Of a run: the row of its first token."""
+        """The row of a run's first token."""
         return (self.pages[0] if self.pages else self.spare_start) * PAGE_TOKENS
 
     @property
     def run_row(self) -> int:
-        """Row of the first token where the pages are a run, else -1."""
+        """The row of the first token if the pages are a run, else -1."""
         return -1 if self._breaks else self.first_row
 
     @property
@@ -73,15 +72,15 @@ class PageTable:
 
     @property
     def reach(self) -> int:
-        """Pages that it has, and those that are kept for it."""
+        """Number of pages that it has or that are kept for it."""
         return len(self.pages) + self.spare
 
     def row(self, token: int) -> int:
-        """Where a token lies in the cache."""
+        """Return the cache's row of a token."""
         return self.pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
 
     def rows(self, start: int, stop: int) -> range | list[int]:
-        """Where tokens lie in the cache; a range where the pages are a run."""
+        """Return the cache's rows of tokens; a range if the pages are a run."""
         if self.is_run:
             first = self.first_row
             return range(first + start, first + stop)
@@ -98,7 +97,7 @@ class PageTable:
         self.pages.append(page)
 
     def replace(self, place: int, page: int) -> int:
-        """Put a page in the place of another; returns that."""
+        """Replace a page by another; returns the page that was replaced."""
         near = slice(max(place - 1, 0), place + 2)
         self._breaks -= _breaks(self.pages[near])
         replaced, self.pages[place] = self.pages[place], page
@@ -111,8 +110,8 @@ class PagePool:
     """Gives out pages.
 
     Attributes:
-        size: pages in all.
-        shared: those that several tables may read.
+        size: number of all pages.
+        shared: the pages that several tables may read.
     """
 
     def __init__(self, size: int) -> None:
@@ -122,22 +121,22 @@ class PagePool:
         if size:
             self._free.add(0, size)
         self._tables: dict[int, PageTable] = {}
-        # The latest leaves first: at a dict's end each would leave a gap that is stepped over.
+        # An OrderedDict, as the latest leaves first, which leaves gaps at a dict's end.
         self._keeping: OrderedDict[int, PageTable] = OrderedDict()
         self._spare = 0
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, spare and unread ones included."""
+        """Number of pages that nobody holds, spare and unread ones included."""
         return self._free.pages + self._spare + self.shared.unread
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
-        """A table without pages.
+        """Open a table without pages.
 
         Args:
-            owner: for messages.
-            expected: pages that it will have at most; where so many lie free behind one another
-                they become its spare ones.
+            owner: the owner, for messages.
+            expected: the most pages that it will have; if there is a free run of so many, they
+                become its spare ones.
         """
         table = PageTable(owner)
         self._tables[id(table)] = table
@@ -153,9 +152,9 @@ class PagePool:
         """Give a table pages.
 
         Args:
-            table: of whoever needs them.
-            count: of pages.
-            last: take those at the end of the pool, for one whose pages need not be a run.
+            table: the table.
+            count: number of pages.
+            last: whether to take pages at the end of the pool, which need not be a run.
         Raises:
             OutOfMemoryError: so many are not free; nothing has changed.
         """
@@ -171,12 +170,12 @@ class PagePool:
             own += self._take_free(table, count - own, last)
 
     def close(self, table: PageTable) -> None:
-        """Give all pages of a table back."""
+        """Take back all pages of a table."""
         del self._tables[id(table)]
         self._give_spare_back(table)
         for start, length in _runs(table.pages[table.shared :]):
             self._free.add(start, length)
-        # The last goes first when pages are needed: without those before it it is of no use.
+        # The last is reclaimed first: it is of no use without those before it.
         for page in reversed(table.pages[: table.shared]):
             if self.shared.leave(page):
                 self._free.add(page, 1)
@@ -188,9 +187,9 @@ class PagePool:
     # ------------------------------------------------------------------------------------- sharing
 
     def share(self, table: PageTable) -> int:
-        """Let others read the first page of a table that they may not yet; returns it.
+        """Share a table's first page that is not yet shared; returns it.
 
-        Whoever has a table writes behind its shared pages alone.
+        An owner writes only behind its shared pages.
         """
         page = table.pages[table.shared]
         self.shared.add(page)
@@ -198,7 +197,7 @@ class PagePool:
         return page
 
     def adopt(self, table: PageTable, page: int) -> None:
-        """Have a table read a shared page behind those that it shares, in place of its own one."""
+        """Have a table read a shared page, in place of its first unshared page if it has one."""
         self.shared.read(page)
         if table.shared < len(table.pages):
             self._free.add(table.replace(table.shared, page), 1)
@@ -207,18 +206,14 @@ class PagePool:
         table.shared += 1
 
     def forget(self, page: int) -> None:
-        """Share a page no more; it is free once the last table that reads it is closed."""
+        """Stop sharing a page; it is free once the last table that reads it is closed."""
         if self.shared.forget(page):
             self._free.add(page, 1)
 
     # ----------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Check that every page is in exactly one place.
-
-        Raises:
-            AssertionError: a page is lost, or somewhere twice.
-        """
+        """Raise an AssertionError if a page is lost, or in two places."""
         seen = [page for start, length in self._free for page in range(start, start + length)]
         loose = self._free.pages
         assert len(seen) == loose, f"{loose} pages should be loose, not {len(seen)}"
@@ -250,12 +245,12 @@ class PagePool:
             del self._keeping[id(table)]
 
     def _take_free(self, table: PageTable, count: int, last: bool) -> int:
-        """Take up to so many pages that follow one another; returns how many."""
+        """Take up to `count` adjacent pages; returns how many."""
         if not self._free.pages and self.shared.unread:
             for _ in range(min(count, self.shared.unread)):
                 self._free.add(self.shared.reclaim(), 1)
         elif not self._free.pages:
-            # The latest has used the fewest of what is kept for it.
+            # The latest table has used the fewest of its spare pages.
             self._give_spare_back(next(reversed(self._keeping.values())))
         following = table.pages[-1] + 1 if table.pages else None
         if last:
@@ -278,17 +273,17 @@ class PagePool:
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Return the number of pages that hold so many tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def _breaks(pages: list[int]) -> int:
-    """How many pages do not follow the one before."""
+    """Count the pages that do not follow the one before."""
     return sum(after != before + 1 for before, after in pairwise(pages))
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """The pages as runs: start and length."""
+    """Return the pages as runs: start and length."""
     found: list[tuple[int, int]] = []
     for page in pages:
         if found and page == found[-1][0] + found[-1][1]:

@@ -22,7 +22,8 @@ from hashlib import sha256
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 @dataclass(eq=False)

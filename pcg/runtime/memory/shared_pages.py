@@ -1,7 +1,7 @@
-"""Pages that several tables may read: who reads them is counted, and those unread are kept.
+"""Shared pages: pages that several tables may read, with counts of their readers.
 
-A page that nobody reads any more stays as it is, so that somebody may read it again, until another
-owner needs it: the least recently read goes first. Such pages count as free.
+A page without readers is kept, so that it may be read again, until another owner needs it; the
+least recently read is reclaimed first. Such pages count as free.
 
 Source: vLLM's block pool (reference counts, and a queue of cached blocks that are free).
 """
@@ -18,7 +18,7 @@ class SharedPages:
     """The shared pages of a pool.
 
     Attributes:
-        on_reclaim: is told of an unread page that another owner gets.
+        on_reclaim: called with each unread page that another owner gets.
     """
 
     def __init__(self) -> None:
@@ -28,27 +28,27 @@ class SharedPages:
         self._forgotten: set[int] = set()
 
     def __iter__(self) -> Iterator[int]:
-        """All of them."""
+        """Iterate over all shared pages."""
         return iter(self._readers)
 
     @property
     def unread(self) -> int:
-        """How many nobody reads."""
+        """Number of pages without readers."""
         return len(self._unread)
 
     def add(self, page: int) -> None:
-        """Take in a page that one table reads."""
+        """Add a page that one table reads."""
         if page in self._readers:
             raise PcgError(f"page {page} is shared already")
         self._readers[page] = 1
 
     def read(self, page: int) -> None:
-        """One more table reads a page."""
+        """Count one more reader of a page."""
         self._unread.pop(page, None)
         self._readers[page] += 1
 
     def leave(self, page: int) -> bool:
-        """One table less reads a page; whether it is free now, as nobody will read it again."""
+        """Count one reader less of a page; returns True if it is free, because it was forgotten."""
         self._readers[page] -= 1
         if self._readers[page]:
             return False
@@ -60,7 +60,7 @@ class SharedPages:
         return True
 
     def forget(self, page: int) -> bool:
-        """Nobody may begin to read a page any more; whether it is free now."""
+        """Allow no new readers of a page; returns True if it is free."""
         if self._readers[page]:
             self._forgotten.add(page)
             return False
@@ -68,17 +68,17 @@ class SharedPages:
         return True
 
     def reclaim(self) -> int:
-        """Give up the unread page that was read least recently."""
+        """Give up the least recently read page without readers; returns it."""
         page, _ = self._unread.popitem(last=False)
         del self._readers[page]
         self.on_reclaim(page)
         return page
 
     def check_integrity(self, read: Iterable[int]) -> None:
-        """AssertionError: the counts are not those of what tables read.
+        """Raise an AssertionError if the counts differ from what tables read.
 
         Args:
-            read: shared pages of all tables, each as often as it is read.
+            read: the shared pages of all tables, each as often as it is read.
         """
         counts = dict.fromkeys(self._readers, 0)
         for page in read:

@@ -1,7 +1,8 @@
-"""The frozen base's weights, as the graphs of a rank read them: each piece is read once."""
+"""The frozen base's weights, as a rank's graphs read them; each shard is read once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -15,11 +16,11 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.parallel.ranks.shards import Ranges, has_zeros, is_piece, piece_of, ranges_of
+from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
 
 
 class TensorSource(Protocol):
-    """Where the base's weights come from: a checkpoint, or a state dict."""
+    """The source of the base's weights: a checkpoint, or a state dict."""
 
     def load(
         self,
@@ -34,35 +35,27 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The frozen weights and constants, as the emitted functions read them: `w`."""
+    """The frozen weights and constants, which emitted functions read as `w`."""
 
     prologue: SimpleNamespace
     layers: tuple[SimpleNamespace, ...]
     epilogue: SimpleNamespace
 
     def holders(self, model: ModelGraph) -> Iterator[tuple[Graph, int, SimpleNamespace]]:
-        """Each graph of the model with its layer's index (0 outside the layers) and weights."""
+        """Yield each graph of the model with its layer's index (0 outside layers) and weights."""
         yield model.prologue, 0, self.prologue
         for layer, block in enumerate(model.layers):
             yield model.blocks[block], layer, self.layers[layer]
         yield model.epilogue, 0, self.epilogue
 
-    def by_source(self, model: ModelGraph) -> Iterator[tuple[str, Tensor]]:
-        """The frozen tensors by their names in a checkpoint."""
-        for graph, layer, holder in self.holders(model):
-            for parameter in graph.parameters:
-                if parameter.role == "frozen":
-                    name = python_name(parameter.name)
-                    yield parameter.source.format(layer=layer), getattr(holder, name)
-
 
 class WeightStore:
-    """Reads a program's frozen tensors, or a rank's pieces of them, and keeps what graphs read.
+    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read.
 
     Args:
-        program: whose base it is.
-        source: of the tensors.
-        device: of what graphs read.
+        program: the program of the base.
+        source: where the tensors come from.
+        device: the device of what graphs read.
         ranks: the group.
     """
 
@@ -77,21 +70,21 @@ class WeightStore:
         self._source = source
         self._device = device
         self._ranks = ranks
-        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._loaded: dict[tuple[object, ...], Tensor] = {}
         self._binding = Lock()
 
     @property
     def size_bytes(self) -> int:
-        """Of what is kept."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._kept.values()}.values())
+        """Bytes of the tensors that are kept."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:
-        """The weights of a model's graphs; what is not there yet is read, layer by layer.
+        """Return the weights of a model's graphs; missing ones are read, layer by layer.
 
         Raises:
             WeightsError: a tensor is missing, damaged or of another shape.
         """
-        with self._binding:  # a job may be made ready beside an adapter that is added
+        with self._binding:  # several threads may prepare jobs and adapters
             return self._bind(model)
 
     def _bind(self, model: ModelGraph) -> BaseWeights:
@@ -103,23 +96,23 @@ class WeightStore:
             whole = {p.source: p for p in plain.parameters}
             for parameter in graph.parameters:
                 if parameter.role != "adapter":
-                    tensor = self._piece(parameter, whole[parameter.source], layer)
+                    tensor = self._shard(parameter, whole[parameter.source], layer)
                     setattr(holder, python_name(parameter.name), tensor)
         return weights
 
-    def _piece(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
+    def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
         name = parameter.source.format(layer=layer)
-        piece = (parameter.rows, parameter.part) if is_piece(parameter) else None
-        key = (name, parameter.transposed, piece)
-        if key not in self._kept:
-            self._kept[key] = self._load(parameter, whole, name)
-        return self._kept[key]
+        shard = (parameter.rows, parameter.part) if is_sharded(parameter) else None
+        key = (name, parameter.transposed, shard)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(parameter, whole, name)
+        return self._loaded[key]
 
     def _load(self, parameter: Parameter, whole: Parameter, name: str) -> Tensor:
         if parameter.role == "constant":
             constant = self._program.constants[name]
-            return piece_of(constant, parameter, self._ranks).to(self._device)
-        if not is_piece(parameter):
+            return shard_of(constant, parameter, self._ranks).to(self._device)
+        if not is_sharded(parameter):
             return self._read(whole, name, self._device)
         ranges = ranges_of(parameter, whole.type.features, self._ranks)
         if has_zeros(parameter, self._ranks):
@@ -140,22 +133,23 @@ class WeightStore:
     # ------------------------------------------------------------------------- whole tensors
 
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
-        """The base's frozen tensors by their names in a checkpoint, each graph's in its order."""
+        """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""
         for parameter, layer in self._program.base.parameters():
             if parameter.role == "frozen":
                 yield parameter.source.format(layer=layer), parameter
 
     def whole(self, name: str, parameter: Parameter) -> Tensor:
-        """A frozen tensor as a whole; read anew where this rank keeps a piece of it."""
-        kept = self._kept.get((name, parameter.transposed, None))
-        return self._read(parameter, name) if kept is None else kept
+        """Return a whole frozen tensor; it is read again if this rank keeps a shard of it."""
+        loaded = self._loaded.get((name, parameter.transposed, None))
+        return self._read(parameter, name) if loaded is None else loaded
 
     def samples(self, name: str, parameter: Parameter, count: int) -> Tensor:
-        """So many entries of a frozen tensor, at equal distances, on the CPU in fp64."""
-        total, stride = _numbers(parameter, count)
-        kept = self._kept.get((name, parameter.transposed, None))
-        if kept is not None:
-            return kept.detach().reshape(-1)[::stride][:count].to("cpu", torch.float64)
+        """Return `count` entries of a frozen tensor, at equal distances, on the CPU in fp64."""
+        total = math.prod(parameter.type.features)
+        stride = max(1, total // count)
+        loaded = self._loaded.get((name, parameter.transposed, None))
+        if loaded is not None:
+            return loaded.detach().reshape(-1)[::stride][:count].to("cpu", torch.float64)
         found = []
         for index in range(0, total, stride)[:count]:
             at, ranges = index, []
@@ -166,12 +160,12 @@ class WeightStore:
         return torch.cat(found).to(torch.float64)
 
     def linear(self) -> Mapping[str, Tensor]:
-        """Weight [out, in] of each linear module by its path, as a whole."""
+        """Return the whole weight [out, in] of each linear module, by its path, read on demand."""
         return _Linear(self)
 
 
 class _Linear(Mapping[str, Tensor]):
-    """Weights of linear modules, each got when it is asked for."""
+    """The weights of linear modules, each read on demand."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -199,11 +193,3 @@ class _Linear(Mapping[str, Tensor]):
 def _dtype(parameter: Parameter) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
     return dtype
-
-
-def _numbers(parameter: Parameter, count: int) -> tuple[int, int]:
-    """How many entries a tensor has, and the distance of samples."""
-    total = 1
-    for size in parameter.type.features:
-        total *= size
-    return total, max(1, total // count)

@@ -1,94 +1,35 @@
-"""A token-flat batch: the tokens of one step, of whatever sequence, one behind the other."""
+"""A token-flat batch: the tokens of one step, of all its sequences one after the other."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
+from pcg.kernels.uploads import uploaded
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.runtime.memory.kv_cache import KvCache, KvGradients
-from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.memory.uploads import uploaded
-from pcg.runtime.model.decode_groups import DecodeGroup, Singles, decode_groups
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.model.decode_groups import Singles, decode_groups
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence that dropout draws random numbers for at a time."""
+"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
+do not depend on how its sequence is cut into windows."""
 ANY_TOKEN = 0
-"""What stands for the id of a virtual token; every vocabulary has it."""
+"""The id that stands for a virtual token; every vocabulary has it."""
 
 
-class Span(NamedTuple):
-    """One sequence's tokens in a batch.
-
-    Attributes:
-        start: index of its first token in the batch.
-        length: tokens in the batch.
-        context: tokens before them, in the KV cache.
-        table: pages of the sequence in the KV cache; None without one.
-        virtual: how many of its tokens, the first, are virtual: those of its adapter's prompt, and
-            their ids mean nothing.
-        origin: in training, tokens of the pass before the sequence's first.
-        number: in training, which sequence of the pass it is.
-    """
-
-    start: int
-    length: int
-    context: int = 0
-    table: PageTable | None = None
-    virtual: int = 0
-    origin: int = 0
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedPart:
-    """Tokens that dropout draws random numbers for together.
-
-    Random numbers are drawn for `DROPOUT_TOKENS` tokens of a sequence at a time, so that those of a
-    token do not depend on how its sequence is cut into windows.
+class Batch(ProgramBatch):
+    """Tokens, positions and spans of one step; see `ProgramBatch` for what programs read.
 
     Attributes:
-        start: index of the first in the batch.
-        count: how many are in the batch.
-        skipped: tokens of the part that come before them.
-        whole: tokens of the part.
-        generator: of the part's random numbers.
-    """
-
-    start: int
-    count: int
-    skipped: int
-    whole: int
-    generator: torch.Generator
-
-
-class Batch:
-    """Tokens, positions and spans of one step; what emitted attention asks of a batch.
-
-    Attributes:
-        input_ids: [T], int64.
         positions: of each token in its sequence, [T], int64.
-        spans: cover all tokens, in order.
-        longer_spans: those of more than one token.
-        layer: the layer that runs; the runner sets it.
-        ranks: that run it, each on what it holds; the runner sets them.
-        uniform_length: the spans' length where all are whole sequences of one length, else 0.
-        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
-        virtual_places: which token of its prompt each of them is, [v]; None likewise.
-        dropout_seed: of the batch's random numbers; None where nothing is dropped.
-        chosen: which tokens the epilogue gets, where it gets some; None for all.
-        keeps: whether it is trained on, so that attention hands out what backward reads.
-        gradients: of the keys and values of the layer whose backward runs; None where whole
-            sequences are trained on, without a cache.
-        rows: of the cache, where the tokens' keys and values lie, [T]; None without a cache.
-        known: what kernels make of the batch, kept for all layers.
+        dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -112,10 +53,10 @@ class Batch:
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        # Each of these is one call, however many sequences there are: they change every step.
+        # One call for all sequences each, as they change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
-        self._tables: Sequence[PageTable] = tables
+        self._tables: Sequence[BlockTable] = tables
         self._starts, self._lengths, self._contexts = map(_column, (starts, lengths, contexts))
         places = np.arange(len(input_ids))
         positions = places + (self._contexts - self._starts).repeat(self._lengths)
@@ -130,19 +71,19 @@ class Batch:
             numbers = torch.tensor(list(zip(*found, strict=True)))
             self.virtual_rows, self.virtual_places = uploaded(numbers, input_ids.device)
         whole = len(set(lengths)) == 1 and not any(contexts)
-        self.uniform_length: int = lengths[0] if whole else 0
+        self.uniform_length = lengths[0] if whole else 0
         self.longer_spans = [self.spans[i] for i in np.flatnonzero(self._lengths != 1).tolist()]
 
     @property
     def tokens(self) -> int:
-        """T of what runs: all tokens, or those that the epilogue gets."""
+        """Number of tokens that run: all, or those that the epilogue reads."""
         return len(self.input_ids if self.chosen is None else self.chosen)
 
     def _on_device(self, numbers: Numbers) -> Tensor:
         return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
-        """Where the tokens lie in the cache, [T]."""
+        """Return the rows of the tokens in the cache, [T]."""
         rows = positions + self._first_rows.repeat(self._lengths)
         for i in np.flatnonzero(self._first_rows < 0):
             span = self.spans[i]
@@ -151,12 +92,12 @@ class Batch:
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """What a random operator of the layer draws from, the same each time it asks.
+        """Return the parts that a random operator of the layer draws for, always the same.
 
         Args:
-            key: of the operator in its layer.
+            key: the operator's key in its layer.
         Returns:
-            Parts that cover all tokens in order; none where nothing is dropped.
+            Parts that cover all tokens in order; none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -174,15 +115,15 @@ class Batch:
         return found
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:
-        """Index of the last token of each of some spans, [places]."""
+        """Return the index of the last token of each of some spans, [places]."""
         chosen = _column(places)
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """The spans of one token, in groups that attention can take in one call each.
+        """Return the spans of one token, in groups that attention takes in one call each.
 
         Args:
-            window: rows that a token attends to at most; 0 for all.
+            window: the most rows that a token attends to; 0 for all.
         """
         if window not in self._groups:
             assert self._cache is not None
@@ -198,7 +139,7 @@ class Batch:
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:
-        """The rows of the cache that hold a sequence up to the end of its span."""
+        """Return the rows of the cache that hold a sequence up to the end of its span."""
         found = self._seen.get(span.start)
         if found is None:
             rows = _rows(span, 0, span.context + span.length)
@@ -211,7 +152,7 @@ class Batch:
 
     @property
     def cached(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of all rows, [K, rows, D], of this layer; None uncached."""
+        """Keys and values of this layer's rows, [K, rows, D]; None without a cache."""
         if self._cache is None:
             return None
         return self._cache.keys[self.layer], self._cache.values[self.layer]
@@ -234,13 +175,9 @@ def _column(numbers: Sequence[int]) -> Numbers:
     return np.array(numbers, dtype=np.int64)
 
 
-def _table(span: Span) -> PageTable:
-    assert span.table is not None
-    return span.table
-
-
 def _rows(span: Span, start: int, stop: int) -> range | list[int]:
-    return _table(span).rows(start, stop)
+    assert span.table is not None
+    return span.table.rows(start, stop)
 
 
 def whole_sequences(
@@ -250,12 +187,12 @@ def whole_sequences(
     *,
     keeps: bool = False,
 ) -> Batch:
-    """A batch of whole sequences without a KV cache, for logits and finetuning.
+    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
         sequences: token ids.
-        device: of the batch.
-        virtual: virtual tokens before each sequence; none by default.
+        device: the device of the batch.
+        virtual: number of virtual tokens before each sequence; none by default.
         keeps: whether they are trained on.
     """
     spans: list[Span] = []
@@ -268,6 +205,6 @@ def whole_sequences(
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed that tells any two sequences of numbers apart, the same on every platform."""
+    """Mix numbers into a seed that differs for any two sequences, alike on every platform."""
     digest = hashlib.sha256(":".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

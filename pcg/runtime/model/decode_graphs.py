@@ -1,21 +1,21 @@
-"""Decode steps as CUDA graphs: recorded once for a size of batch, replayed for all such batches.
+"""Decode graphs: decode steps as CUDA graphs, recorded once for a size of batch, then replayed.
 
-A step that only decodes is hundreds of launches of a few microseconds each, which the host makes
-more slowly than the device runs them. Recorded, they are one launch. A graph keeps addresses and
-numbers for good, so what it reads is memory that stays: the base's weights, the cache, tables of
-adapters' rows (`lora_rows.py`), and the step's tokens in lists that its program makes room for and
-fills (`decode_lists`). It runs from the prologue to the logits and each one's likeliest token.
+A step that only decodes is hundreds of launches of a few microseconds each, which the host issues
+more slowly than the device runs them. Recorded, they are one launch. A graph fixes addresses and
+numbers, so it reads memory that stays: the base's weights, the cache, tables of adapters' rows
+(`adapters/row_memory.py`), and the step's tokens in lists that its program allocates and fills
+(`decode_lists`). It runs from the prologue to the logits and the likeliest token of each.
 
     tokens ──▶ room, rounded up ──▶ its graph ──▶ fill lists ──▶ replay ──▶ logits, tokens
 
-Rounded up are the tokens of the batch, pages of a sequence, splits of keys, and tiles of tokens by
-adapter. A graph is recorded when batches of its room have come a few times, as to record it takes
-about as long as so many steps. Where the adapters' memory has grown to lie elsewhere, graphs that
-read it are recorded anew.
+Rounded up are the batch's tokens, the pages of a sequence, the splits of keys, and the tiles of
+tokens by adapter. Recording takes about as long as a few steps, so a graph is recorded when batches
+of its room have come a few times. When the adapters' memory has moved, graphs that read it are
+recorded again.
 
-What no graph serves runs as ever: batches of more tokens than the largest room, adapters that have
-more than rows of LoRA and virtual tokens, programs without such lists, and all where a device does
-not record.
+A step without a graph runs eagerly: a batch with more tokens than the largest room, adapters with
+weights beside rows of LoRA and virtual tokens, programs without such lists, and devices that do not
+record.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.batch import DecodeTokens
 from pcg.parallel.ranks.group import ALONE
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
@@ -40,27 +41,28 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import ModelRunner
 
 EAGER_STEPS = 4
-"""Batches of a room before its graph is recorded. To record it the host launches everything twice,
-and the driver makes it ready: taken for so many steps, so that at worst the time doubles."""
+"""Batches of a room before its graph is recorded. Recording launches everything twice, and the
+driver then prepares the graph: about the time of so many steps, so it at worst doubles the time.
+"""
 MOST_GRAPHS = 64
-"""Graphs that are kept, the latest that ran: a device keeps the launches of each."""
+"""The most graphs that are kept, those replayed last: a device keeps the launches of each."""
 
 
 class Recorder(Protocol):
-    """What makes something that can be run again without the host's work."""
+    """Makes functions that run again without the host's work."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record a function that reads and writes memory that stays.
 
         Args:
-            run: called any number of times; what it did then may be done or not.
+            run: is called any number of times; its effects may or may not take place.
         Returns:
-            Does again what it did, on what lies in the same memory by then.
+            A function that repeats it on the present contents of the same memory.
         """
 
 
 class CudaRecorder:
-    """Records CUDA graphs; their intermediate tensors share one memory, as one runs at a time."""
+    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -81,33 +83,15 @@ class CudaRecorder:
         return graph.replay
 
 
-@dataclass(frozen=True)
-class DecodeTokens:
-    """The tokens of a step, one of each sequence; each attribute has one item a token.
+class DecodeBatch(Batch):
+    """A batch whose tokens are on the device only, without spans.
 
-    Attributes:
-        ids: of the tokens.
-        contexts: tokens before each, in the cache.
-        tables: pages of each sequence.
-        slots: of their adapters; -1 without one.
+    Args:
+        lists: the tokens' memory, as the program allocates it.
+        cache: the cache that they are appended to.
     """
 
-    ids: Sequence[int]
-    contexts: Sequence[int]
-    tables: Sequence[PageTable]
-    slots: Sequence[int]
-
-
-class DecodeBatch(Batch):
-    """A batch of tokens that are only on the device: it knows nothing of any sequence."""
-
     def __init__(self, lists: Any, cache: KvCache) -> None:
-        """Describe tokens.
-
-        Args:
-            lists: their memory, as the program makes it.
-            cache: that they are appended to.
-        """
         self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
         self.known = {"decoding": lists.attention}
         self.layer = 0
@@ -120,11 +104,11 @@ class DecodeBatch(Batch):
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a step gave; it is written over by the next one.
+    """The results of a step, which the next one overwrites.
 
     Attributes:
         logits: [n, V].
-        tokens: each one's likeliest, [n], int64.
+        tokens: the likeliest token of each, [n], int64.
     """
 
     logits: Tensor
@@ -136,10 +120,10 @@ class _Graph:
     """A recorded step.
 
     Attributes:
-        lists: that it reads.
+        lists: the lists that it reads.
         replay: runs it.
-        outputs: that it writes, for as many tokens as its room has at least.
-        bound: adapters' tables, which must not go while it reads them.
+        outputs: the memory that it writes, for at least as many tokens as its room has.
+        bound: the adapters' tables that it reads, kept alive.
     """
 
     lists: Any
@@ -151,37 +135,35 @@ class _Graph:
 class DecodeGraphs:
     """Recorded decode steps of one program over one cache.
 
+    Args:
+        runner: runs the program, which has lists for decode steps.
+        tables: the adapters' rows.
+        cache: the cache, in pages.
+        device: the device of all of them.
+        recorder: records graphs.
+        eager_steps: batches of a room before its graph is recorded.
+
     Attributes:
-        recorder: that makes them; None to make none, and use none.
-        recorded: how many were made.
-        replayed: how many steps they ran.
+        recorder: records graphs; None to use none.
+        recorded: number of recorded graphs.
+        replayed: number of replayed steps.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        stacks: RaggedTables,
+        tables: RaggedTables,
         cache: KvCache,
         device: torch.device,
         recorder: Recorder | None,
         eager_steps: int,
     ) -> None:
-        """Record nothing yet.
-
-        Args:
-            runner: of a program that has lists for decode steps.
-            stacks: of its adapters.
-            cache: in pages.
-            device: of all of them.
-            recorder: that makes them.
-            eager_steps: batches of a room before its graph is recorded.
-        """
         assert runner.decoding is not None
         assert runner.drawing is not None
         self.recorder = recorder
         self.recorded = self.replayed = 0
         self._runner, self._decoding, self._drawing = runner, runner.decoding, runner.drawing
-        self._stacks, self._cache, self._device = stacks, cache, device
+        self._tables, self._cache, self._device = tables, cache, device
         self._eager_steps = eager_steps
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._came: Counter[Any] = Counter()
@@ -196,17 +178,17 @@ class DecodeGraphs:
         tables: Sequence[PageTable],
         adapters: Sequence[Adapter | None],
     ) -> Decoded | None:
-        """Run a step; None where no graph serves it, and nothing was done.
+        """Run a step; returns None, having done nothing, if no graph serves it.
 
         Args:
-            ids: of the tokens, one of each sequence.
-            contexts: tokens before each, in the cache.
-            tables: of the sequences.
-            adapters: of the sequences; their rows are in memory.
+            ids: the tokens, one of each sequence.
+            contexts: number of tokens before each, in the cache.
+            tables: the pages of the sequences.
+            adapters: the adapters of the sequences; their rows are in memory.
         """
         if self.recorder is None:
             return None
-        slots = self._stacks.slots(adapters)
+        slots = self._tables.slots(adapters)
         if slots is None:
             return None
         tokens = DecodeTokens(ids, contexts, tables, slots)
@@ -220,8 +202,8 @@ class DecodeGraphs:
         return Decoded(graph.outputs.logits[:count], graph.outputs.tokens[:count])
 
     def _graph_of(self, tokens: DecodeTokens, recorder: Recorder) -> _Graph | None:
-        """The graph that serves a step, recorded where it is time."""
-        layout = self._stacks.layout
+        """Return the graph that serves a step, and record it if it is time."""
+        layout = self._tables.layout
         if layout != self._layout:
             self._layout = layout
             for room in [room for room in self._graphs if room.tiles]:
@@ -239,7 +221,7 @@ class DecodeGraphs:
             try:
                 self._graphs[room] = self._recorded(room, tokens, recorder)
             except RuntimeError as error:
-                # Slower, and right: what records nothing runs everything.
+                # Without graphs every step runs eagerly: slower, but right.
                 self.recorder = None
                 warnings.warn(
                     f"a decode step could not be recorded as a CUDA graph, and steps run without "
@@ -253,7 +235,7 @@ class DecodeGraphs:
     def _recorded(self, room: Any, tokens: DecodeTokens, recorder: Recorder) -> _Graph:
         lists = self._decoding.lists(room, self._device)
         lists.fill(tokens)
-        batch, bound = DecodeBatch(lists, self._cache), self._stacks.bind_tiles(lists.tiles)
+        batch, bound = DecodeBatch(lists, self._cache), self._tables.bind_tiles(lists.tiles)
         outputs = self._outputs_for(room.tokens)
         runner, greedy = self._runner, self._drawing.greedy
 
@@ -267,7 +249,7 @@ class DecodeGraphs:
         return _Graph(lists, replay, outputs, bound)
 
     def _outputs_for(self, tokens: int) -> Decoded:
-        """Memory that graphs share, as what one gives is read before the next one runs."""
+        """Return memory that graphs share, as results are read before the next one runs."""
         if self._outputs is None or len(self._outputs.tokens) < tokens:
             rows = 1 << (tokens - 1).bit_length()
             epilogue = self._runner.model.epilogue
@@ -280,16 +262,16 @@ class DecodeGraphs:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records on a device; None where nothing does."""
+    """Return the recorder of a device; None if it has none."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def decode_graphs(
-    runner: ModelRunner, stacks: PaddedTables, cache: KvCache, device: torch.device
+    runner: ModelRunner, tables: PaddedTables, cache: KvCache, device: torch.device
 ) -> DecodeGraphs | None:
-    """Of a program over a cache; None over ranks, without lists, or other memory for adapters."""
+    """Return the decode graphs of a program; None over ranks, and without lists or pages."""
     if runner.ranks.size > 1 or runner.decoding is None:
         return None
-    if cache.pages is None or not isinstance(stacks, RaggedTables):
+    if cache.pages is None or not isinstance(tables, RaggedTables):
         return None
-    return DecodeGraphs(runner, stacks, cache, device, recorder_for(device), EAGER_STEPS)
+    return DecodeGraphs(runner, tables, cache, device, recorder_for(device), EAGER_STEPS)

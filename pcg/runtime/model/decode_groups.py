@@ -1,8 +1,8 @@
-"""Sequences of one new token each, in groups that attention can take in one call.
+"""Decode groups: sequences of one new token each, in groups that attention takes in one call.
 
-Sequences whose rows of the cache lie at equal distances are one call; so are those whose rows lie
+Sequences whose rows of the cache lie at equal distances are one call; so are those whose rows are
 scattered, which are gathered. A group's longest sequence may be at most twice as long as its mean:
-what is read in vain costs less than another call.
+reading masked rows costs less than another call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+from pcg.kernels.batch import BlockTable, DecodeGroup
+from pcg.kernels.sizes import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +26,15 @@ class Singles:
 
     Attributes:
         tokens: their indices in the batch, [n].
-        first_rows: row of each one's first token in the cache where its pages are a run, else -1,
-            [n].
-        lengths: of each, the new token included, [n].
+        first_rows: row of each one's first token in the cache if its pages are a run, else -1, [n].
+        lengths: length of each, the new token included, [n].
         tables: pages of each.
     """
 
     tokens: NDArray[np.int64]
     first_rows: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    tables: Sequence[PageTable]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of one new token each that attention takes in one call.
-
-    Attributes:
-        tokens: their indices in the batch, [count].
-        row: first row that the first one attends to.
-        stride: rows from one sequence's first to the next one's.
-        longest: rows that the longest attends to.
-        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
-        rows: [count, longest], which rows they attend to, where these lie at no equal distances.
-    """
-
-    tokens: Tensor
-    row: int
-    stride: int
-    longest: int
-    mask: Tensor | None
-    rows: Tensor | None = None
+    tables: Sequence[BlockTable]
 
 
 def decode_groups(
@@ -64,11 +43,11 @@ def decode_groups(
     """Group sequences.
 
     Args:
-        singles: sequences.
-        window: rows that a token attends to at most; 0 for all.
+        singles: the sequences.
+        window: the most rows that a token attends to; 0 for all.
         cache_rows: rows of the whole cache.
-        dtype: of the masks, that of the cache.
-        device: of all tensors.
+        dtype: the dtype of the masks and of the cache.
+        device: the device of all tensors.
     """
     if not len(singles.tokens):
         return []
@@ -89,8 +68,8 @@ def decode_groups(
     for run, own, hidden in zip(runs, tokens, hides, strict=True):
         longest, mask, gathered = run.longest, None, None
         if run.total < longest * run.size:
-            # Row i of these shows its first most - i places. They are windows of one line, and to
-            # copy them out of it is a tenth of the time of comparing places with counts.
+            # Row i of these shows its first most - i places. They are windows of one line; copying
+            # them takes a tenth of the time of comparing places with counts.
             windows = line.as_strided((most, longest), (1, 1))
             mask = windows.index_select(0, hidden).view(run.size, 1, 1, longest)
         row = run.row
@@ -109,9 +88,9 @@ class _Run(NamedTuple):
     """Neighbours that are one group.
 
     Attributes:
-        row: that the first one attends to first; -1 where they are gathered.
-        size: how many.
-        stride: rows from one to the next; 0 where there is none, or they are gathered.
+        row: the first row that the first one attends to; -1 if they are gathered.
+        size: number of sequences.
+        stride: rows from one to the next; 0 if there is none, or they are gathered.
         longest: tokens that the longest attends to.
         total: tokens that all of them attend to.
     """
@@ -124,12 +103,12 @@ class _Run(NamedTuple):
 
 
 def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
-    """The groups of sequences in the order of their rows."""
+    """Yield the groups of sequences in the order of their rows."""
     size = stride = longest = total = 0
     first = before = rows[0]
     for row, count in zip(rows, counts, strict=True):
         step, most = row - before, max(longest, count)
-        # One call reaches this one, too: at the distance of those before, or gathered as they are.
+        # The group takes this one if its distance is that of those before, or all are gathered.
         if before < 0:
             is_reached = row < 0
         else:
@@ -144,13 +123,15 @@ def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterat
     yield _Run(first, size, stride, longest, total)
 
 
-def _gathered(ends: Iterable[tuple[PageTable, int]], counts: Sequence[int], longest: int) -> Tensor:
-    """Rows that sequences attend to, [count, longest]; the first row behind their ends.
+def _gathered(
+    ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
+) -> Tensor:
+    """Return the rows that sequences attend to, [count, longest], padded by row 0.
 
     Args:
         ends: their pages and lengths.
-        counts: tokens that each attends to, up to its end.
-        longest: of them.
+        counts: number of tokens that each attends to, up to its end.
+        longest: the largest count.
     """
     rows = np.zeros((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)

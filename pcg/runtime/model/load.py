@@ -1,4 +1,4 @@
-"""The work of some tokens of a step, as latencies count it."""
+"""The load of a step: its tokens and other work, as latencies are predicted from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work of a kind.
+    """Work of one kind.
 
     Attributes:
-        tokens: that go through the program.
-        keys: that attention reads for them, summed over tokens.
+        tokens: tokens that go through the program.
+        keys: keys that attention reads for them, summed over tokens.
         sampled: rows of logits.
-        trained: of the tokens, those whose loss is taken.
-        windows: of finetuning.
+        trained: tokens whose loss is computed.
+        windows: windows of finetuning.
     """
 
     tokens: int = 0
@@ -34,15 +34,15 @@ class Load:
 
     @classmethod
     def of(cls, tokens: int, context: int) -> Load:
-        """Of new tokens behind a context."""
+        """Return the load of new tokens behind a context."""
         return cls(tokens, keys_of(tokens, context))
 
     @classmethod
     def of_window(cls, tokens: int, context: int) -> Load:
-        """Of a window's tokens behind a context, and their loss."""
+        """Return the load of a finetuning window's tokens behind a context, and of their loss."""
         return cls(tokens, keys_of(tokens, context), 0, tokens, 1)
 
 
 def keys_of(tokens: int, context: int) -> int:
-    """Keys that attention reads for new tokens behind a context, summed over tokens."""
+    """Count the keys that attention reads for new tokens behind a context."""
     return tokens * context + tokens * (tokens + 1) // 2

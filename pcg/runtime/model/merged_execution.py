@@ -1,39 +1,23 @@
-"""Drive emitted functions that ask for the base's products, run_single or several run_merged.
+"""Merged execution: functions that run side by side share the products by the base's weights.
 
-What is particular to a part of a step, such as its adapters, its attention and what it keeps for
-backward, it does itself; a product by a weight of the base that several parts ask for at the same
-time is run once, over the tokens of all of them.
+Emitted functions are generators. Each part of a step, such as some requests or a finetuning window,
+does its own work, such as adapters, attention and saving for backward, and yields requests for
+products by the base's weights; a product that several parts request at the same time runs once,
+over the tokens of all of them.
 
 Source: Symbiosis (split execution: a base executor shared by clients).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-Result = TypeVar("Result")
-
-
-class Product(Protocol):
-    """What emitted functions ask for; see `pcg.kernels.torch.products`."""
-
-    key: tuple[object, ...]
-    is_own: bool
-
-    def run(self) -> None:
-        """Run it by itself."""
-
-    def run_with(self, others: Sequence[Self]) -> None:
-        """Run it and others of the same key as one."""
-
-
-ProductRequest: TypeAlias = Generator[Product, None, Result]
-"""A function that asks for products."""
+from pcg.kernels.torch.products import Product, ProductRequest, Result
 
 
 def run_single(function: ProductRequest[Result]) -> Result:
-    """Run a function with nothing beside it."""
+    """Run a function by itself."""
     try:
         while True:
             next(function).run()
@@ -43,13 +27,13 @@ def run_single(function: ProductRequest[Result]) -> Result:
 
 
 def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side; products of one key that they ask for in turn are one.
+    """Run functions side by side, and merge the products of one key that they request in turn.
 
-    Who asks for the base's waits while others ask for products of their own, which not all have: so
-    they come to the base's next one run_merged.
+    Functions that request products of their own go first, while the others wait at a product by
+    the base's weights: so all reach their next one together.
 
     Returns:
-        What each returns.
+        The result of each function.
     """
     results: list[Any] = [None] * len(functions)
     left = dict(enumerate(functions))

@@ -1,7 +1,7 @@
-"""Random weights of a base model, for measurements that need no sense: vLLM's `dummy` load format.
+"""Random weights of a base model, for measurements: vLLM's `dummy` load format.
 
-Matrices are normal with the configuration's `initializer_range`, as transformers begins training;
-vectors are ones, but for biases, which are zeros.
+Matrices are normal with the configuration's `initializer_range`, as before transformers' training;
+vectors are ones, and biases zeros.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pcg.parallel.ranks.shards import Ranges
 
 
 class RandomWeights:
-    """Makes each tensor from the seed and its name, so that every rank and every run has the same.
+    """Makes each tensor from the seed and its name, alike on every rank and in every run.
 
     Args:
-        std: of matrices.
-        seed: of all tensors.
+        std: standard deviation of matrices.
+        seed: seed of all tensors.
     """
 
     def __init__(self, std: float = 0.02, seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class RandomWeights:
         device: torch.device | str = "cpu",
         ranges: Ranges | None = None,
     ) -> Tensor:
-        """One tensor, or a part of it; see `Weights.load`."""
+        """Make a tensor, or a part of it; see `Weights.load`."""
         if len(shape) < 2:
             whole = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
         else:

@@ -1,4 +1,4 @@
-"""Run an emitted program: load its functions, bind weights, call prologue, layers and epilogue."""
+"""The model runner: runs an emitted serving program's prologue, layers and epilogue."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import Bound
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import ProductRequest, run_single
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.sampling import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source; tracebacks show its lines.
+    """Execute emitted source, whose lines tracebacks show; returns its namespace.
 
     Raises:
         ProgramError: it is not valid Python, or cannot be imported.
     """
-    # Triton reads a kernel's source when it first runs, so no two sources may have one name.
+    # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
     namespace: dict[str, Any] = {"__name__": f"pcg_program_{name}"}
@@ -46,10 +47,10 @@ def load_functions(source: str, name: str) -> Functions:
 
 
 def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
-    """The weights as serving multiplies by them.
+    """Return the weights in the layout that serving multiplies by.
 
     Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
-    faster for the few tokens of a decode step (benchmarks/generation.py).
+    faster for the few tokens of a decode step (`benchmarks/bench_generation.py`).
     """
     packed: dict[tuple[int, ...], Tensor] = {}
 
@@ -78,14 +79,14 @@ def _join(
     biases: Sequence[Tensor],
     packed: dict[tuple[int, ...], Tensor],
 ) -> None:
-    """Put the weights of these names, joined and packed, under the first; None under the others.
+    """Join and pack the weights of these names under the first name; the others become None.
 
-    Their biases, joined, go with them; the holder keeps each, which other operators may read.
+    Their joined biases go with them; the holder keeps each bias, which other operators may read.
     """
     tensors: list[Tensor] = [getattr(holder, name) for name in names]
     key = tuple(id(tensor) for tensor in (*tensors, *biases))
     if key not in packed:
-        # Not the tensor itself, which training multiplies by, too, with a bias or without.
+        # A detached tensor, as attributes are set on it, and training reads the original.
         whole = tensors[0].detach() if len(tensors) == 1 else torch.cat(tensors)
         if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
             whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
@@ -98,7 +99,7 @@ def _join(
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of a dtype on this CPU."""
+    """Return whether oneDNN packs weights of a dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -107,39 +108,38 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class LayerInputs:
-    """Which of the prologue's outputs each graph reads, beside what one layer hands the next."""
+    """The prologue's outputs that each graph reads, beside what one layer passes to the next.
+
+    Attributes:
+        carried: number of values that one layer passes to the next.
+    """
 
     def __init__(self, model: ModelGraph) -> None:
+        self.carried = len(model.blocks[0].outputs)
         self._indices = {
             graph.name: tuple(
-                model.prologue.outputs.index(value.name) for value in graph.inputs[carried:]
+                model.prologue.outputs.index(value.name) for value in graph.inputs[self.carried :]
             )
-            for graph, carried in self._carried(model)
+            for graph in (*model.blocks, model.epilogue)
         }
-        self.carried = len(model.blocks[0].outputs)
-
-    @staticmethod
-    def _carried(model: ModelGraph) -> list[tuple[Graph, int]]:
-        count = len(model.blocks[0].outputs)
-        return [(graph, count) for graph in (*model.blocks, model.epilogue)]
 
     def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
-        """The prologue's outputs that a graph reads."""
+        """Return the prologue's outputs that a graph reads."""
         return [shared[index] for index in self._indices[graph.name]]
 
 
 def parts_tokens(model: ModelGraph) -> bool:
-    """Whether a rank is handed a part of the tokens from layer to layer."""
+    """Return whether layers pass a rank's part of the tokens on, and not all tokens."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a program reads of the tokens of a decode step that is recorded.
+    """A program's functions for recorded decode steps.
 
     Attributes:
-        room: for the tokens of a step, rounded up; None for more than there is room for.
-        lists: memory of a room on a device.
+        room: rounds the sizes of a step's tokens up; returns None if they are too many.
+        lists: allocates the lists of a room on a device.
     """
 
     room: Callable[[Any], Any]
@@ -152,11 +152,11 @@ class ModelRunner:
     Over ranks all of them run the same batches, and have the same logits.
 
     Attributes:
-        model: that runs.
-        ranks: that run it.
-        weights: as it reads them.
-        drawing: kernels that choose tokens; None where the program has none.
-        decoding: what it reads of a recorded step; None where it has no lists for it.
+        model: the program's graphs.
+        ranks: the group.
+        weights: the weights in the layout that serving reads.
+        drawing: kernels that choose tokens; None if the program has none.
+        decoding: functions for recorded steps; None if the program has none.
     """
 
     def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
@@ -174,11 +174,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
-        """What the last layer hands the epilogue, for all tokens; fills the cache on the way."""
+        """Return the inputs of the epilogue for all tokens; the cache is filled on the way."""
         return run_single(self.hidden_requests(batch, adapters))
 
     def hidden_requests(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
-        """The same, asking the caller for the base's products."""
+        """Do as `hidden` does, requesting the base's products from the caller."""
         batch.ranks = self.ranks
         batch.chosen = None
         shared = _as_tuple(
@@ -204,13 +204,13 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: Bound | None = None,
     ) -> Tensor:
-        """Logits of all tokens of the batch, or of some.
+        """Compute logits of all tokens of the batch, or of some.
 
         Args:
             batch: the tokens.
-            adapters: bound to all tokens.
+            adapters: the adapters bound to all tokens.
             rows: indices of the tokens wanted, [rows]; None for all.
-            row_adapters: bound to those, for bypass networks of the epilogue.
+            row_adapters: the adapters bound to those, for bypass networks of the epilogue.
         Returns:
             [T or rows, V].
         """
@@ -225,7 +225,7 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: Bound | None = None,
     ) -> Tensor:
-        """Logits from what the last layer hands on; the arguments are as in `logits`."""
+        """Compute logits from the epilogue's inputs; the other arguments are as in `logits`."""
         if rows is not None:
             batch.chosen = rows
             carried = self._inputs.carried
@@ -237,7 +237,7 @@ class ModelRunner:
         return self._functions["epilogue"](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows of what the last layer hands on; this rank's part of them, where it has a part."""
+        """Return rows of a layer's output; this rank's part of them if it holds a part."""
         if not self._parts_tokens:
             return x[rows]
         size = self.ranks.size

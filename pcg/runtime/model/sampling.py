@@ -1,6 +1,6 @@
 """Sampling: from a step's logits to its next tokens, each row by its own request's parameters.
 
-A row goes through, in this order (that of transformers):
+The steps of a row, in transformers' order:
 
     repetition penalty   l < 0: l * penalty, else l / penalty, for tokens already in the sequence
     temperature          l / T; T = 0 takes the argmax here
@@ -9,12 +9,12 @@ A row goes through, in this order (that of transformers):
     min-p                keep p >= min_p * max p
     draw                 the first token whose cumulative probability exceeds u, u ~ U[0, 1)
 
-Nothing here waits for the device: where no token can be drawn there is `UNDRAWN`, which whoever
-reads the tokens asks about (`check_drawn`).
+Nothing here waits for the device: where no token can be drawn, the result is `UNDRAWN`, for which
+the reader of the tokens checks (`check_drawn`).
 
-One number u a token, drawn on the CPU from the request's own generator, is all the randomness there
-is: a request's tokens do not depend on what else is in the batch, nor on the device, and its random
-state is a few bytes that move with it.
+All randomness is one number u a token, drawn on the CPU from the request's own generator: a
+request's tokens depend neither on the rest of the batch nor on the device, and its random state is
+a few bytes that move with it.
 
 Shapes: R rows, V vocabulary, S rows that are sampled.
 Source: transformers `generation/logits_process.py`, which the tests compare against.
@@ -29,26 +29,15 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.runtime.memory.uploads import uploaded_list
+from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.text.stopping import StopChecker
-
-__all__ = [
-    "Drawing",
-    "SamplingParams",
-    "StopChecker",
-    "check_drawn",
-    "make_generator",
-    "probabilities",
-    "sample",
-]
 
 UNDRAWN = -1
-"""In the place of a token that could not be drawn."""
+"""The result where no token could be drawn."""
 
 
 def make_generator(seed: int | None = None) -> torch.Generator:
-    """A request's CPU generator; without a seed, one from the system's entropy."""
+    """Make a request's CPU generator; without a seed, from the system's entropy."""
     generator = torch.Generator(device="cpu")
     if seed is None:
         generator.seed()
@@ -59,12 +48,12 @@ def make_generator(seed: int | None = None) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a device chooses tokens, where its program has kernels for it.
+    """A program's kernels that choose tokens.
 
     Attributes:
-        greedy: each row's most likely token, [R, V] to [R]; of equal ones the first.
-        draw: tokens [R] of logits [R, V] at temperatures [R] and numbers u [R], and whether each
-            could be drawn, [R].
+        greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
+        draw: returns the tokens [R] drawn from logits [R, V] at temperatures [R] and numbers u [R],
+            and whether each could be drawn, [R].
     """
 
     greedy: Callable[[Tensor], Tensor]
@@ -82,12 +71,12 @@ def sample(
 
     Args:
         logits: [R, V], of each row's last position. Not changed.
-        params: one a row.
-        generators: one a row, on the CPU; None where the row is greedy. A sampled row's generator
-            advances by one number.
-        history: one a row, the tokens of its prompt and output so far; read only for rows with a
+        params: the parameters of each row.
+        generators: the CPU generator of each row, which a sampled row advances by one number; None
+            for a greedy row.
+        history: the tokens of each row's prompt and output so far; read only for rows with a
             repetition penalty.
-        drawing: kernels of the device; PyTorch's operators by default.
+        drawing: the device's kernels; PyTorch's operators by default.
     Returns:
         [R], int64, on the device of `logits`; `UNDRAWN` where a sampled row's logits hold NaN or no
         finite number.
@@ -114,7 +103,7 @@ def sample(
 
 
 def check_drawn(tokens: Sequence[int]) -> None:
-    """GenerationError: one of the tokens could not be drawn."""
+    """Raise a GenerationError if one of the tokens could not be drawn."""
     if UNDRAWN in tokens:
         raise GenerationError(
             f"the logits of row {tokens.index(UNDRAWN)} hold NaN or no finite number, so no token "
@@ -131,7 +120,7 @@ def probabilities(
     params: Sequence[SamplingParams],
     history: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """The distribution that `sample` draws from, [R, V], fp32; a greedy row's is one-hot."""
+    """Return the distribution that `sample` draws from, [R, V], fp32; one-hot for greedy rows."""
     _check_rows(logits, params, [None] * len(params), history, need_generators=False)
     logits = _penalize(logits, params, history)
     result = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
@@ -144,7 +133,7 @@ def probabilities(
 def _penalize(
     logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Apply repetition penalties; a new tensor if there are any."""
+    """Apply repetition penalties; returns a new tensor if there are any."""
     rows = [row for row, p in enumerate(params) if p.repetition_penalty != 1.0]
     if not rows:
         return logits
@@ -160,7 +149,7 @@ def _penalize(
 
 
 def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, top-k, top-p and min-p; what is not kept becomes -inf. [S, V] fp32."""
+    """Apply temperature, top-k, top-p and min-p; other tokens become -inf. [S, V] fp32."""
     device = logits_SV.device
 
     def column(values: Sequence[float]) -> Tensor:
@@ -205,24 +194,24 @@ def _draw(
     generators: Sequence[torch.Generator | None] | None,
     drawing: Drawing,
 ) -> Tensor:
-    """Invert each row's cumulative distribution at one uniform number. Returns [S] int64."""
+    """Invert each row's cumulative distribution at one uniform number; returns [S] int64."""
     assert generators is not None  # _check_rows
     numbers = [
         torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows
     ]
     uniform = uploaded_list(numbers, torch.float64, logits_SV.device)
-    # Filters have divided by the temperatures.
+    # The filters have divided by the temperatures.
     drawn_S, are_drawn_S = drawing.draw(logits_SV, torch.ones_like(logits_SV[:, 0]), uniform)
     return drawn_S.masked_fill_(~are_drawn_S, UNDRAWN)
 
 
 def _invert(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """`Drawing.draw` by PyTorch's operators."""
-    # fp64: over a large vocabulary fp32 loses the tokens whose probability is below its rounding.
+    """Draw as `Drawing.draw` does, by PyTorch's operators."""
+    # fp64, as in fp32 tokens below its rounding would be lost in a large vocabulary.
     cumulative = (logits / temperatures[:, None]).softmax(dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).squeeze(1)
-    # Rounding can put the point on the total itself, past the last token that has a probability.
+    # Rounding can put the point on the total itself, past the last token with a probability.
     drawn = torch.where(drawn < logits.shape[-1], drawn, logits.argmax(dim=-1))
     return drawn, total.isfinite().squeeze(1)
 

@@ -1,12 +1,28 @@
-"""What a request says about its own tokens: how they are chosen, and when they end."""
+"""Sampling parameters: how a request's tokens are chosen, and when they end."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from pcg.errors import GenerationError
+from pcg.keywords import check_names
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords: a value, or a list with one for each prompt."""
+
+    temperature: float | list[float]
+    top_k: int | list[int | None] | None
+    top_p: float | list[float | None] | None
+    min_p: float | list[float | None] | None
+    repetition_penalty: float | list[float]
+    seed: int | list[int | None] | None
+    max_new_tokens: int | list[int]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool | list[bool]
 
 
 @dataclass(frozen=True)
@@ -19,7 +35,7 @@ class SamplingParams:
         top_p: keep the most likely tokens up to this probability, in (0, 1]; None keeps all.
         min_p: keep tokens at least this likely relative to the most likely one; None keeps all.
         repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far.
-        seed: of the request's generator; None takes one from the system.
+        seed: seed of the request's generator; None takes one from the system.
         max_new_tokens: the most tokens to generate.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
@@ -64,22 +80,17 @@ class SamplingParams:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
-        """Those of one prompt of several.
+        """Return the parameters of one prompt of several.
 
         Args:
             options: fields by name; a list with a value for each prompt gives each its own, and
                 prompt i of several samples with seed + i.
-            index: of the prompt.
-            count: of the prompts.
+            index: index of the prompt.
+            count: number of prompts.
         Raises:
-            GenerationError: there is no such field, or a value is not for it.
+            GenerationError: there is no such field, or a value is out of its range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise GenerationError(
-                f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
-            )
+        check_names(options, [field.name for field in dataclasses.fields(cls)], GenerationError)
         mine = {}
         for name, value in options.items():
             per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
@@ -104,7 +115,7 @@ _LISTS = ("stop", "stop_token_ids")
 def _require_number(
     name: str, value: object, low: float, high: float, open_low: bool = False
 ) -> None:
-    """Refuse what is not a finite number in [low, high], or (low, high] with `open_low`."""
+    """Refuse a value that is not a finite number in [low, high], or (low, high] with `open_low`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         above = low < value if open_low else low <= value
         if above and value <= high and math.isfinite(value):
@@ -116,7 +127,7 @@ def _require_number(
 def _require_int(
     name: str, value: object, low: int, high: int | None = None, hint: str = ""
 ) -> None:
-    """Refuse what is not an int of at least `low` and at most `high`."""
+    """Refuse a value that is not an int from `low` to `high`."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= low and (high is None or value <= high):  # type: ignore[operator]
         return

@@ -1,4 +1,4 @@
-"""A second stream, on which backward units run beside a step's forward (FlexLLM v2 §6.1)."""
+"""A side stream: backward units run on it beside a step's forward (FlexLLM v2 §6.1)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 class SideStream:
-    """Of one GPU; see `pcg.runtime.engine.device.Side`.
+    """A second stream of one GPU; see `pcg.runtime.engine.device.Side`.
 
-    Memory that one stream used is the other's only after `join`, which the host waits for.
+    Memory that one stream used may be used by the other only after `join`, for which the host
+    waits.
 
     Args:
         device: the GPU.

@@ -9,8 +9,8 @@ from typing import Protocol
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.same_program import check_same, training_text
-from pcg.peft.adapters import Adapter
-from pcg.peft.registry import Recipe
+from pcg.peft.adapter import Adapter
+from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.sources import model_sources, trained_sources
 from pcg.runtime.model.base_weights import BaseWeights

@@ -16,16 +16,9 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
-from pcg.peft.adapters import (
-    Adapter,
-    check_biases,
-    check_fits,
-    new_adapter,
-    read_adapter,
-    recipe_from,
-    with_shared,
-)
-from pcg.peft.registry import is_shorthand
+from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
+from pcg.peft.reader import read_adapter
+from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_weights import ServedWeights
@@ -165,17 +158,17 @@ class ModelState:
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
         else:
-            adapter = new_adapter(
+            fresh = new_adapter(
                 name,
                 recipe_from(path_or_config),
                 modules,
                 seed=seed,
                 output_layer=base.output_module,
                 model_type=str(self.program.config["model_type"]),
-                base_model_name=self.program.name,
                 base_weights=self._linear,
             )
-            adapter = dataclasses.replace(adapter, biases=self._base_biases(adapter))
+            biases, base_name = self._base_biases(fresh), self.program.name
+            adapter = dataclasses.replace(fresh, biases=biases, base_model_name=base_name)
             check_biases(adapter, adapter.biases)
         return self.on_host(adapter)
 

@@ -1,11 +1,11 @@
 """The base model's weights: one tensor at a time, from safetensors files or from a module.
 
-Opening reads headers alone; a tensor is mapped when it is loaded, and copied only where it is cast,
-transposed, fused or moved. What a checkpoint names otherwise than the model is found under
+Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
+transposed, fused or moved. A checkpoint may name a tensor otherwise than the model:
 
-- the name without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`,
-  as old checkpoints store what was saved without its head;
-- `block_sparse_moe` for `mlp`, as Mixtral's;
+- without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, as old
+  checkpoints do that were saved without their head;
+- `block_sparse_moe` for `mlp`, as Mixtral does;
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -30,7 +30,7 @@ from pcg.tensor_file import TensorInfo, read_header
 
 Shape = tuple[int, ...]
 
-# Of a fused parameter of the experts: the experts' own, in the order of the output features.
+# The experts' own tensors of a fused parameter, in the order of the output features.
 _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -49,11 +49,11 @@ class Weights(ABC):
     Args:
         index: dtype and shape of each tensor by name.
         base_prefix: name of the headless model within the model, such as `model`.
-        config: of the model, for messages.
-        where: names the whole in messages.
+        config: the model's configuration, for messages.
+        where: the name of the source in messages.
 
     Attributes:
-        read_bytes: of all tensors, and parts of tensors, that were read so far, as stored.
+        read_bytes: bytes of all tensors, and parts of tensors, that were read so far, as stored.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Weights(ABC):
         device: torch.device | str = "cpu",
         ranges: Ranges | None = None,
     ) -> Tensor:
-        """One tensor, or a part of it, as the graph wants it.
+        """Read a tensor, or a part of it, as the graph reads it.
 
         Args:
-            name: in the model, such as `model.layers.0.mlp.up_proj.weight`.
-            shape: of the whole tensor.
-            dtype: of the result.
-            transposed: the checkpoint holds [in, out], the result is [out, in].
-            device: of the result.
-            ranges: of the whole tensor that the result has; None for all. Nothing else is read, but
-                of experts' tensors that are fused here.
+            name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
+            shape: shape of the whole tensor.
+            dtype: dtype of the result.
+            transposed: whether the checkpoint holds [in, out], and the result is [out, in].
+            device: device of the result.
+            ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
+                are read as a whole.
         Raises:
-            WeightsError: there is no such tensor, its shape is another, it is quantized, or the
-                file is damaged.
+            WeightsError: there is no such tensor, its shape differs, it is quantized, or the file
+                is damaged.
         """
         shape = tuple(shape)
         found = self._find(name)
@@ -109,19 +109,19 @@ class Weights(ABC):
         return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor, under this name or another; experts' parts aside."""
+        """Return whether there is such a tensor, also under another name; experts' parts aside."""
         return self._find(name) is not None
 
     def unused(self) -> tuple[str, ...]:
-        """Names of the tensors that were not loaded so far, sorted."""
+        """Return the sorted names of the tensors that were not loaded so far."""
         return tuple(sorted(self.index.keys() - self._used))
 
     @abstractmethod
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        """The tensor of a name in the index as it is stored, or these ranges of it."""
+        """Read a tensor of the index as it is stored, or these ranges of it."""
 
     def _place(self, name: str) -> str:
-        """For a message: where the tensor is."""
+        """Return where a tensor is, for messages."""
         return self.where
 
     def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
@@ -136,7 +136,7 @@ class Weights(ABC):
         return next((other for other in self._names(name) if other in self.index), None)
 
     def _names(self, name: str) -> Iterator[str]:
-        """The names under which a checkpoint may hold a tensor, most likely first."""
+        """Yield the names that a checkpoint may have for a tensor, most likely first."""
         prefix = f"{self.base_prefix}." if self.base_prefix else ""
         names = [name]
         if prefix:
@@ -145,7 +145,7 @@ class Weights(ABC):
         yield from (n.replace(".mlp.", ".block_sparse_moe.") for n in names if ".mlp." in n)
 
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
-        """For each expert the names of the tensors that its fused one is made of."""
+        """Return for each expert the names of the tensors that make up its fused one."""
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
         if match is None or len(shape) != 3:
             return None
@@ -160,7 +160,7 @@ class Weights(ABC):
         return None
 
     def _fuse(self, name: str, parts: list[list[str]], shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The experts' tensors as one, [experts, out, in]."""
+        """Fuse the experts' tensors into one, [experts, out, in]."""
         experts, out_features, in_features = shape
         part_shape = (out_features // len(parts[0]), in_features)
         fused = torch.empty(experts, *shape[1:], dtype=dtype)
@@ -187,7 +187,7 @@ class Weights(ABC):
             )
 
     def _suspects(self, stored: Shape, wanted: Shape) -> str:
-        """Which fields of the config ask for the sizes that differ."""
+        """Name the fields of the configuration that account for the sizes that differ."""
         sizes = wanted
         if len(stored) == len(wanted):
             sizes = tuple(w for s, w in zip(stored, wanted, strict=True) if s != w)
@@ -264,10 +264,10 @@ class StateDictCheckpoint(Weights):
     """The weights of a module in memory, shared where neither dtype, device nor layout differ.
 
     Args:
-        state_dict: of the module.
+        state_dict: the module's tensors by name.
         base_prefix: name of the headless model within the model, such as `model`.
-        config: of the model, for messages.
-        where: names the module in messages.
+        config: the model's configuration, for messages.
+        where: the name of the module in messages.
     Raises:
         WeightsError: a tensor has no data.
     """

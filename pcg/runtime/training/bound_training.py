@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import Training, python_name
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.adapters.binding import bind
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
-from pcg.runtime.training.data import IGNORED, Example
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 
 CHUNK_BYTES = 16 * 2**20
@@ -88,7 +88,7 @@ class BoundTraining:
         """Run the recipe's encoder, if it has one, which makes the virtual tokens of a pass."""
         if self._encoder is not None:
             self._encoder.make()
-            self.shards.take()
+            self.shards.scatter()
 
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""

@@ -5,7 +5,7 @@
         adapter_config.json                 the adapter as peft reads it
         adapter_model.safetensors
         encoder.safetensors                 what makes the adapter's weights, where something does
-        allocation.safetensors              how AdaLoRA's ranks are scored, where they are
+        allocation.safetensors              the state of what the method does beside the program
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
         trainer_state.json                  where the job is, and what it must have to go on
         best/                               the adapter of the best evaluation, where it is kept,
@@ -34,13 +34,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.adapters import Adapter, read_adapter, write_adapter
+from pcg.peft.adapter import Adapter
+from pcg.peft.reader import read_adapter
+from pcg.peft.writer import write_adapter
 from pcg.tensor_file import read_header
 
 LATEST = "latest"
 STATE = "trainer_state.json"
-ALLOCATION = "allocation.safetensors"
+BESIDE = "allocation.safetensors"
 ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
@@ -96,7 +97,7 @@ class Checkpoint:
         adapter: as it is after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
-        allocation: the rank allocator's; empty for methods but AdaLoRA.
+        beside: the state of what the method does outside the program; empty for most.
     """
 
     state: TrainerState
@@ -104,7 +105,7 @@ class Checkpoint:
     adapter: Adapter
     best: Adapter | None
     optimizer: Mapping[str, Tensor]
-    allocation: Mapping[str, Tensor] = field(default_factory=dict)
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -158,14 +159,14 @@ class CheckpointStore:
             best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
             read_header(path / OPTIMIZER, FinetuneError)
             optimizer = load_file(path / OPTIMIZER)
-            allocation = {}
-            if isinstance(adapter.recipe, AdaLoraRecipe):
-                read_header(path / ALLOCATION, FinetuneError)
-                allocation = load_file(path / ALLOCATION)
+            beside = {}
+            if adapter.recipe.trains_beside:
+                read_header(path / BESIDE, FinetuneError)
+                beside = load_file(path / BESIDE)
         except (AdapterError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         self._kept = sorted(p for p in self._all() if p.name <= path.name)
-        return Checkpoint(saved[0], saved[1], adapter, best, optimizer, allocation)
+        return Checkpoint(saved[0], saved[1], adapter, best, optimizer, beside)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
@@ -243,8 +244,8 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     if checkpoint.best is not None:
         _write_adapter(checkpoint.best, path / BEST)
     _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
-    if isinstance(checkpoint.adapter.recipe, AdaLoraRecipe):
-        _write_tensors(path / ALLOCATION, checkpoint.allocation)
+    if checkpoint.adapter.recipe.trains_beside:
+        _write_tensors(path / BESIDE, checkpoint.beside)
     state = {
         "format": FORMAT,
         "trajectory": dict(checkpoint.trajectory),

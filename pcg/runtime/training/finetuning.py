@@ -18,13 +18,13 @@ import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
 from pcg.runtime.training.data import Dataset
 from pcg.runtime.training.data_order import Batches
 from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
-from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import progress_bar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
@@ -38,19 +38,13 @@ from pcg.runtime.training.work_units import Work, run_to_end
 _LOG = logging.getLogger("pcg.finetuning")
 
 
-def finetune(
-    state: ModelState,
-    data: Data,
-    name: str,
-    options: FinetuneOptions,
-    peft: object = None,
-    on_step: OnStep | None = None,
-) -> FinetuneResult:
+def finetune(state: ModelState, given: FinetuneArguments) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
+    name = given.adapter
     is_new = name not in state.adapters
-    job = FinetuneJob(InPlacePublisher(state, name), data, name, options, peft)
+    job = FinetuneJob(InPlacePublisher(state, name), given)
     try:
-        return job.run(on_step)
+        return job.run(given.on_step)
     except UnsupportedError:  # at the first step
         if is_new:
             state.remove_adapter(name)
@@ -60,29 +54,19 @@ def finetune(
 class FinetuneJob:
     """A finetuning job while it runs."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        data: Data,
-        name: str,
-        options: FinetuneOptions,
-        peft: object = None,
-    ) -> None:
+    def __init__(self, publisher: Publisher, options: FinetuneArguments) -> None:
         """Read the data, find the checkpoint to go on from, and make the adapter.
 
         Args:
             publisher: decides which version of the adapter is served.
-            data: the training data.
-            name: the adapter's name.
-            options: the job's options.
-            peft: the recipe of a new adapter.
+            options: the data, the adapter's name, its recipe, and the job's options.
         """
         self._publisher = publisher
         self._model = publisher.state
         self._ranks = publisher.state.ranks
-        self._name = name
+        self._name = options.adapter
         self._options = options
-        self._data = self._read(data)
+        self._data = self._read(options.data)
         self._eval = None if options.eval_data is None else self._read(options.eval_data)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
@@ -98,7 +82,7 @@ class FinetuneJob:
         self._resumed_from: int | None = None
         self._saved: tuple[int, int] | None = None
         self._checkpoint: Path | None = None
-        self._start(peft)
+        self._start(options.peft)
         self._started = time.monotonic()
         self._seconds_before = self._state.seconds
         self._tokens_before = self._state.tokens
@@ -214,8 +198,8 @@ class FinetuneJob:
         adapter = self._settled()
         if self._best is not None:
             overwrite(adapter, self._best)
-        if self._steps.allocator is not None:
-            adapter = self._steps.allocator.allocated(adapter)
+        if self._steps.beside is not None:
+            adapter = self._steps.beside.finished(adapter)
         self._publisher.finish(adapter)
         return FinetuneResult(
             adapter=self._name,
@@ -315,10 +299,10 @@ class FinetuneJob:
         with deferred_interrupts():
             state.seconds = self._seconds
             optimizer = self._steps.state()
-            allocator = self._steps.allocator
-            allocation = {} if allocator is None else allocator.tensors
+            beside = self._steps.beside
+            tensors = {} if beside is None else beside.tensors
             adapter = self._settled()
-            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, allocation)
+            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, tensors)
             store = self._store
             run_on_first(self._ranks, lambda: store.save(made))
             self._checkpoint = store.latest()
@@ -380,8 +364,8 @@ class FinetuneJob:
         self._best = checkpoint.best
         if state.step:
             self._steps.load_state(checkpoint.optimizer)
-        if self._steps.allocator is not None:
-            self._steps.allocator.load(checkpoint.allocation)
+        if self._steps.beside is not None:
+            self._steps.beside.load(checkpoint.beside)
         self._resumed_from = state.step
         self._saved = (state.step, len(state.eval_losses))
 

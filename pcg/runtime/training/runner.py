@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.data import IGNORED, Example
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import run_to_end
 
@@ -63,12 +63,12 @@ class TrainingRunner(BoundTraining):
         """Encode the virtual tokens anew, after the encoder's parameters have changed."""
         if self._encoder is not None:
             self._encoder.publish()
-            self.shards.take()
+            self.shards.scatter()
 
     def settle(self) -> None:
         """Gather what all ranks have trained into the adapter."""
         if self._encoder is None:
-            self.shards.publish()
+            self.shards.gather()
 
 
 def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:

@@ -21,11 +21,11 @@ from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.model.batch import mixed_seed
-from pcg.runtime.training.data import Dataset, Example
+from pcg.runtime.training.data import Dataset
 from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.rank_allocator import RankAllocator
 from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.training_pass import pass_through
@@ -58,7 +58,7 @@ class TrainingStep:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
         optimizer: over them.
-        allocator: of AdaLoRA's ranks; None for other methods.
+        beside: what the method does outside the program; None for most methods.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TrainingStep:
         total_steps: int,
     ) -> None:
         self.parameters = dict(runner.parameters)
-        self.allocator = RankAllocator.of(runner.adapter, runner.shards, total_steps)
+        self.beside = runner.adapter.recipe.training_beside(runner.shards, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
@@ -121,8 +121,8 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        if self.allocator is not None:
-            self.allocator.allocate(step + 1)
+        if self.beside is not None:
+            self.beside.after_step(step + 1)
         self.drop_gradients()
         self._runner.publish()
 
@@ -169,8 +169,8 @@ class TrainingStep:
                     f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
                 )
         self._runner.sum_gradients()
-        if self.allocator is not None:
-            self.allocator.regularize()
+        if self.beside is not None:
+            self.beside.regularize()
         norm = self._runner.gradient_norm()
         if self._options.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(

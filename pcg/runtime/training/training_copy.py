@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 
 from pcg.errors import FinetuneError
-from pcg.peft.adalora import AdaLoraRecipe
-from pcg.peft.adapters import Adapter, check_fits, recipe_from, with_shared
-from pcg.peft.registry import Recipe, is_shorthand, recipe_of_fields
+from pcg.peft.adapter import Adapter, check_fits, with_shared
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
 from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.state import ModelState
 
@@ -73,11 +73,8 @@ def start_adapter(
 
 
 def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
-    """Set the steps of AdaLoRA's schedule to the job's, if its recipe has none."""
-    recipe = adapter.recipe
-    if not isinstance(recipe, AdaLoraRecipe) or recipe.steps is not None:
-        return adapter
-    return dataclasses.replace(adapter, recipe=dataclasses.replace(recipe, steps=total_steps))
+    """Set the steps of the recipe's schedule to the job's, if it has none."""
+    return dataclasses.replace(adapter, recipe=adapter.recipe.for_job(total_steps))
 
 
 def owned(adapter: Adapter) -> Adapter:
@@ -107,14 +104,14 @@ _Sites = tuple[Mapping[str, object], Recipe]
 
 
 def _sites(adapter: Adapter) -> _Sites:
-    sites = {path: weights.site for path, weights in adapter.weights.items()}
+    sites = {path: weights.bypass for path, weights in adapter.weights.items()}
     return sites, adapter.recipe
 
 
 def _sites_of_recipe(state: ModelState, recipe: Recipe) -> _Sites:
     base = state.program.base
     model_type = str(state.program.config["model_type"])
-    sites: Mapping[str, object] = recipe.sites(
+    sites: Mapping[str, object] = recipe.bypasses(
         tuple(base.linear_modules()), base.output_module, model_type
     )
     return sites, recipe
@@ -130,7 +127,7 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
         difference = f"dropout {before.dropout:g} and {other} {after.dropout:g}"
     if before.encoder != after.encoder:
         difference = f"{before.encoder or 'no encoder'} and {other} {after.encoder or 'none'}"
-    if isinstance(before, AdaLoraRecipe) and isinstance(after, AdaLoraRecipe):
+    if type(before) is type(after):
         for field, value in before.schedule.items():
             if after.schedule.get(field, value) != value:
                 difference = f"{field}={value} and {other} {after.schedule[field]}"

@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.runtime.memory.kv_cache import KvCache, KvGradients
+from pcg.kernels.batch import KvGradients, Span
+from pcg.kernels.torch.products import ProductRequest
+from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.batch import ANY_TOKEN, Batch, Span
+from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.merged_execution import ProductRequest, run_single
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 

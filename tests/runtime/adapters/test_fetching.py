@@ -9,7 +9,7 @@ import pytest
 
 import pcg.compiler as compiler
 from pcg.runtime.adapters.row_memory import RowMemory
-from pcg.runtime.adapters.slots import Shelf
+from pcg.runtime.adapters.slots import AdapterSlots
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.model.sampling_params import SamplingParams
@@ -19,7 +19,10 @@ from tests.support.interpreter import bf16
 from tests.support.prompts import prompts
 
 bf16.install()
-WRITERS: dict[str, tuple[type, str]] = {"torch": (Shelf, "_put"), "triton": (RowMemory, "_write")}
+WRITERS: dict[str, tuple[type, str]] = {
+    "torch": (AdapterSlots, "_put"),
+    "triton": (RowMemory, "_write"),
+}
 
 
 @pytest.mark.parametrize("backend", WRITERS)

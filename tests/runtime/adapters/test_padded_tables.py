@@ -13,13 +13,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
+from pcg.kernels.adapter_batch import SegmentedWeight, Segments
 from pcg.kernels.torch.ops import expand_add, shrink
-from pcg.passes.bypasses import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
-from pcg.runtime.adapters.segments import SegmentedWeight, segments_of
 from pcg.runtime.executor import Executor
+from tests.support.bypasses import lora
 
 RECIPES = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -116,14 +116,14 @@ def test_what_was_fetched_before_it_ran_is_whole(
     expected = {name: executor.logits(prompt, name) for name in RECIPES}
     stacks = executor.serving.tables
     for running, coming, gone in steps:
-        stacks.fetch([executor.adapters[name] for name in coming])
+        stacks.prefetch([executor.adapters[name] for name in coming])
         for name, ours in zip(
             running,
             executor.logits([prompt] * len(running), running) if running else (),
             strict=True,
         ):
             torch.testing.assert_close(ours, expected[name])
-        stacks.fetch([executor.adapters[name] for name in reversed(coming)])
+        stacks.prefetch([executor.adapters[name] for name in reversed(coming)])
         stacks.forget(executor.adapters[gone])
 
 
@@ -143,8 +143,8 @@ def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) ->
     executor, _ = pair
     model = executor.program.base
     sites = [site for site in model.linear_sites() if "{layer}" in site]
-    everywhere = Bypasses(dict.fromkeys(sites, 4))
-    some = Bypasses({site: 4 for site in sites if "q_proj" in site})
+    everywhere = lora(dict.fromkeys(sites, 4))
+    some = lora({site: 4 for site in sites if "q_proj" in site})
     ops = []
     for bypasses in (everywhere, some):
         passes = pipeline(Settings(bypasses=lambda _, b=bypasses: b))
@@ -180,7 +180,7 @@ def test_logits_of_prompts_beside_decoding_tokens(
 
 @given(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=7).filter(any))
 def test_each_segment_is_multiplied_by_its_own_weight(start: int, sizes: list[int]) -> None:
-    segments = segments_of(start, sizes, torch.device("cpu"))
+    segments = Segments.of(start, sizes, torch.device("cpu"))
     a = torch.randn(len(sizes), 2, 5, dtype=torch.float64).transpose(1, 2)
     b = torch.randn(len(sizes), 4, 2, dtype=torch.float64).transpose(1, 2)
     x, y = (torch.randn(segments.stop + 2, n, dtype=torch.float64) for n in (5, 4))

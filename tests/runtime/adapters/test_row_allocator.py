@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.peft.adapters import Adapter
-from pcg.peft.lora import LoraRecipe
-from pcg.runtime.adapters.row_allocator import OwnRoom, PageRoom, RowAllocator, pages_of_rows
+from pcg.peft.adapter import Adapter
+from pcg.peft.lora import LoraConfig
+from pcg.runtime.adapters.row_allocator import (
+    OwnRowAllocator,
+    PagedRowAllocator,
+    RowAllocator,
+    pages_of_rows,
+)
 from pcg.runtime.memory.pool import PageTable
 
 CPU = torch.device("cpu")
@@ -22,7 +27,7 @@ matrices = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([8, 16, 24, 64]
 
 
 def adapter() -> Adapter:
-    return Adapter("a", LoraRecipe(), {})
+    return Adapter("a", LoraConfig(), {})
 
 
 def made(shapes: list[tuple[int, int]], seed: int) -> list[Tensor]:
@@ -49,7 +54,7 @@ def put(room: RowAllocator, one: Adapter, found: list[Tensor]) -> list[Tensor]:
 
 @given(every=st.lists(matrices, min_size=1, max_size=4), gone=st.integers(0, 3))
 def test_a_room_of_their_own(every: list[list[tuple[int, int]]], gone: int) -> None:
-    room = OwnRoom(torch.float32, CPU)
+    room = OwnRowAllocator(torch.float32, CPU)
     there = [(adapter(), made(shapes, seed)) for seed, shapes in enumerate(every)]
     firsts = [put(room, one, found) for one, found in there]
     for (one, found), starts in zip(there, firsts, strict=True):
@@ -62,7 +67,7 @@ def test_a_room_of_their_own(every: list[list[tuple[int, int]]], gone: int) -> N
 
 
 def test_a_memory_that_is_in_use_does_not_grow() -> None:
-    room = OwnRoom(torch.float32, CPU)
+    room = OwnRowAllocator(torch.float32, CPU)
     first, second = adapter(), adapter()
     assert room.reserve(first, [(2, 64)], never, grows=False) is None
     put(room, first, made([(400, 64)], 0))
@@ -84,7 +89,7 @@ def test_pages(every: list[list[tuple[int, int]]], draw: st.DataObject) -> None:
     order = draw.draw(st.permutations(range(sum(needs) + 2)))
     pages = torch.zeros((len(order), 4 * PAGE), dtype=torch.uint8)
     tables: dict[int, PageTable] = {}
-    room = PageRoom(pages, lambda one: tables[id(one)], torch.float32)
+    room = PagedRowAllocator(pages, lambda one: tables[id(one)], torch.float32)
     there = []
     for seed, (shapes, need) in enumerate(zip(every, needs, strict=True)):
         one, found = adapter(), made(shapes, seed)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.peft.adapters import Adapter
+from pcg.kernels.adapter_batch import LoraRows, TokenSpans
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.row_memory import LoraRows, LoraSite, RowMemory, TokenSpans
+from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stacked_weights import Sites
+from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -83,7 +84,7 @@ def test_tables_point_at_each_adapters_rows(steps: list[tuple[list[int], list[in
     for running, coming, gone in steps:
         adapters = [ADAPTERS[i] for i in running]
         lora.admit(adapters)
-        lora.fetch([ADAPTERS[i] for i in coming])
+        lora.prefetch([ADAPTERS[i] for i in coming])
         check(lora, adapters)
         lora.forget(ADAPTERS[gone])
         check(lora, [one for one in adapters if one is not ADAPTERS[gone]])
@@ -99,7 +100,7 @@ def test_who_is_idle_gives_way_before_the_memory_grows() -> None:
         for first in range(0, len(ADAPTERS), 3):
             lora.admit(ADAPTERS[first : first + 3])
     settled = lora.size_bytes
-    lora.fetch(ADAPTERS[3:9])
+    lora.prefetch(ADAPTERS[3:9])
     lora.admit(ADAPTERS[3:6])
     check(lora, ADAPTERS[3:6])
     for first in range(0, len(ADAPTERS), 3):
@@ -153,5 +154,5 @@ def test_what_lies_beside_adapted_outputs_is_aligned_too(
 ) -> None:
     graph = parse_graph(SOME.format(*sizes, adapted, dtype, sizes[adapted]))
     verify(graph)
-    (joined,) = Sites.of(graph).joined
+    (joined,) = GraphSites.of(graph).joined
     assert LoraSite(0, 0, joined).fits_kernels == fits

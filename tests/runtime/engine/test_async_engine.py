@@ -21,7 +21,7 @@ from pcg.errors import (
     OutOfMemoryError,
     PcgError,
 )
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind

@@ -15,7 +15,7 @@ import transformers
 import pcg
 import pcg.compiler as compiler
 from pcg.ir.program.folder import save_program
-from pcg.peft.adapters import Adapter
+from pcg.peft.adapter import Adapter
 from pcg.runtime.executor import Executor
 from tests.support.serving_job import DATA, OPTIONS, STEPS, VOCABULARY, WAITING, co_serve
 

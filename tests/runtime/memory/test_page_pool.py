@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import OutOfMemoryError
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 @given(

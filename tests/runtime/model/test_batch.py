@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.ir.types import TOKENS, Dim, TensorType
+from pcg.kernels.batch import Span
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
-from pcg.runtime.model.batch import Batch, Span
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import Batch
 
 CPU = torch.device("cpu")
 ROW = TensorType("f64", (Dim(TOKENS), Dim(1), Dim(1)))

@@ -11,14 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
+from pcg.kernels.batch import DecodeTokens, Span
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 from pcg.kernels.triton.attention.decode_lists import DecodeLists, DecodeRoom, decode_room
-from pcg.kernels.triton.attention.work import AttentionWork, Part
+from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
-from pcg.runtime.memory.pool import PAGE_TOKENS, PageTable
+from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model import decode_graphs
-from pcg.runtime.model.decode_graphs import DecodeTokens
 from pcg.runtime.model.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.decode_steps import RANKS, Step, Steps, add_lora, executor_of
@@ -46,7 +47,7 @@ def check(steps: Steps, step: Step) -> None:
 def filled_anew(tokens: DecodeTokens, room: DecodeRoom) -> tuple[torch.Tensor, torch.Tensor]:
     """The lists as a batch that is not recorded has them, in that room."""
     columns = zip(tokens.contexts, tokens.tables, strict=True)
-    parts = [Part(i, 1, context, table.pages) for i, (context, table) in enumerate(columns)]
+    parts = [Span(i, 1, context, table) for i, (context, table) in enumerate(columns)]
     spans = [(i, 1, slot) for i, slot in enumerate(tokens.slots)]
     tiles = token_tiles(spans, DECODE_BLOCK, room.by_adapter)
     return AttentionWork.build(parts, 1, CPU, room=room.attention).flat, tiles.memory

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.runtime.memory.pool import PAGE_TOKENS, PagePool, PageTable
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.memory.pool import PagePool, PageTable
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ Long because every option and every way a job can end is a test of its own.
 """
 
 import copy
+import dataclasses
 import io
 import json
 import logging
@@ -22,10 +23,11 @@ import transformers
 
 import pcg.compiler
 from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
+from pcg.keywords import field_docs
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import IGNORED, Example
 from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.interrupts import deferred_interrupts
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
@@ -322,7 +324,7 @@ def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.fixture
 def with_words(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Executor:
-    monkeypatch.setattr(executor, "tokenizer", Words.make())
+    monkeypatch.setattr(executor.state, "tokenizer", Words.make())
     return executor
 
 
@@ -411,18 +413,18 @@ def test_bad_options(executor: Executor, options: dict[str, Any], message: str) 
 
 
 def test_defaults_are_documented() -> None:
-    """Each option has a line of its own in the docstring."""
-    assert FinetuneOptions.__doc__ is not None
-    for name in FinetuneOptions.__dataclass_fields__:
-        assert f"\n        {name}: " in FinetuneOptions.__doc__
+    names = [field.name for field in dataclasses.fields(FinetuneOptions)]
+    assert field_docs(FinetuneOptions).keys() == set(names)
+    for name in names:
+        assert f"\n    {name}: " in (Executor.finetune.__doc__ or "")
 
 
 def test_not_a_number_names_the_line(with_words: Executor, tmp_path: Path) -> None:
     rows = [{"text": f"w{i} w3 w4"} for i in range(10, 18)]
     rows[5]["text"] = "w99 w3 w4"
     file = write_lines(tmp_path / "train.jsonl", rows)
-    sources = dict(with_words.base_weights.by_source(with_words.program.base))
-    row = sources["model.embed_tokens.weight"][99]
+    store, name = with_words.state.weight_store, "model.embed_tokens.weight"
+    row = store.whole(name, dict(store.frozen())[name])[99]
     before, seen = row.clone(), [{}]
     row.fill_(float("nan"))
     try:

@@ -17,7 +17,7 @@ import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.ir.program.program import Program
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer_table import OPTIMIZERS, Optimizer
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
@@ -96,7 +96,7 @@ def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
     options = {**options_of(name), "schedule": "constant", "max_grad_norm": None}
     executor.add_adapter("a", LORA)
     start = {k: v.clone() for k, v in executor.training_runner("a").parameters.items()}
-    optimizer = FinetuneOptions.of(options).make_optimizer()
+    optimizer = FinetuneOptions(**options).make_optimizer()
     executor.finetune(DATA, "a", **options)
     found = weights(executor)
     expected = reference(model, start, optimizer, options)
@@ -211,7 +211,7 @@ def test_what_takes_whole_matrices_is_refused_over_ranks(name: str) -> None:
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FinetuneError, match=message):
-        FinetuneOptions.of(options)
+        FinetuneOptions(**options)
 
 
 def test_muon_takes_no_vector(single: Executor) -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import CodegenError
-
-ALIGNMENT = 8
-"""Columns are multiples of this, so that every 16-byte load of bf16 lies in one row or in none."""
+from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.kernels.uploads import uploaded
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ def rank_rows(
             f"sizes; there are {tuple(ranks.shape)}, {len(starts)} and {len(sizes)}"
         )
     for start, size in zip(starts, sizes, strict=True):
-        if start % ALIGNMENT or size % ALIGNMENT:
+        if start % ROW_ALIGNMENT or size % ROW_ALIGNMENT:
             raise CodegenError(
-                f"{size} columns from {start} are no multiples of {ALIGNMENT}; the segmented "
+                f"{size} columns from {start} are no multiples of {ROW_ALIGNMENT}; the segmented "
                 "kernels load that many at once: use the torch backend"
             )
     columns = int32_on([*zip(starts, sizes, strict=True)], memory.device)
@@ -88,9 +87,4 @@ def rank_rows(
 
 def int32_on(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Rows of numbers on a device."""
-    return sent(torch.tensor(numbers, dtype=torch.int32), device)
-
-
-def sent(table: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on a device; the host does not wait for the copy."""
-    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+    return uploaded(torch.tensor(numbers, dtype=torch.int32), device)

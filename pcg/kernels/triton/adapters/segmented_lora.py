@@ -41,7 +41,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.rank_rows import ALIGNMENT, RankRows
+from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.adapters.wide_product import sum_of_parts, wide_product
 
@@ -389,10 +390,10 @@ def check_tokens(x: Tensor, rows: RankRows) -> None:
             f"x in {x.dtype}; the segmented kernels take torch.float32, torch.bfloat16 and "
             "torch.float16: use the torch backend"
         )
-    if x.stride(1) != 1 or x.stride(0) % ALIGNMENT or x.data_ptr() % 16:
+    if x.stride(1) != 1 or x.stride(0) % ROW_ALIGNMENT or x.data_ptr() % 16:
         raise CodegenError(
             f"strides {x.stride()} and address {x.data_ptr():#x} of x: rows must be contiguous, "
-            f"a multiple of {ALIGNMENT} elements apart and begin at multiples of 16 bytes"
+            f"a multiple of {ROW_ALIGNMENT} elements apart and begin at multiples of 16 bytes"
         )
 
 

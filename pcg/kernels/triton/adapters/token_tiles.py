@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.uploads import uploaded
 
 DECODE_BLOCK = 16
 """Places of a tile where segments have few tokens: the least that a tensor core's product takes."""
@@ -88,8 +89,7 @@ class TokenTiles:
 
     def to(self, device: torch.device) -> TokenTiles:
         """The same on a device, copied at once; the host does not wait for it."""
-        memory = self.memory.pin_memory() if device.type == "cuda" else self.memory
-        return replace(self, memory=memory.to(device, non_blocking=True))
+        return replace(self, memory=uploaded(self.memory, device))
 
 
 def token_tiles(

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import (
     Bypass,
     Part,
@@ -31,7 +32,6 @@ from pcg.kernels.torch.products import (
     product_backward,
 )
 from pcg.kernels.triton.adapters import segmented_lora, segmented_lora_backward
-from pcg.kernels.triton.adapters.rank_rows import ALIGNMENT
 from pcg.kernels.triton.adapters.segmented_activate import (
     segment_sum,
     segmented_activate,
@@ -104,7 +104,7 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 
 def lora_linear_backward(
     batch: Any, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
-) -> ProductRequest:
+) -> ProductRequest[Any]:
     """Ask for the gradients of a linear operator with LoRA, without dA.
 
     Args:
@@ -119,7 +119,7 @@ def lora_linear_backward(
         ds [T, r], dB [out, r], dx [T, in].
     """
     a, b = as_weight(a), as_weight(b)
-    known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ALIGNMENT
+    known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ROW_ALIGNMENT
     known = known and is_matrix(b.weight.t(), dz.shape[1])
     if known and is_matrix(a.weight, weight.shape[1]):
         lora = LoraGradients(a, b, s)
@@ -161,7 +161,7 @@ class LoraGradients(Bypass):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
-def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> ProductRequest:
+def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
     """Ask for dA = dsᵀ x, [r, in].
 
     Args:
@@ -200,7 +200,7 @@ class OuterProduct(Product):
             return
         x, counts = joined_tokens(every)
         widths = [one._ds.shape[1] for one in every]
-        most = -(-max(widths) // 16) * 16
+        most = -(-max(widths) // RANK_STEP) * RANK_STEP
         ds = torch.cat([padded_to(one._ds, most) for one in every]).unsqueeze(0)
         gradients = _outers(ds, x, widths, segments_of(counts, x.device), None)
         for one, gradient in zip(every, gradients, strict=True):
@@ -209,7 +209,7 @@ class OuterProduct(Product):
 
 def bottleneck_backward(
     batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
-) -> ProductRequest:
+) -> ProductRequest[Any]:
     """Ask for the gradients of a bottleneck adapter, from its width on.
 
     Args:

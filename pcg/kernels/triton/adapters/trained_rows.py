@@ -16,19 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.kernels.triton.adapters.rank_rows import (
-    ALIGNMENT,
-    RankRows,
-    int32_on,
-    rank_rows,
-    sent,
-)
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import (
     DECODE_BLOCK,
     PREFILL_BLOCK,
     TokenTiles,
     token_tiles,
 )
+from pcg.kernels.uploads import uploaded
 
 MOST_RANK = 256
 """Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""
@@ -48,7 +44,7 @@ def is_column_wise(x: Tensor) -> bool:
     """Whether rows of x [T, n] can be loaded 16 bytes at once."""
     if x.dim() != 2 or x.stride(1) != 1 or not x.numel():
         return False
-    return not (x.shape[1] % ALIGNMENT or x.stride(0) % ALIGNMENT or x.data_ptr() % 16)
+    return not (x.shape[1] % ROW_ALIGNMENT or x.stride(0) % ROW_ALIGNMENT or x.data_ptr() % 16)
 
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
@@ -102,12 +98,12 @@ def _layout(
     ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
 ) -> RankRows:
     """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
-    most = -(-max(ranks) // 16) * 16
+    most = -(-max(ranks) // RANK_STEP) * RANK_STEP
     rows = torch.zeros((1, len(ranks), most), dtype=torch.int64)
     for slot, first in enumerate(accumulate(ranks[:-1], initial=0)):
         rows[0, slot, : ranks[slot]] = stride * torch.arange(first, first + ranks[slot])
     there = int32_on([ranks], device)
-    return rank_rows(torch.empty(0, device=device), sent(rows, device), there, (0,), (size,))
+    return rank_rows(torch.empty(0, device=device), uploaded(rows, device), there, (0,), (size,))
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
@@ -122,7 +118,7 @@ def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Ran
     rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
     ranks = int32_on([[1] * len(sizes)], device)
     nowhere = torch.empty(0, device=device)
-    return rank_rows(nowhere, sent(rows, device), ranks, (0,), (ALIGNMENT,))
+    return rank_rows(nowhere, uploaded(rows, device), ranks, (0,), (ROW_ALIGNMENT,))
 
 
 def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
@@ -132,7 +128,7 @@ def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _scales(scales: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    return sent(torch.tensor([scales], dtype=torch.float32), device)
+    return uploaded(torch.tensor([scales], dtype=torch.float32), device)
 
 
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)

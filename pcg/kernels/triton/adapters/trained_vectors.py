@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens
 from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
 from pcg.kernels.triton.adapters.trained_rows import (
@@ -44,7 +44,7 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
 
 def asked_inner(
     batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
-) -> ProductRequest:
+) -> ProductRequest[Any]:
     """Ask for what `inner` gives.
 
     Args:
@@ -62,7 +62,7 @@ def asked_inner(
     return asked.take()
 
 
-def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> ProductRequest:
+def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> ProductRequest[Any]:
     """Ask for what `sum_tokens` gives.
 
     Args:

@@ -20,16 +20,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import BlockTable, DecodeTokens
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters import token_tiles
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.attention import work as attention_work
-from pcg.kernels.triton.attention.cache_rows import PAGE_TOKENS
 from pcg.kernels.triton.attention.work import AttentionWork, put_rows, split_lists
 
 TOKENS = (1, 2, 4, *range(8, 257, 8))
@@ -40,34 +41,6 @@ LEAST_PAGES = 64
 sequences of 16k tokens 1 MiB, 40 us of PCIe 4's 25 GB/s."""
 ALIGNMENT = 4
 """Numbers that a part of the memory is a multiple of: 16 bytes, as kernels expect."""
-
-
-class Table(Protocol):
-    """The pages of a sequence in the cache.
-
-    Attributes:
-        pages: in order.
-        replaced: how often one was put in the place of another; else they only grow in number.
-    """
-
-    pages: list[int]
-    replaced: int
-
-
-class Tokens(Protocol):
-    """The tokens of a step, one of each sequence; each attribute has one item a token.
-
-    Attributes:
-        ids: of the tokens.
-        contexts: tokens before each, in the cache.
-        tables: of the sequences.
-        slots: of their adapters; -1 without one.
-    """
-
-    ids: Sequence[int]
-    contexts: Sequence[int]
-    tables: Sequence[Table]
-    slots: Sequence[int]
 
 
 class DecodeRoom(NamedTuple):
@@ -96,7 +69,7 @@ class DecodeRoom(NamedTuple):
         return token_tiles.Room(self.tokens if self.tiles else 0, self.tiles, self.tiles)
 
 
-def decode_room(tokens: Tokens) -> DecodeRoom | None:
+def decode_room(tokens: DecodeTokens) -> DecodeRoom | None:
     """Room for these tokens, and for many others; None for more tokens than any graph has."""
     count = len(tokens.ids)
     if not 0 < count <= TOKENS[-1]:
@@ -120,12 +93,12 @@ def _power(needed: int, least: int, factor: int) -> int:
     return least
 
 
-def _splits(tokens: Tokens) -> tuple[attention_work.Rows, attention_work.Rows]:
+def _splits(tokens: DecodeTokens) -> tuple[attention_work.Rows, attention_work.Rows]:
     contexts = np.array(tokens.contexts, np.int64)
     return split_lists(np.arange(len(contexts)), contexts + 1)
 
 
-def _spans(tokens: Tokens) -> list[tuple[int, int, int]]:
+def _spans(tokens: DecodeTokens) -> list[tuple[int, int, int]]:
     """First token, tokens and slot of neighbours with one adapter."""
     spans, start = [], 0
     for slot, own in groupby(tokens.slots):
@@ -184,10 +157,10 @@ class DecodeLists:
         self.tiles = TokenTiles(tiles, room.by_adapter, DECODE_BLOCK) if room.tiles else None
         # Of each row of the block tables: whose it is, as of how many pages put in others' places,
         # and how many pages of it are written.
-        self._written: list[tuple[Table | None, int, int]] = [(None, 0, 0)] * room.tokens
+        self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * room.tokens
         self._slots: list[int] = []
 
-    def fill(self, tokens: Tokens) -> None:
+    def fill(self, tokens: DecodeTokens) -> None:
         """Put a step's tokens there; the host does not wait for the copy.
 
         Args:
@@ -225,7 +198,7 @@ class DecodeLists:
         on_host = self._on_host.pin_memory() if self._memory.is_cuda else self._on_host
         self._memory.copy_(on_host, non_blocking=True)
 
-    def _write_tables(self, tables: Sequence[Table]) -> None:
+    def _write_tables(self, tables: Sequence[BlockTable]) -> None:
         pages = self._host.attention.pages.numpy()
         for number, table in enumerate(tables):
             known, replaced, start = self._written[number]

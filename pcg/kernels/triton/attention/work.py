@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.kernels.batch import Span
+from pcg.kernels.uploads import uploaded
 
 TILE_ROWS = 128
 """Rows of a tile; kernels may cut it further."""
@@ -38,24 +40,6 @@ MOST_SPLITS = 64
 COLUMNS = 4
 """Of an item: 16 bytes, so that every list starts as aligned as kernels expect."""
 Rows: TypeAlias = NDArray[np.int64]
-
-
-class Part(NamedTuple):
-    """One sequence's tokens in the batch.
-
-    Attributes:
-        start: its first token in the batch.
-        length: tokens in the batch.
-        context: tokens before them, in the cache.
-        pages: of the cache, in order, that hold all of these; none where there is no cache.
-        origin: in training, its sequence's first token among those of the pass.
-    """
-
-    start: int
-    length: int
-    context: int = 0
-    pages: Sequence[int] = ()
-    origin: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +103,7 @@ class AttentionWork:
     @classmethod
     def build(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[Span],
         group: int,
         device: torch.device,
         *,
@@ -142,8 +126,7 @@ class AttentionWork:
         lists.check(room)
         host = cls.of(torch.zeros(room.size, dtype=torch.int32), room)
         lists.write(host)
-        flat = host.flat.pin_memory() if device.type == "cuda" else host.flat
-        return cls.of(flat.to(device, non_blocking=True), room)
+        return cls.of(uploaded(host.flat, device), room)
 
     @classmethod
     def of(cls, flat: Tensor, room: Room) -> Self:
@@ -181,12 +164,12 @@ class _Lists:
     key_blocks: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, parts: Sequence[Part], group: int, backward: bool) -> Self:
+    def of(cls, parts: Sequence[Span], group: int, backward: bool) -> Self:
         tiles: list[tuple[int, ...]] = []
         decoding: list[int] = []
         key_blocks: list[tuple[int, ...]] = []
         for number, part in enumerate(parts):
-            if part.length == 1 and part.pages and not backward:
+            if part.length == 1 and part.table is not None and not backward:
                 decoding.append(number)
             else:
                 tiles += _pieces(number, part.length * group, TILE_ROWS)
@@ -195,8 +178,9 @@ class _Lists:
         tiles.sort(key=lambda tile: -(parts[tile[0]].context + (tile[1] + tile[2] - 1) // group))
         keys = np.array([parts[number].context + 1 for number in decoding], np.int64)
         splits, decodes = split_lists(np.array(decoding, np.int64), keys)
-        spans: list[tuple[int, ...]] = [part[:3] + part[4:] for part in parts]
-        return cls(spans, [part.pages for part in parts], tiles, splits, decodes, key_blocks)
+        rows: list[tuple[int, ...]] = [(p.start, p.length, p.context, p.origin) for p in parts]
+        pages: list[Sequence[int]] = [p.table.pages if p.table else () for p in parts]
+        return cls(rows, pages, tiles, splits, decodes, key_blocks)
 
     def room(self) -> Room:
         return Room(

@@ -1,0 +1,190 @@
+"""The adapters of a batch as emitted programs and kernels read them; the runtime makes them.
+
+A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`. Where adapters
+of several widths run, it is a tuple of these, with None for a width that has none at the site; it
+is None where no adapter of the batch has a weight there. In training it is the one
+adapter's `pcg.peft.weights.AdapterWeight`, or a tensor that the program made of some.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcg.kernels.uploads import uploaded
+
+
+class GatheredRows(NamedTuple):
+    """The rows of a batched product that some tokens are not in, or not in order.
+
+    Attributes:
+        gather: [adapters · size], token of each row.
+        tokens: the tokens that are in the product.
+        places: the row of each of these.
+    """
+
+    gather: Tensor
+    tokens: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The tokens of each adapter.
+
+    Segments of the size that most have are one batched product, whose weights are read where they
+    lie; what it computes for the slots of others is dropped. The others are products of their own.
+
+    Attributes:
+        start: first token that uses any.
+        stop: end of these tokens.
+        sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
+        size: of the segments in the batched product; 0 where none is.
+        gathered: rows of the batched product, tokens counting from start; None where there is none,
+            or all tokens are in it, in order.
+        loose: index in the stacks, first token and end, from start, of each other segment.
+        known: tables that kernels make of them, for all layers.
+    """
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    size: int
+    gathered: GatheredRows | None = None
+    loose: tuple[tuple[int, int, int], ...] = ()
+    known: dict[object, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, start: int, sizes: Sequence[int], device: torch.device) -> Self:
+        """Segments of these sizes; tokens before `start` have no adapter, and a size may be 0."""
+        stop = start + sum(sizes)
+        counts = Counter(sizes)
+        counts.pop(0, None)
+        size, count = max(counts.items(), key=lambda item: item[1])
+        if count == len(sizes):
+            return cls(start, stop, tuple(sizes), size)
+        own = np.array(sizes)
+        firsts = own.cumsum() - own
+        is_batched = (own == size) & (count > 1 and 2 * count >= len(sizes))
+        others = np.flatnonzero((own > 0) & ~is_batched)
+        ends = firsts + own
+        loose = zip(others.tolist(), firsts[others].tolist(), ends[others].tolist(), strict=True)
+        if not is_batched.any():
+            return cls(start, stop, tuple(sizes), 0, loose=tuple(loose))
+        batched, within = np.flatnonzero(is_batched), np.arange(size)
+        tokens = (firsts[batched, None] + within).ravel()
+        places = (batched[:, None] * size + within).ravel()
+        gather = np.zeros(len(sizes) * size, dtype=np.int64)
+        gather[places] = tokens
+        rows = (uploaded(torch.from_numpy(x), device) for x in (gather, tokens, places))
+        return cls(start, stop, tuple(sizes), size, GatheredRows(*rows), tuple(loose))
+
+    @property
+    def is_batched(self) -> bool:
+        """True if all its tokens are in the batched product, in order."""
+        return bool(self.size) and self.gathered is None
+
+
+@dataclass(frozen=True)
+class SegmentedWeight:
+    """One site's weights of the batch's adapters.
+
+    Attributes:
+        weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
+            view: what one output is made of lies together.
+        segments: the tokens of each.
+        present: for each adapter, whether it has a weight here; else its part of the stack is
+            zeros, or ones where the program scales by it.
+    """
+
+    weight: Tensor
+    segments: Segments
+    present: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class LoraRun:
+    """B of neighbouring outputs of one size.
+
+    Attributes:
+        b: [adapters, outputs, out, rank], scaled.
+        column: the first output's first column, of the columns with LoRA.
+        row: the first output's first row, of the joined A's products.
+        is_whole: True if these are all columns and all rows.
+    """
+
+    b: Tensor
+    column: int
+    row: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class JoinedLora:
+    """The LoRA of the batch's adapters at linear operators of one input.
+
+    Attributes:
+        column: of the joined product, where the first output begins that can have LoRA.
+        columns: from there on, to the end of the last.
+        a: [adapters, ranks, in], the ranks of all outputs one behind the other.
+        runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
+        parts: the same without such zeros.
+        segments: the tokens of each adapter.
+    """
+
+    column: int
+    columns: int
+    a: Tensor
+    runs: tuple[LoraRun, ...]
+    parts: tuple[LoraRun, ...]
+    segments: Segments
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The adapter of each token, by its slot in the tables of rows.
+
+    Attributes:
+        spans: first token, tokens and slot of neighbours with one adapter.
+        known: tables that kernels make of it, for all layers.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+    known: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoraRows:
+    """The LoRA of a batch's adapters at linear operators of one input, or bottlenecks, in rows.
+
+    Attributes:
+        memory: flat, of the adapters' dtype.
+        a_rows: first element of each row of A, [outputs, slots, most_rank].
+        b_rows: first element of each row of scaled Bᵀ, likewise.
+        ranks: of each output and slot, [outputs, slots].
+        in_size: columns of the input.
+        out_starts: first column of each output in the product with those that have no LoRA.
+        out_sizes: columns of each output.
+        bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
+        biases: number of a bottleneck's biases, [1, slots].
+        tokens: the adapter of each token.
+        known: tables that kernels make of these, for all steps.
+    """
+
+    memory: Tensor
+    a_rows: Tensor
+    b_rows: Tensor
+    ranks: Tensor
+    in_size: int
+    out_starts: tuple[int, ...]
+    out_sizes: tuple[int, ...]
+    bias_rows: Tensor
+    biases: Tensor
+    tokens: TokenSpans
+    known: dict[str, Any]

@@ -1,0 +1,199 @@
+"""A step's tokens as emitted programs and kernels read them; the runtime makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pcg.parallel.ranks.group import Ranks
+
+
+class BlockTable(Protocol):
+    """The pages of a sequence in the KV cache.
+
+    Attributes:
+        pages: their numbers, in order.
+        replaced: how often a page was put in the place of another; else they only grow in number.
+    """
+
+    pages: list[int]
+    replaced: int
+
+    @property
+    def run_row(self) -> int:
+        """The cache's row of the first token where the pages are a run, else -1."""
+
+    def rows(self, start: int, stop: int) -> range | list[int]:
+        """The cache's rows of tokens; a range where the pages are a run."""
+
+
+class Span(NamedTuple):
+    """One sequence's tokens in a batch.
+
+    Attributes:
+        start: index of its first token in the batch.
+        length: tokens in the batch.
+        context: tokens before them, in the KV cache.
+        table: pages of the sequence in the KV cache; None without one.
+        virtual: number of its first tokens that are virtual: those of its adapter's prompt, whose
+            ids mean nothing.
+        origin: in training, tokens of the pass before the sequence's first.
+        number: in training, the sequence's index in the pass.
+    """
+
+    start: int
+    length: int
+    context: int = 0
+    table: BlockTable | None = None
+    virtual: int = 0
+    origin: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedPart:
+    """Tokens that dropout draws random numbers for together.
+
+    Attributes:
+        start: index of the first in the batch.
+        count: tokens in the batch.
+        skipped: tokens of the part that come before them.
+        whole: tokens of the part.
+        generator: the part's random numbers.
+    """
+
+    start: int
+    count: int
+    skipped: int
+    whole: int
+    generator: torch.Generator
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences of one new token each that attention takes in one call.
+
+    Attributes:
+        tokens: their indices in the batch, [count].
+        row: first row that the first one attends to.
+        stride: rows from one sequence's first to the next one's.
+        longest: rows that the longest attends to.
+        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
+        rows: [count, longest], the rows that they attend to where these lie at unequal distances.
+    """
+
+    tokens: Tensor
+    row: int
+    stride: int
+    longest: int
+    mask: Tensor | None
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecodeTokens:
+    """The tokens of a decode step, one of each sequence; each attribute has one item a token.
+
+    Attributes:
+        ids: the tokens.
+        contexts: tokens before each, in the cache.
+        tables: pages of each sequence.
+        slots: slot of each one's adapter; -1 without one.
+    """
+
+    ids: Sequence[int]
+    contexts: Sequence[int]
+    tables: Sequence[BlockTable]
+    slots: Sequence[int]
+
+
+class KvGradients:
+    """One layer's gradients of the keys and values of all tokens of a training pass.
+
+    They are those of keys after rotary embedding, and add up from the last window to the first;
+    what a window finds of its own tokens is final (FlexLLM v2 §6.1, figure 8).
+
+    Attributes:
+        keys: [tokens, kv_heads, head_dim], in fp32 at least.
+        values: likewise.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        """Start with zeros.
+
+        Args:
+            keys: the layer's cache.
+            values: likewise.
+            tokens: tokens of the pass.
+        """
+        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
+
+
+def _zeros(rows: Tensor, tokens: int) -> Tensor:
+    heads, _, size = rows.shape[-3:]
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return torch.zeros((tokens, heads, size), dtype=dtype, device=rows.device)
+
+
+class ProgramBatch(Protocol):
+    """A token-flat batch, as the functions of emitted programs read it.
+
+    Attributes:
+        input_ids: [T], int64.
+        spans: cover all tokens, in order.
+        longer_spans: those of more than one token.
+        uniform_length: the spans' length where all are whole sequences of one length, else 0.
+        layer: index of the layer that runs; the runner sets it.
+        ranks: the group that runs it, each rank on its part; the runner sets it.
+        keeps: True if it is trained on, so that attention returns the log-sum-exp for backward.
+        gradients: gradients of the keys and values of the layer whose backward runs; None where
+            whole sequences are trained on, without a cache.
+        rows: the cache's row of each token, [T]; negative for tokens that are not written; None
+            without a cache.
+        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
+        virtual_places: index of each of them in its adapter's prompt, [v]; None likewise.
+        chosen: the tokens that the epilogue gets; None for all.
+        known: tables that kernels make of the batch, for all layers.
+    """
+
+    input_ids: Tensor
+    spans: Sequence[Span]
+    longer_spans: Sequence[Span]
+    uniform_length: int
+    layer: int
+    ranks: Ranks
+    keeps: bool
+    gradients: KvGradients | None
+    rows: Tensor | None
+    virtual_rows: Tensor | None
+    virtual_places: Tensor | None
+    chosen: Tensor | None
+    known: dict[object, Any]
+
+    @property
+    def tokens(self) -> int:
+        """T of the graph that runs: all tokens, or those that the epilogue gets."""
+
+    @property
+    def cached(self) -> tuple[Tensor, Tensor] | None:
+        """The layer's cache: keys and values of all rows, [K, rows, D], or in pages; or None."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Write the tokens' keys and values into the layer's cache; returns `cached`."""
+
+    def seen(self, span: Span) -> slice | Tensor:
+        """The rows of the cache that hold a sequence up to the end of its span."""
+
+    def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
+        """The spans of one token, in groups; `window` limits the rows attended to, 0 does not."""
+
+    def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
+        """Parts that cover all tokens in order, the same for each call; none without dropout.
+
+        Args:
+            key: the dropout operator's key in its layer.
+        """

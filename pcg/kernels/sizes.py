@@ -1,0 +1,15 @@
+"""Sizes and dtypes that kernels know, for the compiler and the runtime, which have no Triton."""
+
+from __future__ import annotations
+
+PAGE_TOKENS = 16
+"""Tokens of a page of the KV cache: vLLM's block size."""
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
+"""Elements of a head, of queries and keys or of values, in attention's kernels."""
+KERNEL_DTYPES = ("f32", "bf16", "f16")
+"""Dtypes of activations in kernels, as types of values name them."""
+ROW_ALIGNMENT = 8
+"""Columns of adapters' rows are multiples of it, so that every 16-byte load of bf16 lies in one row
+or in none."""
+RANK_STEP = 16
+"""Ranks in tables of adapters' rows are multiples of it, as kernels take so many at once."""

@@ -1,0 +1,426 @@
+"""The base of every recipe: a PEFT method's configuration, and what pcg asks of the method.
+
+A method is one file of this folder and one line of the registry. The file holds
+    a recipe        its fields, which have peft's names; their checks; its adapter_config.json
+    a bypass        what the recipe does at one module: the operators of training and of serving
+    weights         the tensors of one module, in files and in memory
+and, where there is any, what training does outside the program.
+
+A field of adapter_config.json is one of four: the recipe's; a note that changes nothing here and is
+written back as it was read; one that only matters with another one that is refused; or a feature
+that pcg does not have, which is refused by name unless it is off, as is an unknown field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeAlias
+
+from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.shapes import Shapes
+from pcg.peft.method import Bypass, Shards, TrainingBeside
+from pcg.peft.prompt_encoder import PromptEncoder
+from pcg.peft.weights import ModuleWeights
+
+ALL_LINEAR = "all-linear"
+
+Json: TypeAlias = Mapping[str, Any]
+Names: TypeAlias = Sequence[str]
+
+
+@dataclass(frozen=True)
+class OtherField:
+    """A field of adapter_config.json that the recipe does not have.
+
+    Attributes:
+        default: the value that peft writes.
+        feature: in words, the feature that it turns on, which pcg does not have; empty for none.
+        is_note: it changes nothing here, and is written back as it was read.
+        is_written: peft writes it.
+    """
+
+    default: Any = None
+    feature: str = ""
+    is_note: bool = False
+    is_written: bool = True
+
+
+def note(default: Any = None) -> OtherField:
+    """A field that changes nothing here."""
+    return OtherField(default, is_note=True)
+
+
+def refused(feature: str, default: Any = None) -> OtherField:
+    """A field that turns on a feature that pcg does not have."""
+    return OtherField(default, feature)
+
+
+COMMON: Mapping[str, OtherField] = {
+    "auto_mapping": note(),
+    "base_model_name_or_path": OtherField(),
+    "inference_mode": note(True),
+    "peft_version": note("0.21.2"),
+    "revision": note(),
+    "task_type": note(),
+}
+"""The fields of every method of peft's."""
+OF_LAYERS: Mapping[str, OtherField] = {
+    **COMMON,
+    "fan_in_fan_out": note(False),  # how the base stores its weight: peft needs it to merge
+    "modules_to_save": refused("whole modules trained beside the adapter"),
+}
+"""The fields of most methods of peft's that adapt modules."""
+OF_PCG: Mapping[str, OtherField] = {
+    "base_model_name_or_path": OtherField(),
+    "inference_mode": note(True),
+}
+"""The fields of methods that peft does not have."""
+
+
+def saved_as(name: str, default: Any) -> Any:
+    """A field that a program's manifest has under another name than peft's."""
+    return field(default=default, metadata={"saved": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    """A configuration of a PEFT method; the defaults are peft's.
+
+    Raises:
+        AdapterError: a value is out of its range, or fields do not go together.
+    """
+
+    method: ClassVar[str]
+    """The method's name, for people."""
+    peft_type: ClassVar[str]
+    """The method's name in adapter_config.json."""
+    weights: ClassVar[type[ModuleWeights]]
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Words that stand for recipes with the usual sizes, and their fields."""
+    other_fields: ClassVar[Mapping[str, OtherField]] = OF_LAYERS
+    rank_field: ClassVar[str] = ""
+    """The field that is the rank of modules."""
+    has_eager_account: ClassVar[bool] = True
+    """True if what eager code keeps for backward is known."""
+
+    def __post_init__(self) -> None:
+        """Let lists, which peft has, be tuples."""
+        for each in dataclasses.fields(self):
+            object.__setattr__(self, each.name, _plain(each.name, getattr(self, each.name)))
+
+    @property
+    def title(self) -> str:
+        """The name of the method, or of its variant."""
+        return self.method
+
+    # ---------------------------------------------------------------- fields that not all have
+
+    @property
+    def target_modules(self) -> Names | str | None:
+        return None
+
+    @property
+    def is_all_linear(self) -> bool:
+        """True if all linear modules but the output layer are adapted."""
+        targets = self.target_modules
+        return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+    @property
+    def exclude_modules(self) -> Names | str | None:
+        return None
+
+    @property
+    def layers_to_transform(self) -> Sequence[int] | None:
+        return None
+
+    @property
+    def layers_pattern(self) -> Names | None:
+        return None
+
+    @property
+    def bias(self) -> str:
+        """The biases of the base that are trained, too: "none", "all", or a word of the method."""
+        return "none"
+
+    @property
+    def dropout(self) -> float:
+        """The probability that an element of a bypass network's input is dropped in training."""
+        return 0.0
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of modules that no pattern gives another one; None for methods without."""
+        rank: int | None = getattr(self, self.rank_field) if self.rank_field else None
+        return rank
+
+    @property
+    def one_rank(self) -> int | None:
+        """The rank that all modules have; None where they differ, or have none."""
+        return self.rank
+
+    def with_rank(self, rank: int) -> Self:
+        return dataclasses.replace(self, **{self.rank_field: rank})
+
+    # ---------------------------------------------------------------------------- virtual tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of virtual tokens that stand before each sequence."""
+        return 0
+
+    @property
+    def learns_first_token(self) -> bool:
+        """True if the last virtual token predicts a sequence's first."""
+        return False
+
+    @property
+    def encoder(self) -> PromptEncoder | None:
+        """The network that is trained in place of what it makes; None for most methods."""
+        return None
+
+    # ------------------------------------------------------------------------------------- sites
+
+    @abstractmethod
+    def bypass_at(self, path: str) -> Bypass:
+        """The bypass network of the module at `path`, taking for granted that it is adapted."""
+
+    def bypass(
+        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
+    ) -> Bypass | None:
+        """The bypass network of the linear module at `path`; None where it gets none.
+
+        Args:
+            path: full path of a linear module.
+            output_layer: path of the head, which "all-linear" leaves out.
+            model_type: of config.json; needed where the recipe names no modules.
+        Raises:
+            AdapterError: the recipe names no modules, and none are usual for that model_type.
+        """
+        return None
+
+    @abstractmethod
+    def bypasses(
+        self,
+        paths: Sequence[str],
+        output_layer: str | None = None,
+        model_type: str | None = None,
+        others: Collection[str] = (),
+    ) -> dict[str, Bypass]:
+        """The bypass networks of a model, by path in the order of `paths`.
+
+        Args:
+            paths: those of all linear modules of the model.
+            output_layer: path of the head, which "all-linear" leaves out.
+            model_type: of config.json; needed where the recipe names no modules.
+            others: paths of modules with weights that are not linear, such as embeddings.
+        Raises:
+            AdapterError: the recipe does not fit the model.
+        """
+
+    def resolved(
+        self,
+        paths: Sequence[str],
+        output_layer: str | None = None,
+        model_type: str | None = None,
+    ) -> Self:
+        """The recipe with its modules named so that they are the same without the model."""
+        return self
+
+    def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
+        """Return whether the bias of a module of the base is trained.
+
+        Args:
+            module: its path, or its site.
+            adapted: paths, or sites, of the modules with a bypass network.
+        """
+        return self.bias == "all" or (self.bias != "none" and module in adapted)
+
+    def trained_shapes(
+        self, bypasses: Mapping[str, Bypass], shapes: Mapping[str, tuple[int, int]]
+    ) -> Shapes:
+        """The shapes of all that is trained but biases.
+
+        Args:
+            bypasses: those of the model, by path.
+            shapes: as `ModelGraph.module_shapes`.
+        """
+        trained = (bypass.trained_shapes(*shapes[path]) for path, bypass in bypasses.items())
+        return tuple(shape for of_module in trained for shape in of_module)
+
+    # ---------------------------------------------------------------------------------- training
+
+    trains_beside: ClassVar[bool] = False
+    """True if a job does something outside the program: `training_beside`."""
+
+    def for_job(self, total_steps: int) -> Self:
+        """The recipe with what a job of so many steps leaves no choice about."""
+        return self
+
+    @property
+    def schedule(self) -> Mapping[str, object]:
+        """What a job goes by that is not a module's, by peft's names."""
+        return {}
+
+    def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:
+        """What a job does outside the program; None for most methods.
+
+        Args:
+            shards: what this rank of the group trains of the adapter.
+            total_steps: of the job.
+        Raises:
+            FinetuneError: such an adapter cannot be trained.
+        """
+        return None
+
+    # ----------------------------------------------------------------------- adapter_config.json
+
+    @classmethod
+    def from_config(cls, config: Json, *, saved: bool) -> Self:
+        """The recipe of fields as in adapter_config.json.
+
+        Args:
+            config: the fields.
+            saved: they belong to saved weights.
+        Raises:
+            UnsupportedError: a feature that pcg does not have, by name.
+            AdapterError: a value out of its range.
+        """
+        cls.check_config(config, saved=saved)
+        values: dict[str, Any] = {}
+        for name, default in cls._defaults().items():
+            value = config.get(name, default)
+            value = default if value is None and default is not None else value
+            values[name] = value
+        return cls(**values)
+
+    @classmethod
+    def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:
+        """Refuse what is on and is neither the recipe's nor allowed."""
+        others = {**cls.other_fields, **COMMON}
+        ours = {"peft_type", "fan_in_fan_out", *cls._defaults(), *allowed}
+        ours.update(name for name, other in others.items() if not other.feature)
+        off: tuple[object, ...] = ({}, [], (), "", set())
+        for name, value in config.items():
+            if name in ours or value is None or value is False or value in off:
+                continue
+            feature = ", a field it does not know"
+            if name in others:
+                feature = f" ({others[name].feature})"
+            raise UnsupportedError(
+                f"the adapter's configuration has {name}={_short(value)}{feature}, which pcg does "
+                "not do; train without it, or merge the adapter into its base with peft's "
+                "merge_and_unload"
+            )
+
+    def config_fields(
+        self, target_modules: Sequence[str] | str | None, base_model_name: str, notes: Json
+    ) -> dict[str, Any]:
+        """The fields of adapter_config.json, as peft writes them.
+
+        Args:
+            target_modules: names or a regex; peft writes no "all-linear" and no null.
+            base_model_name: empty is null.
+            notes: fields as of `notes_of`.
+        """
+        others = {n: other.default for n, other in self.other_fields.items() if other.is_written}
+        fields = {
+            "peft_type": self.peft_type,
+            **others,
+            **{name: notes[name] for name in _note_names(type(self)) if name in notes},
+            **{name: to_json(getattr(self, name)) for name in self._defaults()},
+            "inference_mode": True,
+            "base_model_name_or_path": base_model_name or None,
+        }
+        return fields | ({"target_modules": to_json(target_modules)} if self._is_targeted else {})
+
+    @property
+    def _is_targeted(self) -> bool:
+        return "target_modules" in self._defaults()
+
+    @classmethod
+    def notes_of(cls, config: Json) -> dict[str, Any]:
+        """The fields of adapter_config.json that change nothing here."""
+        return {name: config[name] for name in _note_names(cls) if name in config}
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        """The recipe's fields, with what adapter_config.json has for them by default."""
+        return {
+            each.name: each.default
+            if each.default_factory is dataclasses.MISSING
+            else each.default_factory()
+            for each in dataclasses.fields(cls)
+        }
+
+    # ------------------------------------------------------------------------------------ checks
+
+    def _check_ints(self, least: int, *names: str, optional: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if type(value) is not int or value < least:
+                raise AdapterError(f"{name}={value!r}; use an int of at least {least}")
+
+    def _check_flags(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise AdapterError(f"{name}={getattr(self, name)!r}; use True or False")
+
+    def _check_choice(self, name: str, choices: Collection[str]) -> None:
+        if getattr(self, name) not in choices:
+            raise AdapterError(f"{name}={getattr(self, name)!r}; use one of {', '.join(choices)}")
+
+    def _check_finite(self, *names: str) -> None:
+        for name in names:
+            if not is_finite(getattr(self, name)):
+                raise AdapterError(f"{name}={getattr(self, name)!r}; use a finite number")
+
+    def _check_probability(self, name: str) -> None:
+        value = getattr(self, name)
+        if not is_finite(value) or not 0 <= value <= 1:
+            raise AdapterError(f"{name}={value!r}; use a probability in [0, 1]")
+
+
+def is_finite(value: object) -> bool:
+    """Return whether it is a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _note_names(cls: type[Recipe]) -> list[str]:
+    # One of peft's may be there though the method's own configuration has none of it.
+    others = {**COMMON, "fan_in_fan_out": note(), **cls.other_fields}
+    return [name for name, other in others.items() if other.is_note]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A field's value with tuples for lists."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if name == "layers_pattern" and isinstance(value, str):
+        return (value,) if value else ()
+    if name == "layers_to_transform" and type(value) is int:
+        return (value,)
+    if isinstance(value, set | frozenset):  # which has no order
+        return tuple(sorted(value))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def to_json(value: object) -> object:
+    """The value with lists for tuples."""
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

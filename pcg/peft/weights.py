@@ -1,0 +1,273 @@
+"""The weights of one module of an adapter.
+
+Weights know five things: how they stand in a file, what they are when fresh, which base module they
+fit, what a training program reads of them, and what serving multiplies by.
+
+torch is imported where tensors are made, so that recipes are read without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pcg.errors import AdapterError
+from pcg.peft.method import Bypass, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """What is known of all adapters' parameters of one kind, the last component of their source.
+
+    Attributes:
+        fill: the value of entries that an adapter does not have, with which nothing changes.
+        rank_dim: the dim of the trained tensor that is as long as the rank, or the bottleneck; an
+            adapter without the parameter has it empty.
+        is_factor: a matrix of a low-rank product: A [rank, in], or B [out, rank], of which serving
+            has the transpose.
+        is_costly: serving's is made by a pass over the base's weight, once for each adapter.
+        of_base: makes of the base's weight what an adapter without the parameter has.
+    """
+
+    fill: float = 0.0
+    rank_dim: int | None = None
+    is_factor: bool = False
+    is_costly: bool = False
+    of_base: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """True of A."""
+        return self.is_factor and self.rank_dim == 0
+
+    @property
+    def is_up(self) -> bool:
+        """True of B."""
+        return self.is_factor and self.rank_dim == 1
+
+
+DOWN = ParameterKind(rank_dim=0, is_factor=True)
+UP = ParameterKind(rank_dim=1, is_factor=True)
+SUMMAND = ParameterKind()
+FACTOR = ParameterKind(fill=1.0)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a module's weights may need beside themselves.
+
+    Attributes:
+        base: gives the base's own weight of the module, [out, in].
+        shared: the adapter's tensors that all its modules share, by name.
+        shape: of the base's own weight, which need not be got for that.
+    """
+
+    base: Callable[[], Tensor]
+    shared: Mapping[str, Tensor]
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class AdapterWeight:
+    """One adapter's weight for all tokens, as a training program reads it.
+
+    Attributes:
+        weight: A [r, in], B [out, r], or a vector.
+        scale: of the product with it.
+        segments: always None; serving has `SegmentedWeight`s, whose tokens are of many adapters.
+    """
+
+    weight: Tensor
+    scale: float = 1.0
+    segments: None = None
+
+
+class Draw:
+    """Fresh float32 tensors, drawn by a generator of their own."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return self.full(0.0, *shape)
+
+    def full(self, value: float, *shape: int) -> Tensor:
+        return self._torch.full(shape, value)  # type: ignore[no-any-return]
+
+    def normal(self, *shape: int) -> Tensor:
+        return self._torch.randn(*shape, generator=self._generator)  # type: ignore[no-any-return]
+
+    def uniform(self, bound: float, *shape: int) -> Tensor:
+        """Numbers in ±bound."""
+        return self.zeros(*shape).uniform_(-bound, bound, generator=self._generator)
+
+    def linear(self, *shape: int) -> Tensor:
+        """A matrix as nn.Linear begins: uniform in ±1/√columns."""
+        return self.uniform(shape[-1] ** -0.5, *shape)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleWeights(ABC):
+    """The weights of one module; every field that is a tensor is trained."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """What follows the module's path in the keys of a file."""
+    shared_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that all modules of an adapter share."""
+    whole_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of a file that name no module, where the method stores its weights so."""
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {}
+    """The kinds of `parameters` and of `served` that no other method has first."""
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, recipe: Any, bypass: Any, shape: Shape, draw: Draw, around: Around) -> Self:
+        """Fresh weights, as peft initialises them, in float32.
+
+        Args:
+            recipe: of the method.
+            bypass: what the recipe does at the module.
+            shape: (out, in) of the module.
+            draw: makes what is random.
+            around: the base's weight, and what is shared.
+        Raises:
+            UnsupportedError: an initialisation that needs the base's weights or data.
+        """
+
+    @classmethod
+    def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
+        """What all modules of a fresh adapter share, which is not trained.
+
+        Args:
+            recipe: of the method.
+            shapes: (out, in) of the adapted modules.
+        """
+        return {}
+
+    @classmethod
+    def shared_is_stored(cls, recipe: Any) -> bool:
+        """Return whether what is shared stands in the adapter's file; else it is drawn again."""
+        return False
+
+    @classmethod
+    @abstractmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
+        """The weights of what a file has for the module.
+
+        Args:
+            path: of the module.
+            parts: tensors by suffix; at least one.
+            recipe: of the configuration beside it.
+        Raises:
+            AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
+        """
+
+    @classmethod
+    def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
+        """The weights, by path, of what a file has under `whole_keys`.
+
+        Args:
+            parts: tensors by key; at least one.
+            recipe: of the configuration beside it.
+        Raises:
+            AdapterError: a tensor has a shape that none can have, or is not the recipe's.
+        """
+        return {}
+
+    @classmethod
+    def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
+        """What a file has under `whole_keys` of an adapter's weights, which are by path."""
+        return {}
+
+    @property
+    @abstractmethod
+    def bypass(self) -> Bypass:
+        """What the method does at the module, to be compared with the recipe's."""
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        """The tensors by suffix, as peft stores them."""
+        return dict(zip(self.suffixes, self.tensors, strict=True))
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        """What a training program reads, by kind."""
+
+    @property
+    @abstractmethod
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        """What serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of what serving multiplies by; 0 where that is not LoRA's."""
+        return 0
+
+    @property
+    def inner_size(self) -> int:
+        """The size between the matrices that serving multiplies by; 0 without such."""
+        return self.rank
+
+    @property
+    def out_features(self) -> int | None:
+        """The module's outputs, where the weights tell."""
+        return None
+
+    @abstractmethod
+    def misfit(self, shape: Shape) -> str:
+        """The weights' shapes in words where they do not fit a module (out, in); else empty."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in order."""
+        return tuple(value for _, value in self._tensors())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The weights with every tensor changed."""
+        return dataclasses.replace(self, **{name: change(value) for name, value in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        import torch
+
+        pairs = vars(self).items()
+        return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankWeights(ModuleWeights):
+    """Weights with matrices A [rank, in] and B [out, rank], and the scale of their product."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        return self.b.shape[0]
+
+    def misfit(self, shape: Shape) -> str:
+        if (self.b.shape[0], self.a.shape[1]) == shape:
+            return ""
+        return f"A {list(self.a.shape)} and B {list(self.b.shape)}"
+
+
+def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
+    """The tensors of a module that belong together. AdapterError: one is missing."""
+    for suffix in suffixes:
+        if suffix not in parts:
+            raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")
+    return [parts[suffix] for suffix in suffixes]

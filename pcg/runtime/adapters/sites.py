@@ -1,0 +1,132 @@
+"""Sites: the operators of a graph that read adapters' weights.
+
+z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators of one input, whose products are
+                                   one (lora_linear)
+z = y + σ(x Aᵀ + b) Bᵀ             a bottleneck adapter (shrink, activate, expand_add)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.operators import operator
+from pcg.ir.operators.lora import LoraLinear
+from pcg.ir.program.program import python_name
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """A and B of one linear operator, or of a bottleneck adapter.
+
+    Attributes:
+        a: the parameter of A.
+        b: the parameter of B.
+        size: number of outputs.
+        column: the first output, in the joined product of all operators of the input.
+    """
+
+    a: Parameter
+    b: Parameter
+    size: int
+    column: int
+
+
+@dataclass(frozen=True)
+class JoinedSite:
+    """A lora_linear operator, or a bottleneck adapter.
+
+    Attributes:
+        modules: the linear operators that can have LoRA, in order; one for a bottleneck.
+        columns: columns of the joined product, operators without LoRA included.
+        bias: the bias b of a bottleneck.
+    """
+
+    modules: tuple[LoraModule, ...]
+    columns: int
+    bias: Parameter | None = None
+
+    @classmethod
+    def of(cls, node: Node, parameters: Mapping[str, Parameter]) -> JoinedSite:
+        """Return the site of an operator.
+
+        Args:
+            node: the operator.
+            parameters: the parameters of its graph, by name.
+        """
+        adapted = LoraLinear.adapted(dict(node.attributes))
+        a, b = node.inputs[-2 * len(adapted) : -len(adapted)], node.inputs[-len(adapted) :]
+        sizes = [value.type.features[0] for value in node.outputs]
+        columns = [*accumulate(sizes, initial=0)]
+        modules = tuple(
+            LoraModule(parameters[own_a], parameters[own_b], sizes[i], columns[i])
+            for i, own_a, own_b in zip(adapted, a, b, strict=True)
+        )
+        return cls(modules, columns[-1])
+
+    @property
+    def name(self) -> str:
+        """The attribute that holds all LoRA of a lora_linear operator."""
+        return python_name(self.modules[0].a.name)
+
+    @property
+    def matrices(self) -> list[Parameter]:
+        """A of each module, then B of each, then b as a matrix of one row."""
+        biases = [] if self.bias is None else [self.bias]
+        return [one.a for one in self.modules] + [one.b for one in self.modules] + biases
+
+    @property
+    def in_size(self) -> int:
+        """Size of the input."""
+        return int(self.modules[0].a.type.shape[-1])
+
+
+def bottlenecks_of(graph: Graph) -> list[JoinedSite]:
+    """Find the bottleneck adapters of a graph that read and write whole tensors."""
+    found = []
+    for node in graph.nodes:
+        if node.op != "activate":
+            continue
+        shrink, (expand,) = graph.producers[node.inputs[0]], graph.consumers[node.name]
+        if all(_is_its_own(graph, name) for name in (shrink.inputs[0], expand.inputs[0])):
+            read = (shrink.inputs[1], expand.inputs[2], node.inputs[1])
+            down, up, bias = (graph.parameters_by_name[name] for name in read)
+            size = expand.output.type.features[0]
+            found.append(JoinedSite((LoraModule(down, up, size, 0),), size, bias))
+    return found
+
+
+def _is_its_own(graph: Graph, name: str) -> bool:
+    """Return whether a value is a whole tensor, and no view of a part of one."""
+    node = graph.producers.get(name)
+    return node is None or (len(node.outputs) == 1 and not operator(node.op).is_view)
+
+
+@dataclass(frozen=True)
+class GraphSites:
+    """The sites of a graph.
+
+    Attributes:
+        joined: the lora_linear operators.
+        single: every other adapter parameter, with its attribute's name.
+    """
+
+    joined: tuple[JoinedSite, ...]
+    single: tuple[tuple[str, Parameter], ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> GraphSites:
+        parameters = graph.parameters_by_name
+        joined, names = [], set[str]()
+        for node in graph.nodes:
+            if node.op == "lora_linear":
+                joined.append(JoinedSite.of(node, parameters))
+                names.update(matrix.name for matrix in joined[-1].matrices)
+        single = tuple(
+            (python_name(p.name), p)
+            for p in graph.parameters
+            if p.role == "adapter" and p.name not in names
+        )
+        return cls(tuple(joined), single)

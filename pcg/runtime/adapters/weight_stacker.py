@@ -1,0 +1,163 @@
+"""Stacks adapters' weights, padded to the largest, and cuts this rank's shard out of the stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcg.ir.graph import Parameter
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.shards import is_sharded
+from pcg.peft.adapter import Adapter
+from pcg.peft.registry import parameter_kind
+from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, shard_of_stack
+
+
+@dataclass(frozen=True)
+class WeightStacker:
+    """Stacks adapters' weights, and cuts this rank's shard out of a stack.
+
+    Attributes:
+        weights: the adapters' weights as serving reads them.
+        device: the device of the stacks.
+        ranks: the group.
+    """
+
+    weights: ServedWeights
+    device: torch.device
+    ranks: Ranks
+
+    def stack(
+        self,
+        adapters: Sequence[Adapter | None],
+        parameter: Parameter,
+        layer: int,
+        least: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor | None, list[bool]]:
+        """Stack the weights of adapters at one parameter.
+
+        Args:
+            adapters: the adapters in order; None for a free slot.
+            parameter: the program's parameter.
+            layer: index of the layer.
+            least: the least rows and columns of the whole weights.
+        Returns:
+            [adapters, …], or None if no adapter has a weight there; and which adapters have one.
+        """
+        path = parameter.source.format(layer=layer)
+        parts = [None if one is None else self.weights.part(one, path) for one in adapters]
+        stack = self._cut(parts, parameter, least)
+        return None if stack is None else stack.to(self.device), [one is not None for one in parts]
+
+    def _cut(
+        self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
+    ) -> Tensor | None:
+        """Stack parts and return this rank's shard of the stack."""
+        multiples = [1, 1]
+        for dim in open_dims(parameter):
+            multiples[dim] = self.ranks.size
+        stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
+        if stack is None:
+            return None
+        piece = shard_of_stack(stack, parameter, self.ranks)
+        # A copy, so that the stack of whole weights is freed.
+        return piece.contiguous() if piece is not stack else stack
+
+    def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
+        """Return an adapter's matrix or vector; over ranks this rank's shard, cut after padding.
+
+        Args:
+            adapter: the adapter.
+            parameter: the program's parameter.
+            layer: index of the layer.
+        """
+        part = self.weights.part(adapter, parameter.source.format(layer=layer))
+        if part is None or self.ranks.size == 1:
+            return part
+        stack = self._cut([part], parameter, (0, 0))
+        return None if stack is None else stack[0]
+
+    def inner_size(self, size: int, parameter: Parameter) -> int:
+        """Return the inner size that `part` has for an adapter of this rank or width."""
+        size = -(-size // self.ranks.size) * self.ranks.size
+        is_parted = parted_dim(parameter) in open_dims(parameter)
+        return size // self.ranks.size if is_parted else size
+
+    def write(
+        self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
+    ) -> bool | None:
+        """Write an adapter's part, or its neutral value, into its place in a stack.
+
+        Args:
+            view: rows and columns of the place; None if there is no stack yet.
+            adapter: the adapter.
+            parameter: the program's parameter.
+            layer: index of the layer.
+        Returns:
+            True if the adapter has a part, False if not, None if the part does not fit.
+        """
+        if is_sharded(parameter):
+            least = self._whole_of(view, parameter)
+            stack, (has,) = self.stack([adapter], parameter, layer, least)
+            part = None if stack is None else stack[0]
+        else:
+            part = self.weights.part(adapter, parameter.source.format(layer=layer))
+            has = part is not None
+        if view is None:
+            return False if part is None else None
+        if part is None:
+            view.fill_(parameter_kind(parameter.source).fill)
+            return has
+        rows, columns = part.shape
+        if rows > view.shape[0] or columns > view.shape[1]:
+            return None
+        if part.shape != view.shape:
+            view.fill_(parameter_kind(parameter.source).fill)
+        view[:rows, :columns].copy_(part)
+        return has
+
+    def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
+        """Return the least rows and columns of whole weights whose shard fills a place.
+
+        Args:
+            view: the place of a shard; None if there is no stack yet.
+            parameter: the parameter.
+        """
+        least = [0, 0]
+        if view is not None:
+            for dim in open_dims(parameter):
+                is_parted = dim == parted_dim(parameter)
+                least[dim] = view.shape[dim] * (self.ranks.size if is_parted else 1)
+        return least[0], least[1]
+
+
+def _padded(
+    parts: Sequence[Tensor | None],
+    absent: float,
+    multiples: Sequence[int],
+    least: Sequence[int],
+) -> Tensor | None:
+    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
+
+    Args:
+        parts: matrices, None for missing ones.
+        absent: the value of what is missing.
+        multiples: numbers of which the stack's rows and columns are multiples.
+        least: the least rows and columns.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    rows, columns = (
+        -(-max(least[i], *(part.shape[i] for part in present)) // multiple) * multiple
+        for i, multiple in enumerate(multiples)
+    )
+    stack = present[0].new_full((len(parts), rows, columns), absent)
+    for i, part in enumerate(parts):
+        if part is not None:
+            stack[i, : part.shape[0], : part.shape[1]] = part
+    return stack

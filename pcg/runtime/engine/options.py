@@ -1,0 +1,51 @@
+"""The options of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pcg.runtime.engine.events import EventLog
+from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.sharing import Sharing
+
+KV_CACHE_BYTES = 4 * 2**30
+"""Memory for the KV cache and adapters by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine, on a device or a simulated one.
+
+    Attributes:
+        policy: the order in which requests are admitted; first come, first served by default.
+        job_share: the share of the pool's pages that finetuning may hold at most.
+        log: the event log to write to; a new one by default.
+        latencies: what steps are predicted to take; measured now by default.
+        sharing: how finetuning goes beside what is served; by default as much as fits within the
+            SLOs.
+        prefix_caching: let requests with the same version of an adapter share the KV blocks of
+            common prefixes.
+    """
+
+    policy: Policy | None = None
+    job_share: float = 0.5
+    log: EventLog | None = None
+    latencies: Latencies | None = None
+    sharing: Sharing | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class EngineArguments(EngineOptions):
+    """Arguments of `Executor.engine`.
+
+    Attributes:
+        limits: the limits of a step, and the SLOs; those of `Limits()` by default.
+        kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
+            are not touched.
+    """
+
+    limits: Limits | None = None
+    kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)

@@ -1,0 +1,154 @@
+"""A device that takes simulated time: the engine's steps without tensors.
+
+Requests get an arbitrary token whenever one is due, until their limit. A step takes the time that
+its costs predict; the engine sees the clock move, as on a machine, and nothing else. Adapters are
+copied from the host's memory one after the other, beside what runs; a step waits for the copies of
+the adapters that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
+
+from pcg.errors import GenerationError
+from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.engine.clock import SimulatedClock
+from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.request import Request
+from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.training.work_units import Backward, Forward
+from pcg.simulate.simulated_training import SimulatedBackward, SimulatedForward
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedAdapter:
+    """An adapter without tensors; one of the same name is another version.
+
+    Attributes:
+        name: the name that requests use.
+        size_bytes: the bytes of its tensors.
+        rank: its rank; 0 for a method without ranks, which costs nothing but its copy.
+        prompt_tokens: the number of virtual tokens before each sequence.
+    """
+
+    name: str
+    size_bytes: int
+    rank: int = 16
+    prompt_tokens: int = 0
+
+
+SAMPLED_TOKEN = 1
+"""The token that every request gets."""
+
+
+class SimulatedDevice:
+    """Moves a clock; see `pcg.runtime.engine.device.Device`.
+
+    Args:
+        costs: the seconds of steps, units, updates and copies.
+        clock: the engine's clock.
+        most_positions: the model's positions; None for any number.
+
+    Attributes:
+        cache: None, as there are no keys and values.
+        side: None, as backward units follow the forward.
+        busy_s: the seconds that it computed.
+        waited_s: the seconds that steps waited for adapters.
+    """
+
+    def __init__(
+        self, costs: StepCosts, clock: SimulatedClock, most_positions: int | None = None
+    ) -> None:
+        self.cache: Any = None
+        self.side: Side | None = None
+        self.busy_s = 0.0
+        self.waited_s = 0.0
+        self._costs = costs
+        self._clock = clock
+        self._most_positions = most_positions
+        self._copied_s: dict[int, float] = {}
+        self._link_free_s = 0.0
+
+    def open(self, request: Request, number: int) -> Sequence:
+        """Return a request's state before anything ran.
+
+        Raises:
+            GenerationError: the prompt is empty, or longer than the model's positions.
+        """
+        room = 2**62 if self._most_positions is None else self._most_positions - request.length
+        if not request.prompt_ids or room < 1:
+            raise GenerationError(
+                f"prompt {number} has {request.length} tokens; give at least 1 and fewer than the "
+                f"model's {self._most_positions} positions"
+            )
+        limit = min(request.params.max_new_tokens, room)
+        return Sequence(f"request {number}", number, request, limit, 0.0)
+
+    def prefetch(self, adapters: List[ServedAdapter]) -> None:
+        """Begin to copy adapters to the device, behind copies that are under way."""
+        for adapter in adapters:
+            if id(adapter) not in self._copied_s:
+                started = max(self._clock.now_s(), self._link_free_s)
+                self._link_free_s = started + self._costs.copy_seconds(adapter.size_bytes)
+                self._copied_s[id(adapter)] = self._link_free_s
+
+    def is_copying(self, adapter: ServedAdapter) -> bool:
+        """Return whether an adapter is being copied."""
+        return self._copied_s.get(id(adapter), 0.0) > self._clock.now_s()
+
+    def evict(self, adapter: ServedAdapter) -> None:
+        """Forget the copy of an adapter that gave its pages up."""
+        self._copied_s.pop(id(adapter), None)
+
+    def start(
+        self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
+    ) -> Callable[[], list[int]]:
+        """Run sequences' next tokens, and windows of jobs, as one batch.
+
+        Returns:
+            A function that returns a token for each sequence, meaningless where more are pending.
+        """
+        pieces: list[SequenceChunk] = []
+        there_s = 0.0
+        for sequence, count in chunks:
+            adapter = sequence.request.adapter
+            is_sampled = count == sequence.pending
+            if adapter is None:
+                pieces.append(SequenceChunk(count, sequence.cached, is_sampled))
+                continue
+            self.prefetch([adapter])
+            there_s = max(there_s, self._copied_s[id(adapter)])
+            rank = getattr(adapter, "rank", 0)
+            pieces.append(
+                SequenceChunk(count, sequence.cached, is_sampled, False, id(adapter), rank)
+            )
+        for unit, count in windows:
+            assert isinstance(unit, SimulatedForward)
+            unit.run(count)
+            pieces += unit.whole.windows[-1]
+        self.waited_s += max(0.0, there_s - self._clock.now_s())
+        self._clock.wait_until(there_s)
+        self._take(self._costs.step_seconds(StepShape.of(pieces)))
+        return lambda: [SAMPLED_TOKEN] * len(chunks)
+
+    def back(self, units: List[Backward]) -> None:
+        """Run backward units of one layer together."""
+        pieces: list[SequenceChunk] = []
+        for unit in units:
+            assert isinstance(unit, SimulatedBackward)
+            pieces += unit.whole.next_window
+        self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
+        for unit in units:
+            unit.run()
+
+    def update(self) -> None:
+        """Run an optimizer's update."""
+        self._take(self._costs.update_seconds())
+
+    def _take(self, seconds: float) -> None:
+        self.busy_s += seconds
+        self._clock.advance(seconds)

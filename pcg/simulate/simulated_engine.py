@@ -1,0 +1,83 @@
+"""The engine over a simulated device: the scheduler, pool and policies are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pcg.keywords import takes
+from pcg.parallel.costs.step_costs import StepCosts
+from pcg.runtime.adapters.cache import AdapterCache
+from pcg.runtime.engine.clock import SimulatedClock
+from pcg.runtime.engine.events import Kind
+from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.options import EngineOptions
+from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.memory.prefixes import Prefixes
+from pcg.simulate.simulated_device import SimulatedDevice
+from pcg.simulate.simulated_training import simulated_steps
+
+
+@dataclass(frozen=True)
+class SimulatedArguments(EngineOptions):
+    """Arguments of `SimulatedEngine`.
+
+    Attributes:
+        costs: the costs of the device's steps.
+        pages: pages of the pool.
+        page_bytes: bytes of a page; adapters take pages by it.
+        limits: the limits of a step, and the SLOs; those of `Limits()` by default.
+        latencies: what the engine plans by and corrects; without it, it keeps no SLO.
+        most_positions: positions of the model; None for any number.
+        prefix_caching: let requests share the blocks of common prefixes; off by default, as the
+            requests of workloads have lengths and no tokens.
+    """
+
+    costs: StepCosts
+    pages: int
+    page_bytes: int
+    limits: Limits | None = None
+    most_positions: int | None = field(default=None, kw_only=True)
+    prefix_caching: bool = field(default=False, kw_only=True)
+
+
+class SimulatedEngine(EngineLoop):
+    """Serves and trains in simulated time; see `EngineLoop`."""
+
+    device: SimulatedDevice
+    clock: SimulatedClock
+
+    @takes(SimulatedArguments)
+    def __init__(self, given: SimulatedArguments) -> None:
+        """Start at 0 s with nothing to do."""
+        pool, clock = PagePool(given.pages), SimulatedClock()
+        adapters = AdapterCache(pool, lambda adapter: -(-adapter.size_bytes // given.page_bytes))
+        prefixes = Prefixes(pool) if given.prefix_caching else None
+        limits = given.limits or Limits()
+        scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes)
+        device = SimulatedDevice(given.costs, clock, given.most_positions)
+        super().__init__(device, scheduler, clock, given)
+        self._costs = given.costs
+
+    def finetune(self, name: str, batches: Iterable[Sequence[int]], rank: int = 16) -> Job:
+        """Train an adapter beside what is served.
+
+        Args:
+            name: the name of the adapter, and of the job.
+            batches: the lengths of each step's sequences; may have no end.
+            rank: the adapter's rank.
+        Raises:
+            PcgError: a job has the name.
+        """
+        steps = 0
+
+        def stepped(tokens: int) -> None:
+            nonlocal steps
+            steps += 1
+            self._note(Kind.STEPPED, name, step=steps, tokens=tokens)
+
+        work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
+        return self.add_job(Job(name, work))

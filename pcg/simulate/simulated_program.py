@@ -1,0 +1,217 @@
+"""A model on a simulated machine: costs and a pool of pages, without weights or device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pcg.errors import CostModelError, OutOfMemoryError
+from pcg.explain.step_memory import bytes_at
+from pcg.ir.analysis.saved_memory import saved_memory
+from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import CONTEXT
+from pcg.options import PlanOptions
+from pcg.parallel.costs.accelerators import find_accelerator
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import SheetModel
+from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
+from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stages import TrainedModel
+from pcg.peft.lora import LoraConfig
+from pcg.runtime.engine.calibration import fitted_latencies
+from pcg.runtime.engine.events import EventLog
+from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.policies import Policy
+from pcg.runtime.engine.sharing import Sharing
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
+from pcg.source import resolve
+
+USED_MEMORY = 0.9
+"""The share of a device's memory that is used, as vLLM's gpu_memory_utilization."""
+
+
+@dataclass(frozen=True)
+class SimulatedProgram:
+    """A model on a machine.
+
+    Attributes:
+        name: the model's name.
+        device: the name of the device that each rank has.
+        tp: the number of ranks.
+        costs: the seconds of its steps.
+        page_bytes: the bytes of a page on one rank.
+        pages: the pages that fit beside weights and what finetuning saves for backward.
+        shapes: (out, in) of the linear modules that have adapters, of all layers.
+    """
+
+    name: str
+    device: str
+    tp: int
+    costs: GraphCosts
+    page_bytes: int
+    pages: int
+    shapes: tuple[tuple[int, int], ...]
+
+    def latencies(self) -> Latencies:
+        """Return what an engine first plans by: five steps, as it measures them on a machine."""
+
+        def seconds(tokens: int, context: int, rows: int) -> float:
+            shape = StepShape.of([SequenceChunk(tokens, context)])
+            return self.costs.step_seconds(replace(shape, sampled=rows))
+
+        return fitted_latencies(seconds, self.costs.layers)
+
+    def adapter(self, name: str, rank: int) -> SimulatedAdapter:
+        """Return a LoRA adapter in half precision; each rank holds an equal share of it."""
+        size = sum(2 * rank * (out + in_) for out, in_ in self.shapes)
+        return SimulatedAdapter(name, -(-size // self.tp), rank)
+
+    def engine(
+        self,
+        limits: Limits,
+        policy: Policy | None = None,
+        log: EventLog | None = None,
+        sharing: Sharing | None = None,
+    ) -> SimulatedEngine:
+        """Return an engine of it, at 0 s; `SimulatedEngine` documents the options."""
+        return SimulatedEngine(
+            self.costs,
+            self.pages,
+            self.page_bytes,
+            limits,
+            policy=policy,
+            latencies=self.latencies(),
+            log=log,
+            sharing=sharing,
+        )
+
+
+def simulated_program(
+    model: str,
+    device: str,
+    *,
+    tp: int = 1,
+    targets: Sequence[str] | str = "all-linear",
+    rank: int = 16,
+    finetuning_tokens: int = 0,
+    product_share: float | None = None,
+) -> SimulatedProgram:
+    """Compile a model for a machine, without weights.
+
+    Args:
+        model: a model as `pcg.explain` takes it.
+        device: the name of a device with a data sheet, as A100-80.
+        tp: the tensor-parallel degree.
+        targets: the modules that have LoRA adapters, of any rank where they only serve, in the
+            base's precision, as the papers have them.
+        rank: the rank of the adapter that is trained.
+        finetuning_tokens: the tokens of the longest mini-batch that is trained; 0 for none.
+        product_share: the share of the device's peak that large matrix products reach; the cost
+            model's own by default.
+    Raises:
+        CostModelError: the device has no sheet, or an operator no cost.
+        OutOfMemoryError: the device cannot hold the model.
+    """
+    options = PlanOptions(tp=tp, seq=finetuning_tokens or 1024)
+    memory_bytes = find_accelerator(device).memory_bytes
+    costs = _sheet_costs(device, product_share)
+    source = resolve(model)
+    recipe = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets if isinstance(targets, str) else tuple(targets),
+    )
+    model_type = str(source.config["model_type"])
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return bypasses_of(base, [recipe], model_type, base.dtype)
+
+    settings = Settings(
+        options,
+        source.name,
+        bypasses,
+        costs if tp > 1 else None,
+        trains=bool(finetuning_tokens),
+    )
+    passes = pipeline(settings)
+    base = passes.base(source.config)
+    graphs = passes.trained(passes.attach.run(base))
+    serving = graphs.serving
+    saved_bytes, training = _training(graphs.training, options) if graphs.training else (0, {})
+    host_bytes_per_s = _host_bytes_per_s(costs)
+    weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
+    weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
+    page_bytes = bytes_of_page(kv_types(serving))
+    free = int(USED_MEMORY * memory_bytes) - weights - saved_bytes
+    if free < page_bytes:
+        raise OutOfMemoryError(
+            f"{source.name} needs {(weights + saved_bytes) / 2**30:.1f} GiB a rank for weights and "
+            f"what backward reads; {device} has {memory_bytes / 2**30:.1f}. Use a higher tp"
+        )
+    return SimulatedProgram(
+        source.name,
+        device,
+        tp,
+        GraphCosts(costs, tp, serving, host_bytes_per_s=host_bytes_per_s, **training),
+        page_bytes,
+        free // page_bytes,
+        tuple(_adapted(base.model, bypasses(base.model).at)),
+    )
+
+
+def _sheet_costs(device: str, product_share: float | None) -> SheetModel:
+    costs = find_cost_model(device)
+    if not isinstance(costs, SheetModel):
+        raise CostModelError(f"{device} is no device with a data sheet")
+    if product_share is None:
+        return costs
+    achieved = replace(costs.achieved, product=product_share)
+    return SheetModel(costs.name, costs.sheet, costs.link_name, achieved)
+
+
+def _host_bytes_per_s(costs: SheetModel) -> float:
+    links = costs.sheet.links.items()
+    host = next((link for name, link in links if name.startswith("PCIe")), None)
+    if host is None:
+        raise CostModelError(f"{costs.name} has no link to its host; sheets of GPUs have")
+    return host.bytes_per_s * costs.achieved.link
+
+
+def _training(found: TrainedModel, options: PlanOptions) -> tuple[int, dict[str, Any]]:
+    """Return the bytes that finetuning saves for backward, and the graphs that cost time."""
+    plan = found.plan
+    saved = saved_memory(found.model, plan)
+    layers = [plan.plans[index] for index in plan.layers]
+    trained = sum(_trained(layer.backward, layer.trained) for layer in layers)
+    return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq}), {
+        "backward": [layer.backward for layer in layers],
+        "loss": found.epilogue,
+        "trained": trained,
+    }
+
+
+def _weights(graph: Graph) -> int:
+    """Return the bytes of a graph's frozen parameters."""
+    return sum(int(p.type.size_bytes) for p in graph.parameters if p.role == "frozen")
+
+
+def _trained(backward: Graph | None, names: Sequence[str]) -> int:
+    """Return how many numbers a layer trains on one rank."""
+    if backward is None:
+        return 0
+    return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])
+
+
+def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:
+    """Yield (out, in) of the modules at some sites, in all layers."""
+    sites = base.linear_sites()
+    for site in adapted:
+        for _ in base.layers if "{layer}" in site else (0,):
+            yield sites[site]

@@ -1,0 +1,199 @@
+"""Documents and docstrings name what exists; their commands, code and transcripts are true."""
+
+import ast
+import importlib
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pcg.compiler import compile_program
+from pcg_cli.application import app
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "examples" / "checkpoint" / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+    ]
+)
+SOURCES = sorted(
+    path
+    for folder in ("pcg", "cli", "tests", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+PATH = re.compile(r"(?<![\w./<{])(?:pcg|cli|tests|docs|examples|benchmarks)/[\w./*-]*[\w*/]")
+NAME = re.compile(r"(?<![\w./-])pcg(?:\.\w+)+(?![\w/])")
+FILE = re.compile(r"(?<![\w./*-])\w+\.py\b")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EMITTED = {"serving.py", "training.py"}
+LOGGERS = {"pcg.finetuning"}
+
+
+def _id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _missing_paths(text: str) -> set[str]:
+    found = {match.rstrip("./") for match in PATH.findall(text)}
+    return {path for path in found if not any(ROOT.glob(path))}
+
+
+def _missing_names(text: str) -> set[str]:
+    return {name for name in NAME.findall(text) if not _exists(name)} - LOGGERS
+
+
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute that is found from one."""
+    if Path(name).suffix in (".json", ".toml", ".md", ".txt"):
+        return True
+    parts = name.split(".")
+    value: object = importlib.import_module(parts[0])
+    for end, part in enumerate(parts[1:], 2):
+        if isinstance(value, ModuleType):
+            try:
+                value = importlib.import_module(".".join(parts[:end]))
+                continue
+            except ModuleNotFoundError:
+                pass
+        fields = getattr(value, "__annotations__", {})
+        if not hasattr(value, part):
+            return part in fields and end == len(parts)
+        value = getattr(value, part)
+    return True
+
+
+def _docstrings(path: Path) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n".join(ast.get_docstring(node) or "" for node in nodes)
+
+
+def _blocks(path: Path, language: str) -> list[str]:
+    return [
+        code for kind, code in FENCE.findall(path.read_text(encoding="utf-8")) if kind == language
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_documents_name_paths_that_exist(document: Path) -> None:
+    assert _missing_paths(document.read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_documents_name_files_that_exist(document: Path) -> None:
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    assert set(FILE.findall(text)) <= {path.name for path in SOURCES} | EMITTED | {
+        "setup.py",
+        "utils.py",
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_documents_name_modules_that_exist(document: Path) -> None:
+    assert _missing_names(document.read_text(encoding="utf-8")) == set()
+
+
+def test_docstrings_name_paths_and_modules_that_exist() -> None:
+    missing = {}
+    for path in SOURCES:
+        text = _docstrings(path)
+        names = _missing_paths(text) | _missing_names(text)
+        if names:
+            missing[_id(path)] = names
+    assert missing == {}
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target), link
+
+
+def test_the_index_of_the_docs_lists_every_document() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = set(LINK.findall(index))
+    there = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert there <= listed
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_python_in_documents_compiles(document: Path) -> None:
+    for code in _blocks(document, "python"):
+        if "…" not in code:
+            if "yield" in code:  # a part of a function
+                code = "def part():\n" + textwrap.indent(code, "    ")
+            compile(code, _id(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the command lines of pcg in a document's code blocks, as words."""
+    for language, code in FENCE.findall(text):
+        if language in ("", "console", "sh", "bash"):
+            lines = code.replace("\\\n", " ").splitlines()
+            for line in lines:
+                line = line.removeprefix("$ ").removeprefix(".venv/bin/")
+                if line.startswith("pcg ") and "…" not in line:
+                    yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
+def test_commands_in_documents_have_their_options(document: Path) -> None:
+    for words in _commands(document.read_text(encoding="utf-8")):
+        command: Any = typer.main.get_command(app)
+        while words and words[0] in getattr(command, "commands", ()):
+            command = command.commands[words.pop(0)]
+        known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
+        assert given <= known | {"--help"}, (command.name, given - known)
+        assert given or not hasattr(command, "commands"), words
+
+
+TRANSCRIPT = re.compile(r"^```\n\$ (pcg explain [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TRANSCRIPTS = {
+    command: output
+    for document in DOCUMENTS
+    for command, output in TRANSCRIPT.findall(document.read_text(encoding="utf-8"))
+}
+
+
+@pytest.mark.parametrize("command", TRANSCRIPTS)
+def test_transcripts_show_what_explain_prints(command: str) -> None:
+    """A line of `…` in a transcript stands for any lines."""
+    expected = re.escape(TRANSCRIPTS[command]).replace("…\\\n", r"(?:.*\n)*")
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(expected, result.stdout.rstrip("\n") + "\n"), result.stdout
+
+
+def test_docs_show_the_layer_that_is_emitted() -> None:
+    program = compile_program(ROOT / "examples" / "checkpoint", "lora", dtype="float32")
+    (shown,) = _blocks(ROOT / "docs" / "ir.md", "python")
+    emitted = ast.parse(program.serving.source)
+    layer = next(node for node in emitted.body if getattr(node, "name", "") == "block_0")
+    assert ast.dump(layer) == ast.dump(ast.parse(shown).body[0])
