@@ -32,11 +32,11 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
 from pcg.runtime.metrics.metrics import ServingReport
+from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.replay import replay
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
-from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
 from pcg.simulate.workloads.synthetic import synthetic
 
 RATES = {32: (1.0, 2.9, 4.5), 128: (0.3, 0.8, 1.4)}
