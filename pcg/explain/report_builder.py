@@ -33,6 +33,7 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
+from pcg.passes.pipeline import in_order
 from pcg.peft.recipe import Recipe
 
 
@@ -117,7 +118,8 @@ def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None
     """Return the plan without compression; None where it exceeds the budget."""
     assert planned.training is not None
     try:
-        return frontiers(planned.training, planned.kinds, setup.batch, setup.seq).plan(setup.budget)
+        found = frontiers(planned.training, planned.kinds, setup.batch, setup.seq)
+        return in_order(found.plan(setup.budget))
     except MemoryBudgetError:
         return None
 
@@ -128,7 +130,8 @@ def _own_stages(
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     assert planned.training is not None
     assert planned.plan is not None
-    pruned = saved_memory(planned.training, keep_all(planned.training, planned.kinds))
+    every = in_order(keep_all(planned.training, planned.kinds))
+    pruned = saved_memory(planned.training, every)
     yield _stage("pruned", pruned.total, pruned.layers, setup.at)
     if plain is not None:
         remade = saved_memory(planned.training, plain)
