@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Attribute
+from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.types import TOKENS, TensorType, tensor
 
@@ -199,12 +200,9 @@ def _low_rank(width: int, rank: int, dtype: str, adapter_dtype: str) -> Iterator
         yield Case("expand_backward", (x, up), {}, (1,))
         yield Case("outer", (s, x), {})
         yield Case("scaled_outer", (x, s, up), {}, (2,))
-        out, inner = tensor(adapter_dtype, size), tensor(adapter_dtype, rank)
-        column = tensor(adapter_dtype, rank, 1)
-        yield Case("singular_down", (down, column), {}, (0, 1))
-        yield Case("singular_down_backward", (down, down, column), {}, (1, 2))
-        yield Case("vera_up", (up, out, inner), {}, (0, 1, 2))
-        yield Case("vera_up_backward", (up, up, out, inner), {}, (1, 2, 3))
+        for op in OPERATORS.values():
+            for measured in op.measured(size, rank, adapter_dtype):
+                yield Case(op.name, *measured)
     for out_size, in_ in itertools.product((width,), (width, 4 * width)):
         weight = tensor(dtype, out_size, in_)
         a, b = tensor(adapter_dtype, rank, in_), tensor(adapter_dtype, out_size, rank)
