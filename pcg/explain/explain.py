@@ -33,7 +33,7 @@ from pcg.passes.sharding.parallelize import search_layer
 from pcg.passes.training_graphs import LayerKind
 from pcg.peft.reader import recipes_of
 from pcg.peft.recipe import Recipe
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.source import resolve
 
 

@@ -31,7 +31,7 @@ from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.sharding.parallelize import Sharded
 from pcg.passes.training_graphs import LayerKind
 from pcg.peft.recipe import Recipe
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 
 LOSS_CHUNK_BYTES = 16 * 2**20
 """Logits in fp32 of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
-from pcg.runtime.text.chat import Span
-from pcg.runtime.text.chat_spans import assistant_spans
+from pcg.runtime.text.chat import Span, assistant_spans
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 from pcg.runtime.training.data_formats import (
     FORMATS,

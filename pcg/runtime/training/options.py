@@ -12,9 +12,9 @@ from pcg.errors import FinetuneError
 from pcg.runtime.training.data import Example
 from pcg.runtime.training.data_rows import Source
 from pcg.runtime.training.optimizer import check_optimizer
-from pcg.runtime.training.optimizer_table import FIELDS, Optimizer
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
+from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 
 Data = Source | Iterable[Example]
 
@@ -43,7 +43,7 @@ class FinetuneOptions:
         gradient_accumulation_steps: batches a step.
         learning_rate: at the schedule's peak. 2e-4 is usual for LoRA with AdamW (QLoRA, table 9);
             other optimizers have other rates.
-        optimizer: a name of `pcg.runtime.training.optimizer_table.OPTIMIZERS`.
+        optimizer: a name of `pcg.runtime.training.torch_optimizers.OPTIMIZERS`.
         optimizer_options: what the optimizer takes beside the fields here, by torch's names, as
             {"momentum": 0.9}; torch's defaults for the others.
         weight_decay: for the bypass weights; trained biases of the base do not decay.

@@ -267,7 +267,9 @@ def test_adapters_are_added_beside_the_steps(
 def test_close_cancels_a_job_that_is_made_ready() -> None:
     slow = SlowData()
     async_engine = make_engine(make_executor(), 64).start()
-    job, next_one = (async_engine.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two"))
+    job, next_one = (
+        async_engine.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two")
+    )
     until(lambda: bool(slow.readers))
     async_engine.close()
     for left in (job, next_one):
