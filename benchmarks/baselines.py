@@ -1,14 +1,15 @@
-"""What the peers keep for backward: transformers + peft as it is, checkpointed, and partitioned.
+"""Measure what the peers save for backward: transformers + peft, checkpointed, and partitioned.
 
-True shapes and no weights: models are `pcg.trace.peer_model`'s, of fake tensors, and nothing is
-computed. What is measured is storages, each once, without parameters, buffers and the token ids: in
-`step` those that autograd holds after the forward with loss, in `Partitioner` those that torch's
-min-cut partitioner (`pcg.trace.partitioner`) passes from forward to backward of a whole model.
+The models have true shapes and no weights: they are `pcg.trace.peer_model`'s, of fake tensors, and
+nothing is computed. Measured are storages, each once, without parameters, buffers and the token
+ids: in `step` those that autograd holds after the forward with loss, in `Partitioner` those that
+torch's min-cut partitioner (`pcg.trace.partitioner`) passes from forward to backward of a whole
+model.
 
 FLOPs are those of matrix products and attention; a causal query sees (S + 1) / 2 keys on average.
-What is computed again is
+The recomputed FLOPs are
 
-    FLOPs of forward and backward − the same with nothing computed again
+    FLOPs of forward and backward − the same with nothing recomputed
 
 so that what attention's backward costs, the same in both, need not be known.
 """
@@ -87,7 +88,7 @@ class Case:
 
 
 def build(case: Case, layers: int, adapters: torch.dtype, attention: str) -> Any:
-    """The bf16 model with its adapters, of empty CPU tensors: fake ones under a FakeTensorMode."""
+    """Return the bf16 model with adapters, of empty CPU tensors; fake under a FakeTensorMode."""
 
     def wrap(model: Any) -> Any:
         is_default = adapters == torch.float32
@@ -102,7 +103,7 @@ def build(case: Case, layers: int, adapters: torch.dtype, attention: str) -> Any
 
 @dataclass(frozen=True)
 class Measured:
-    """One training step: bytes kept, of them after the last block; FLOPs; the most alive."""
+    """One training step: bytes saved, those of them after the last block, FLOPs, peak bytes."""
 
     kept: int
     outside: int
@@ -166,7 +167,7 @@ def step(model: Any, ids: torch.Tensor) -> Measured:
 
 
 def prepared(case: Case, layers: int, adapters: torch.dtype, how: str) -> Any:
-    """The model to `step`; how: sdpa, eager (attention), or checkpointing (every block)."""
+    """Return the model to `step`; how: sdpa, eager (attention), or checkpointing (every block)."""
     model = build(case, layers, adapters, "eager" if how == "eager" else MASKLESS)
     if how == "checkpointing":
         # There is no dropout whose random state could matter, and fake tensors have none.
@@ -182,14 +183,14 @@ def prepared(case: Case, layers: int, adapters: torch.dtype, how: str) -> Any:
 
 @dataclass(frozen=True)
 class Partition:
-    """What torch's partitioner made of a model.
+    """The result of torch's partitioner on a model.
 
     Attributes:
-        kept: bytes.
-        outside: of them, logits and what is made of them.
-        forward_flops: of the whole forward, without what is computed again.
-        head_flops: of the product that gives the logits.
-        again_flops: computed again in backward.
+        kept: bytes that are saved for backward.
+        outside: bytes of them in logits and what is made of them.
+        forward_flops: FLOPs of the whole forward, without what is recomputed.
+        head_flops: FLOPs of the product that gives the logits.
+        again_flops: FLOPs that are recomputed in backward.
         backward_peak: most bytes alive in the backward graph, run as it stands and not fused.
         forward: the graph from parameters, buffers and ids to the loss and what is kept.
     """
@@ -251,7 +252,7 @@ class Partitioner:
 
 
 def compiled_block(case: Case, adapters: torch.dtype) -> int:
-    """Bytes a block that torch.compile keeps at budget 1: dynamo's graph, with transformers' mask.
+    """Return the bytes a block that torch.compile saves at budget 1, transformers' mask included.
 
     Dynamo wants real tensors; they stay empty, and are never touched.
     """
@@ -276,7 +277,7 @@ def compiled_block(case: Case, adapters: torch.dtype) -> int:
 
 
 def _passed_on(graph: fx.Graph, head: fx.Node, resident: Set[int]) -> tuple[int, int]:
-    """Bytes of the storages passed to backward, but inputs; of them those from the head on."""
+    """Return the bytes passed to backward without inputs, and those of them from the head on."""
     after = {head}
     for node in graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
@@ -291,7 +292,7 @@ def _passed_on(graph: fx.Graph, head: fx.Node, resident: Set[int]) -> tuple[int,
 
 
 def _peak(graph: fx.Graph, resident: Set[int]) -> int:
-    """Most bytes alive in a backward graph run as it stands, without what is resident."""
+    """Return the peak bytes of a backward graph run as it stands, without resident tensors."""
     nodes = list(graph.nodes)  # the last one is the output, which holds the gradients to the end
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):

@@ -1,21 +1,21 @@
-"""Adding an adapter: 32 layers, LoRA r16 on all linears, 19 MiB, beside the raw read of its file.
+"""Measure adding an adapter of 32 layers, LoRA r16 on all linears, against reading its file.
 
     python benchmarks/bench_adapters.py [--rounds 5] [--most 512]
 
-A random Llama of 32 layers whose adapter has 448 tensors and 19 MiB. From each number of adapters
-on, as many are added as there are rounds, each beside reads of the same file; ratios are medians
-over these rounds:
+The model is a random Llama of 32 layers whose adapter has 448 tensors and 19 MiB. From each number
+of adapters on, one is added a round, beside reads of the same file; ratios are medians over the
+rounds:
 
     raw         `safetensors.torch.load_file`, which maps the file
     touched     the same with a copy of each tensor
     add         `Executor.add_adapter`
-    use         a slot among those that run, as the first step with it gives
+    use         copying it to a slot among those that run, as its first step does
     peft        `PeftModel.load_adapter`, for few, as it takes seconds
 
-Then an engine's thread decodes one request all the time, and four adapters are added and asked
-for, the first of them at sites that the program is compiled anew for: from each end of a step to
-the next, with none added, with `AsyncEngine.add_adapter` (beside), and with `add_adapter` on the
-engine's own thread (within).
+Then an engine's thread decodes one request all the time, and four adapters are added and used, the
+first of them at sites for which the program is compiled again. Measured is the time from the end of
+one step to the end of the next, with none added, with `AsyncEngine.add_adapter` (beside), and with
+`add_adapter` on the engine's own thread (within).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS = ("none", "beside", "within")
 
 
 def model() -> LlamaForCausalLM:
-    """The base; its shapes give adapters of 19 MiB."""
+    """Return the base, whose shapes give adapters of 19 MiB."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=8,
@@ -61,19 +61,19 @@ def model() -> LlamaForCausalLM:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """That something takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
 
 
 def raw(folder: Path) -> float:
-    """The read of the file by safetensors, which maps it."""
+    """Return the seconds that safetensors takes to read the file, which it maps."""
     return seconds(lambda: load_file(folder / "adapter_model.safetensors"))
 
 
 def touched(folder: Path) -> float:
-    """The same with a copy of every byte."""
+    """Return the seconds of the same read with a copy of every byte."""
 
     def read() -> None:
         for tensor in load_file(folder / "adapter_model.safetensors").values():
@@ -83,7 +83,7 @@ def touched(folder: Path) -> float:
 
 
 def added(executor: Executor, folder: Path, rounds: int, most: int) -> list[dict[str, Any]]:
-    """Adding and first using one, with so many there before."""
+    """Measure adding and first using an adapter, with 0 to `most` others there before."""
     found = []
     tables = executor.serving.tables
     for count in (c for c in COUNTS if c <= most):
@@ -115,7 +115,7 @@ def added(executor: Executor, folder: Path, rounds: int, most: int) -> list[dict
 
 
 def peers(folder: Path) -> list[dict[str, Any]]:
-    """The same of peft's `load_adapter`."""
+    """Measure peft's `load_adapter` in the same way."""
     import peft
 
     found = []
@@ -133,7 +133,7 @@ def peers(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path, way: str, count: int = 4) -> dict[str, float]:
-    """From each end of a step to the next while adapters come and are then used, one by one."""
+    """Measure the times between ends of steps while adapters come and are used, one by one."""
     executor = pcg.compile(model(), None, device="cpu")
     engine = executor.engine(kv_cache_bytes=2**30)
     ends: list[float] = []
@@ -176,7 +176,7 @@ def steps(folder: Path, way: str, count: int = 4) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run all measurements and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=int, default=512)

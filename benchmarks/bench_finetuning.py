@@ -1,11 +1,11 @@
-"""A finetuning step under memory budgets against the same step in eager transformers + peft.
+"""Measure a finetuning step under memory budgets against eager transformers + peft.
 
     python benchmarks/bench_finetuning.py [--dtype float32] [--rounds 7] [--batch 4]
 
-Random 8-layer Llama of hidden size 512, LoRA rank 16 on all linear modules, fp32 or bf16, one
-thread: forward, loss, backward and AdamW, on the same tokens. The peer is peft's model with
-torch.optim.AdamW. Ours runs at a memory budget of 1 (no matrix product made again) and at the
-budget that makes 62 % of the forward again.
+The model is a random 8-layer Llama of hidden size 512 with LoRA rank 16 on all linear modules, fp32
+or bf16, one thread: forward, loss, backward and AdamW, on the same tokens. The peer is peft's model
+with torch.optim.AdamW. pcg runs at a memory budget of 1 (no matrix product recomputed) and at the
+budget that recomputes 62 % of the forward.
 
 The first step is that of a fresh executor, its compilation included. A process's peak is its
 resident memory at the most, over three steps, less that before the first; each contender has a
@@ -34,17 +34,17 @@ PEER = "transformers + peft"
 RECOMPUTED = 0.62
 DTYPES = ("float32", "bfloat16")
 OURS = {"budget 1": 1.0, "62 % again": None}
-"""Our contenders by their memory budget; None is the one that makes that share again."""
+"""pcg's contenders by memory budget; None is the budget that recomputes that share."""
 
 
 def tokens(batch: int, sequence: int) -> torch.Tensor:
-    """The same random tokens for all contenders, [batch, sequence]."""
+    """Return the same random tokens for all contenders, [batch, sequence]."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(5, 31_000, (batch, sequence), generator=generator)
 
 
 def budget_of(model: torch.nn.Module, batch: int, sequence: int) -> float:
-    """The memory budget whose plan makes at most that share of the forward again."""
+    """Return the memory budget whose plan recomputes at most that share of the forward."""
     options = {"batch": batch, "seq": sequence, "dtype": str(next(model.parameters()).dtype)}
     low, high = 0.0, 1.0
     for _ in range(7):
@@ -56,8 +56,8 @@ def budget_of(model: torch.nn.Module, batch: int, sequence: int) -> float:
 
 
 def ours(model: torch.nn.Module, ids: torch.Tensor, budget: float) -> Callable[[], None]:
-    """What runs a step of ours."""
-    from pcg.runtime.training.data import Example
+    """Return a call that runs a step of pcg."""
+    from pcg.runtime.training.example import Example
 
     batch, sequence = ids.shape
     executor = pcg.compile(model, {"mine": "lora"}, memory_budget=budget, batch=batch, seq=sequence)
@@ -74,7 +74,7 @@ def ours(model: torch.nn.Module, ids: torch.Tensor, budget: float) -> Callable[[
 
 
 def peer(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
-    """What runs a step of the peer."""
+    """Return a call that runs a step of the peer."""
     wrapped = get_peft_model(model, LoraConfig(**RECIPE)).train()
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-4)
 
@@ -87,7 +87,7 @@ def peer(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def made(name: str, dtype: str, ids: torch.Tensor) -> Callable[[], None]:
-    """A contender's step by its name."""
+    """Return a contender's step by its name."""
     torch.manual_seed(0)
     model = random_llama().to(getattr(torch, dtype)).eval()
     if name == PEER:
@@ -97,21 +97,21 @@ def made(name: str, dtype: str, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def resident(field: str) -> int:
-    """Bytes of this process by /proc: VmRSS now, VmHWM at the most."""
+    """Return bytes of this process by /proc: VmRSS for now, VmHWM for the peak."""
     with open("/proc/self/status", encoding="ascii") as status:
         line = next(line for line in status if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def peak(name: str, dtype: str, ids: torch.Tensor) -> dict[str, float]:
-    """MiB of three steps beyond what was there before, in this process."""
+    """Return the peak MiB of three steps beyond what was there before, in this process."""
     run = made(name, dtype, ids)
     before = resident("VmRSS")
     for _ in range(3):
@@ -120,7 +120,7 @@ def peak(name: str, dtype: str, ids: torch.Tensor) -> dict[str, float]:
 
 
 def measure(dtype: str, ids: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Times and peaks of all contenders in one dtype."""
+    """Measure times and peaks of all contenders in one dtype."""
     names = (*OURS, PEER)
     runs = {name: made(name, dtype, ids) for name in names}
     values = interleave({name: lambda run=run: seconds(run) for name, run in runs.items()}, rounds)

@@ -1,10 +1,10 @@
-"""Generation: mixed adapters against peft's mixed batch and against the base alone.
+"""Measure generation: mixed adapters against peft's mixed batch and against the base alone.
 
     python benchmarks/bench_generation.py [--rounds 5] [--new-tokens 64]
 
 16 prompts of 17 to 64 tokens, 8 adapters (rank 16, all linear modules), two prompts each, greedy,
 one thread, fp32; on the shipped checkpoint and on a random 8-layer Llama of hidden size 512.
-Contenders, in tokens a second, in turn in every round:
+The contenders run in turn in every round; the unit is tokens a second:
 
     ours, base       executor.generate without adapters
     ours, mixed      each prompt with its adapter
@@ -36,12 +36,12 @@ SHIPPED_RECIPE: dict[str, Any] = {**RECIPE, "r": 8, "lora_alpha": 16}  # of exam
 
 
 def shipped() -> torch.nn.Module:
-    """The checkpoint under examples/."""
+    """Return the checkpoint in `examples/checkpoint/`."""
     return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
 
 
 def random_llama() -> torch.nn.Module:
-    """8 layers of hidden size 512 with random weights."""
+    """Return a Llama of 8 layers and hidden size 512 with random weights."""
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1376,
@@ -57,7 +57,7 @@ def random_llama() -> torch.nn.Module:
 def contenders(
     model: torch.nn.Module, new_tokens: int, recipe: dict[str, Any]
 ) -> dict[str, Callable[[], float]]:
-    """By name, what generates for all prompts once and returns tokens a second."""
+    """Return calls by name that generate for all prompts once and return tokens a second."""
     model = model.eval()
     vocabulary = model.config.vocab_size
     prompts = [torch.randint(5, vocabulary - 5, (n,)).tolist() for n in LENGTHS]

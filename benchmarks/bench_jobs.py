@@ -1,11 +1,12 @@
-"""Finetuning jobs that run at once in one engine, against the same jobs one after another.
+"""Measure finetuning jobs that run at once in one engine against the same jobs in turn.
 
     python benchmarks/bench_jobs.py [--rounds 5] [--steps 4]
 
-A random 8-layer Llama of hidden size 512, one thread, fp32; each job trains LoRA of rank 16 on all
-linear modules, a sequence a step. At once the windows of all jobs go through the base's products
-together, forward and back, so that its weights are read once for all. Beside them stands peft, an
-adapter after another, each with torch.optim.AdamW. What is compared are tokens a second.
+The model is a random 8-layer Llama of hidden size 512, on one thread in fp32; each job trains LoRA
+of rank 16 on all linear modules, one sequence a step. When jobs run at once, their windows go
+through the base's products together, forward and backward, so that its weights are read once for
+all. peft trains one adapter after another, each with torch.optim.AdamW. The unit is tokens a
+second.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from measure import interleave, medians, ratio, write
 from peft import LoraConfig, get_peft_model
 
 import pcg
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 
 CASES = ((4, 16), (4, 64), (4, 256), (16, 16), (16, 64))
-"""Jobs, and tokens of a sequence."""
+"""Numbers of jobs, and of tokens of a sequence."""
 AT_ONCE, IN_TURN, PEER = "at once", "in turn", "transformers + peft, in turn"
 
 
 def sequences(job: int, length: int, steps: int) -> list[list[int]]:
-    """The tokens that a job trains on."""
+    """Return the tokens that a job trains on."""
     generator = torch.Generator().manual_seed(job)
     found: list[list[int]] = torch.randint(5, 31_000, (steps, length), generator=generator).tolist()
     return found
 
 
 def ours(jobs: int, length: int, steps: int, at_once: bool) -> Callable[[], float]:
-    """What trains all jobs in an engine; tokens a second."""
+    """Return a call that trains all jobs in an engine and returns tokens a second."""
     engine = pcg.compile(random_llama().eval()).engine(kv_cache_bytes=2**30)
     options: dict[str, Any] = {"max_steps": steps, "batch_size": 1, "learning_rate": 1e-4}
     recipe = {"peft_type": "LORA", **RECIPE}
@@ -57,7 +58,7 @@ def ours(jobs: int, length: int, steps: int, at_once: bool) -> Callable[[], floa
 
 
 def peer(jobs: int, length: int, steps: int) -> Callable[[], float]:
-    """The same in transformers and peft."""
+    """Return a call that does the same in transformers and peft."""
     wrapped = get_peft_model(random_llama().eval(), LoraConfig(**RECIPE), "job 0").train()
     for job in range(1, jobs):
         wrapped.add_adapter(f"job {job}", LoraConfig(**RECIPE))
@@ -82,7 +83,7 @@ def peer(jobs: int, length: int, steps: int) -> Callable[[], float]:
 
 
 def measure(jobs: int, length: int, steps: int, rounds: int) -> dict[str, Any]:
-    """The rates of one case, and their ratios."""
+    """Return the rates of one case, and their ratios."""
     contenders = {
         AT_ONCE: ours(jobs, length, steps, True),
         IN_TURN: ours(jobs, length, steps, False),

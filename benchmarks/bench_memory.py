@@ -1,17 +1,17 @@
-"""What a training step keeps for backward: pcg beside eager, checkpointing and torch's partitioner.
+"""Compare what a step saves for backward in pcg, eager, checkpointed and partitioned by torch.
 
     python benchmarks/bench_memory.py [--skip-partitioner] [--rows 0 1 2 3]
 
-bf16 bases of true shapes without weights, LoRA, batch 1, sequence 1024. Nothing runs: see
-`baselines`. A block costs what a model of three layers keeps beyond one of two, and the difference
-of four and three must be the same; the whole model follows from its number of layers, and so do
-its FLOPs and the peak of its step:
+The bases are bf16 and have true shapes without weights; LoRA, batch 1, sequence 1024. Nothing runs:
+see `baselines`. A block costs what a model of three layers saves beyond one of two, and the
+difference of four and three must be the same; the whole model follows from its number of layers,
+and so do its FLOPs and the peak of its step:
 
     whole = kept(2) + (layers − 2) · block
 
 torch's partitioner mixes its choices over the layers, so it gets the model at its full depth, with
-bf16 adapters, which is where it keeps less; a block is then (kept − logits and loss) / layers.
-Under its `activation_memory_budget` b it aims at
+bf16 adapters, with which it saves less; a block is then (kept − logits and loss) / layers. Under
+its `activation_memory_budget` b it aims at
 
     kept + W ≤ M + b · (kept at 1 + W − M)      W: weights that backward reads, M: graph inputs
 
@@ -19,9 +19,9 @@ and M has weights that backward does not read (the embedding, the first block's)
 keeps less than they weigh, and then every budget is ignored. At full depth none is; nothing of it
 is patched but what it knows of attention, see `attention_as_on_cuda`.
 
-`recomputed` is FLOPs of products and attention done again, by the forward FLOPs of the blocks as
-in `pcg.explain`; `recomputed_of_forward` is by those of the whole forward, the head included.
-Results: results/memory.json and results/memory.svg, MiB a block against what is recomputed.
+`recomputed` is recomputed FLOPs of products and attention, by the forward FLOPs of the blocks as in
+`pcg.explain`; `recomputed_of_forward` is by those of the whole forward, the head included. Results:
+results/memory.json and results/memory.svg, MiB a block against what is recomputed.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ CASES = (
     Case("facebook/opt-6.7b", 8, OPT_PROJECTIONS),
 )
 ADAPTERS = {"fp32 adapters": torch.float32, "bf16 adapters": torch.bfloat16}
-"""peft's default over a bf16 base, and what `autocast_adapter_dtype=False` gives."""
+"""peft's default over a bf16 base, and the dtype with `autocast_adapter_dtype=False`."""
 WAYS = {"sdpa": "eager, SDPA", "eager": "eager attention", "checkpointing": "checkpointing"}
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.2)
-"""Between 1, torch's default, and 0, which keeps nothing."""
+"""torch's budgets between 1, its default, and 0, which saves nothing."""
 SHARES = (0.47, 0.62, 0.77)
-"""Of the forward, made again at most: where torch's partitioner and checkpointing are compared."""
+"""Shares of the forward that are recomputed at most, as torch's partitioner does."""
 TINY = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 TINY_LLAMA = {"model_type": "llama", "intermediate_size": 160, "num_key_value_heads": 2, **TINY}
 TINY_OPT = {"model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64, **TINY}
@@ -77,7 +77,7 @@ COLORS = {"eager": "#888888", "checkpointing": "#b3589a", "torch": "#c46a1b", "p
 
 
 def mib(size_bytes: float) -> float:
-    """Bytes in MiB, as results show them."""
+    """Return bytes in MiB, as results show them."""
     return round(size_bytes / 2**20, 2)
 
 
@@ -85,7 +85,7 @@ def mib(size_bytes: float) -> float:
 
 
 def ours(case: Case) -> dict[str, Any]:
-    """What `pcg.explain` says of each stage, and of each memory budget that pays."""
+    """Return what `pcg.explain` says of each stage, and of each memory budget that pays."""
     found = pcg.explain(case.model, case.lora, batch=case.batch, seq=case.seq).to_json()
     stages = {
         stage["stage"]: {
@@ -108,7 +108,7 @@ def ours(case: Case) -> dict[str, Any]:
 
 
 def within(case: Case, most: float) -> dict[str, float]:
-    """The plan that keeps least while it makes at most this share of the forward again."""
+    """Return the plan that saves least while it recomputes at most this share of the forward."""
     low, high = 0.0, 1.0  # budgets; the higher one makes little enough again
     best: dict[str, float] = {}
     for _ in range(8):
@@ -131,7 +131,7 @@ def within(case: Case, most: float) -> dict[str, float]:
 
 
 def eager(case: Case, adapters: torch.dtype, way: str) -> dict[str, float]:
-    """MiB that transformers + peft keep: a block, outside them, in all; and what is recomputed."""
+    """Return MiB that transformers + peft save, by block, outside, in all; and recomputation."""
     steps = _steps(case, adapters, way)
     plain = _steps(case, adapters, "sdpa") if way == "checkpointing" else steps
     block, whole = _at_depth(case, steps, "kept")
@@ -161,7 +161,7 @@ def _steps(case: Case, adapters: torch.dtype, way: str) -> list[Measured]:
 
 
 def _at_depth(case: Case, steps: Sequence[Measured], name: str) -> tuple[int, int]:
-    """A quantity of one block, and of the model at its full depth."""
+    """Return a quantity of one block, and of the model at its full depth."""
     low, middle, high = (getattr(found, name) for found in steps)
     if high - middle != middle - low:
         raise ValueError(f"{name} of {case.model} is not affine in the layers: {low, middle, high}")
@@ -169,7 +169,7 @@ def _at_depth(case: Case, steps: Sequence[Measured], name: str) -> tuple[int, in
 
 
 def partitioned(case: Case, report: Any) -> list[dict[str, Any]]:
-    """The whole model with bf16 adapters under torch's partitioner, at every budget."""
+    """Measure the whole model with bf16 adapters under torch's partitioner, at every budget."""
     whole = Partitioner.of(case, case.layers, torch.bfloat16)
     rows: list[dict[str, Any]] = []
 
@@ -206,7 +206,7 @@ def partitioned(case: Case, report: Any) -> list[dict[str, Any]]:
 
 
 def check() -> dict[str, int]:
-    """Measure tiny models with real tensors and with fake ones; the number of equal pairs.
+    """Measure tiny models with real and with fake tensors; return the number of equal pairs.
 
     Raises:
         ValueError: two differ.
@@ -244,7 +244,7 @@ def check() -> dict[str, int]:
 
 
 def measure(case: Case, with_partitioner: bool) -> dict[str, Any]:
-    """All contenders on one case."""
+    """Measure all contenders on one case."""
     targets = case.targets if isinstance(case.targets, str) else ", ".join(case.targets)
     name = f"{str(case.model).split('/')[-1]}, r{case.rank} {targets}"
 
@@ -264,7 +264,7 @@ def measure(case: Case, with_partitioner: bool) -> dict[str, Any]:
 
 
 def points(result: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Contender, name and numbers of each measurement that the table and the plot show."""
+    """Return contender, name and numbers of each measurement for the table and the plot."""
     rows: list[tuple[str, str, Mapping[str, Any]]] = []
     for title in WAYS.values():
         kind = "checkpointing" if title == "checkpointing" else "eager"
@@ -282,7 +282,7 @@ def points(result: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """The results as text."""
+    """Return the results as a table."""
     shown = Table("case", "contender", title="MiB kept for backward")
     shown.caption = "peak: of a step; for torch's partitioner of its backward graph, not fused"
     for heading in ("a block", "outside", "whole model", "peak", "recomputed"):
@@ -302,7 +302,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
-    """SVG: one panel a case, MiB a block against what is recomputed, in percent of the blocks."""
+    """Return an SVG with a panel a case: MiB a block against the recomputed share of the blocks."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * PANEL[0]} '
         f'{(len(results) + 1) // 2 * PANEL[1] + 70}" font-family="sans-serif" font-size="11" '
@@ -358,7 +358,7 @@ def _panel(result: Mapping[str, Any], left: int, top: int) -> list[str]:
 
 
 def _on_line(name: str) -> bool:
-    """Whether a point lies on its contender's line: a budget, of the partitioner as on CUDA."""
+    """True if a point lies on its contender's line: a budget, of the partitioner as on CUDA."""
     return "budget" in name and "free" not in name
 
 

@@ -1,4 +1,4 @@
-"""LoRA's strategies over ranks on gloo: what the cost model says, and what was measured.
+"""Compare LoRA's strategies over ranks on gloo as the cost model predicts and as measured.
 
     python benchmarks/bench_parallel.py [--profile FILE] [--rounds 3] [--degrees 2 4] [--tokens 1 …]
 
@@ -10,9 +10,9 @@ the choice is one of them, the two are the same plan measured twice, which shows
 costs are those of a profile of this machine, which is measured first unless one is given.
 
 The result has for each case the seconds, measured and predicted, and how much slower the chosen
-strategy is than the fastest one that was measured (at most 1.1). In those each collective is waited
-for where it begins; beside them stands what share of its time the chosen one takes where what does
-not depend on a collective runs meanwhile.
+strategy is than the fastest one that was measured (at most 1.1). There each collective is waited
+for where it begins; the result also has the share of its time that the chosen strategy takes where
+collectives overlap with what does not depend on them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
 from pcg.kernels.torch import ops as torch_ops
+from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
@@ -48,13 +49,13 @@ from pcg.parallel.ranks.launch import launch
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.differentiate import differentiate
-from pcg.passes.pipeline import Compilation, run_passes
-from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
-from pcg.passes.sharding.localize import localize
-from pcg.passes.sharding.overlap import overlap
-from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.prune import Prune
+from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
+from pcg.passes.sharding.localize import Localize
+from pcg.passes.sharding.overlap import Overlap
+from pcg.passes.sharding.shard import Shard
 from pcg.peft.lora import LoraBypass
 from pcg.runtime.model.batch import Batch, whole_sequences
 
@@ -70,13 +71,13 @@ CONFIG = {
 }
 NAMES = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "fully sharded", "fully replicated")
 SEQUENCE = 512
-"""Tokens of a sequence at most."""
+"""The most tokens of a sequence."""
 CHOSEN, OVERLAPPED = "chosen", "chosen, overlapped"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A layer's step on this rank, compiled."""
+    """A compiled step of a layer on this rank."""
 
     forward: Callable[[dict[str, Any]], None]
     backward: Callable[[dict[str, Any]], None]
@@ -84,12 +85,12 @@ class Step:
     copies: tuple[str, ...]
 
     def moved(self) -> Step:
-        """The same with its tensors elsewhere: how fast a product is hangs on where they lie."""
+        """Return the same step with tensors elsewhere: their addresses change a product's speed."""
         values = {name: _copy(value) for name, value in self.values.items()}
         return replace(self, values=values)
 
     def run(self, ranks: Ranks) -> None:
-        """Forward, backward, and the sum of the copies' gradients."""
+        """Run forward, backward, and the sum of the copies' gradients."""
         values = dict(self.values)
         self.forward(values)
         self.backward(values)
@@ -104,7 +105,7 @@ def _copy(value: Any) -> Any:
 
 
 def compiled(graph: Graph, overlaps: bool) -> Callable[[dict[str, Any]], None]:
-    """A function that adds a graph's values to a dict."""
+    """Return a function that adds a graph's values to a dict."""
     lines = ["def run(values):"]
     waited = waits(graph.nodes) if overlaps else {}
     for place in range(len(graph.nodes) + 1):
@@ -131,15 +132,15 @@ def _targets(node: Node) -> str:
 
 
 def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
-    """Of the standard normal distribution, scaled down as weights are."""
+    """Return a normally distributed tensor, scaled down as weights are."""
     return torch.randn([size if isinstance(size, int) else tokens for size in shape]) * 0.05
 
 
 def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
-    """The step of a plan on this rank."""
-    graph = localize(shard(search.graph, ranks.size, plan), ranks.size)
+    """Return the step of a plan on this rank."""
+    graph = Localize(ranks.size).run(shard(search.graph, ranks.size, plan))
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-    found = prune(differentiate(graph, carried), carried)
+    found = Prune().run(Differentiate(wrt=tuple(carried)).run(graph))
     tokens = len(batch.input_ids)
     values: dict[str, Any] = {"batch": batch}
     for value in (*graph.inputs, *(p.value for p in graph.parameters)):
@@ -153,15 +154,15 @@ def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlap
     copies = [
         outputs[p.name] for p in graph.parameters if p.name in outputs and p.part == REPLICATED
     ]
-    graphs = [coalesce_collectives(graph), coalesce_collectives(found.backward)]
+    graphs = [CoalesceCollectives().run(graph), CoalesceCollectives().run(found.backward)]
     if overlaps:
-        graphs = [overlap(one) for one in graphs]
+        graphs = [Overlap().run(one) for one in graphs]
     forward, backward = (compiled(one, overlaps) for one in graphs)
     return Step(forward, backward, values, tuple(copies))
 
 
 def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
-    """The chosen plan, and the papers' strategies at all sites."""
+    """Return the chosen plan, and the papers' strategies at all sites."""
     result = {CHOSEN: found.plan, OVERLAPPED: found.plan}
     for name in NAMES:
         layouts, gathered = {}, set()
@@ -180,18 +181,20 @@ def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
 def measure_case(
     rank: int, tokens: int, ranks: Ranks, profile: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each strategy, measured and predicted."""
+    """Return the seconds of each strategy, measured and predicted."""
 
     def bypasses(base: Any) -> Bypasses:
         sites = (s for s in base.linear_sites() if "{layer}" in s)
         return Bypasses(dict.fromkeys(sites, (LoraBypass(rank),)))
 
-    state = run_passes(Compilation("bench", CONFIG, bypasses, "float32"), last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
+    options = PlanOptions(tp=ranks.size, dtype="float32")
+    stages = pipeline(Settings(options, bypasses=bypasses))
+    attached = stages.attach.run(stages.base(CONFIG))
+    state = stages.parallelize.until(Shard).run(attached)
+    assert state.training is not None
     sequence = min(tokens, SEQUENCE)
     costs = DeviceCosts(find_cost_model(profile), ranks.size, tokens, sequence)
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], ranks.size, costs)
+    search = Shard(ranks.size, costs).searches(state.training, state, trains=True)[0]
     found = plans(search, search.find())
     lengths = [sequence] * (tokens // sequence)
     batch = whole_sequences([[1] * n for n in lengths], torch.device("cpu"), [0] * len(lengths))
@@ -214,7 +217,7 @@ def measure_case(
             if turn:
                 seconds[name].append(slowest)
     return {
-        name: {"seconds": median(values), "predicted": search.bill.of(found[name]).cost}
+        name: {"seconds": median(values), "predicted": search.costs.of(found[name]).value}
         for name, values in seconds.items()
     }
 
@@ -222,7 +225,7 @@ def measure_case(
 def on_rank(
     degree: int, cases: Sequence[tuple[int, int]], profile: str, rounds: int, output: str
 ) -> None:
-    """What each rank does; the first writes the rows."""
+    """Run on each rank; the first one writes the rows."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = join_group(degree, torch.device("cpu"))

@@ -1,25 +1,25 @@
-"""What the engine's own work costs a step: scheduler, pool, adapters, batches and bookkeeping.
+"""Measure the engine's own work in a step: scheduler, pool, adapters, batches, bookkeeping.
 
     python benchmarks/bench_scheduler.py [--rounds 5] [--tokens 50000]
 
-The program is a stub that computes nothing, so that all of a step's time is the engine's. As many
-requests as may run do; each that ends is followed by another. Requests choose adapters by Zipf's
-law, and the pool has room for about a quarter of 2,000 of them beside the requests.
+The program is a stub that computes nothing, so that all of a step's time is the engine's. The
+engine is always full: each request that ends is followed by another. Requests choose adapters by
+Zipf's law, and the pool has room for about a quarter of 2,000 of them beside the requests.
 
     engine     scheduler, pool, adapters' pages, policy, latencies, events and requests' tokens
     step       that, and what the device's side does beside the program: the batch of tokens,
                positions and rows, groups of sequences for attention, adapters' slots and segments,
                and sampling's parameters; adapters have no weights that would be copied to slots
 
-Contenders: 64, 256, 1,024 and 4,096 running requests over 2,000 adapters, and 256 requests over
-100 and 10,000. Reported: microseconds a request in a step; how a step grows from each number of
+Contenders: 64, 256, 1,024 and 4,096 running requests over 2,000 adapters, and 256 requests over 100
+and 10,000. Reported: microseconds a request in a step; how a step grows from each number of
 requests to the next, which is four times as many; and the share of a step of Llama-3.1-8B on an
-A100 as its cost model foretells it, with LoRA of rank 16 on every linear layer and the contexts
-that the requests have.
+A100 as its cost model predicts it, with LoRA of rank 16 on every linear layer and the contexts that
+the requests have.
 
-Each contender is a process of its own, so that no other's objects are in its caches, or gone
-through by its garbage collector; what was imported is kept from that, too. The process's own
-time is taken, so that what runs beside it on the machine does not count; rounds have medians.
+Each contender is a process of its own, so that no other's objects are in its caches or visited by
+its garbage collector, which does not visit imported modules either. Times are of the process
+itself, so that what else the machine runs does not count; results are medians over rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.machine import SimulatedProgram, simulated_program
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
@@ -82,7 +82,7 @@ class StubAdapter:
 
 
 class StubDevice:
-    """Returns tokens at once."""
+    """A device that returns tokens at once."""
 
     cache = None
     side = None
@@ -91,23 +91,23 @@ class StubDevice:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
     def prefetch(self, adapters: Any) -> None:
-        """Adapters have no tensors."""
+        """Do nothing: adapters have no tensors."""
 
     def is_copying(self, adapter: Any) -> bool:
         return False
 
     def evict(self, adapter: Any) -> None:
-        """There is nothing of it."""
+        """Do nothing: adapters have no tensors."""
 
     def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
         return lambda: [1] * len(chunks)
 
     def back(self, units: Any) -> None:
-        """There are no jobs."""
+        """Do nothing: there are no jobs."""
 
 
 class StubProgram:
-    """Asks for no product, and reads of a batch what emitted attention reads once a step."""
+    """A program that computes nothing, and reads of a batch what emitted attention reads once."""
 
     ranks = ALONE
     drawing = None
@@ -126,18 +126,18 @@ class StubProgram:
 
 
 def adapter_pages(pool: PagePool) -> AdapterCache:
-    """Of adapters that say how many pages they take."""
+    """Return a cache of adapters that say how many pages they take."""
     return AdapterCache(pool, lambda adapter: adapter.size_bytes)
 
 
 def engine_alone(pages: int) -> tuple[Device, PagePool, AdapterCache]:
-    """A device that does nothing, and so many pages."""
+    """Return a device that does nothing, and a pool of so many pages."""
     pool = PagePool(pages)
     return StubDevice(), pool, adapter_pages(pool)
 
 
 def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
-    """A device whose program is a stub, and the pool of its cache of so many pages."""
+    """Return a device whose program is a stub, and the pool of its cache of so many pages."""
     config = LlamaConfig(
         hidden_size=4,
         intermediate_size=4,
@@ -156,13 +156,13 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
 
 
 class Load:
-    """An engine with so many running requests, whatever ends.
+    """An engine that always has so many running requests.
 
     Args:
-        running: requests.
-        adapters: that they choose from.
-        make: a device with so many pages, and their pool.
-        program: that is foretold.
+        running: the number of requests.
+        adapters: the number of adapters that they choose from.
+        make: makes a device with so many pages, and their pool.
+        program: the program whose time is predicted.
     """
 
     def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
@@ -198,12 +198,12 @@ class Load:
         return took
 
     def request_us(self, tokens: int) -> float:
-        """Microseconds a request in a step, over steps of so many tokens together."""
+        """Return microseconds a request in a step, over steps of so many tokens together."""
         steps = max(1, tokens // self.running)
         return sum(self._step() for _ in range(steps)) / steps / self.running * 1e6
 
     def foretold_us(self) -> float:
-        """Microseconds that the program takes for a token of each running request."""
+        """Return the predicted microseconds of the program for a token of each running request."""
         running = self.engine.scheduler.running
         pieces = [
             SequenceChunk(1, one.cached, True, adapter=one.request.adapter, rank=RANK)
@@ -213,7 +213,7 @@ class Load:
 
 
 class LoadApart:
-    """A load in a process of its own; the arguments are as there."""
+    """A `Load` in a process of its own, with the same arguments."""
 
     def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
         context = multiprocessing.get_context("fork")
@@ -223,7 +223,7 @@ class LoadApart:
         context.Process(target=_answer, args=arguments, daemon=True).start()
 
     def ask(self, what: str, *arguments: int) -> float:
-        """What a method of the load returns."""
+        """Return the result of a method of the load."""
         self._pipe.send((what, arguments))
         found: float = self._pipe.recv()
         return found
@@ -239,7 +239,7 @@ def _answer(
 
 
 def main() -> None:
-    """Run and write."""
+    """Run all loads and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=50_000)

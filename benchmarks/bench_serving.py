@@ -1,13 +1,13 @@
-"""Serving and co-serving: thousands of adapters, mixed batches, finetuning beside requests.
+"""Measure serving and co-serving: thousands of adapters, mixed batches, finetuning beside them.
 
     python benchmarks/bench_serving.py [--rounds 3] [--adapters 2000] [--requests 64]
         [--seconds 30] [--parts throughput,mixed,co-serving]
 
-Parts that are not asked for keep what the result file has of them.
+Parts that are not asked for keep their place in the result file.
 
-A random 8-layer Llama of hidden size 512, one thread, fp32. Adapters are LoRA on q, k, v and o, as
-S-LoRA's, of ranks 8, 16, 32 and 64 in turn, all of them in memory. Contenders run in turn in every
-round:
+The model is a random 8-layer Llama of hidden size 512, on one thread in fp32. Adapters are LoRA on
+q, k, v and o, as S-LoRA's, of ranks 8, 16, 32 and 64 in turn, all of them in memory. Contenders run
+in turn in every round:
 
     2000 adapters, 5      requests at once over so many adapters (Zipf, α = 1), 32 of them running;
                           output tokens a second
@@ -22,8 +22,8 @@ r16 all-linear, 2 × 128 tokens a step):
     left      share of the time in which inference alone had nothing to run
     kept      finetuning tokens a second / (those of Executor.finetune alone · left)
 
-A time per output token is promised, four times that of a step of 8 sequences, and S-LoRA's first
-token after 6 s.
+The SLOs are a time per output token of four times a step of 8 sequences, and S-LoRA's 6 s to the
+first token.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from pcg.runtime.engine.sharing import (
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
+from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
 from pcg.simulate.workloads.popularity import PowerLaw
-from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
-from pcg.simulate.workloads.synthetic import spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
 from pcg.simulate.workloads.workload import Workload
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -79,13 +79,13 @@ JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-line
 
 
 def recipe(index: int, ranks: Sequence[int] = RANKS) -> dict[str, Any]:
-    """Of an adapter."""
+    """Return the recipe of an adapter."""
     rank = ranks[index % len(ranks)]
     return {"r": rank, "lora_alpha": 2 * rank, "target_modules": TARGETS}
 
 
 def with_adapters(model: torch.nn.Module, count: int) -> Executor:
-    """The model with so many adapters in memory, and 64 of rank 16."""
+    """Return an executor of the model with so many adapters in memory, and 64 of rank 16."""
     executor = pcg.compile(model)
     started = time.perf_counter()
     recipes = {f"adapter-{index}": recipe(index) for index in range(count)}
@@ -104,15 +104,15 @@ def served(engine: Engine, workload: Workload) -> ServingReport:
 
 
 def over_adapters(executor: Executor, adapters: int, requests: int) -> float:
-    """Output tokens a second of requests that come at once, over so many adapters."""
+    """Return output tokens a second of requests that come at once, over so many adapters."""
     workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=0, requests=requests)
-    workload = spread(workload, PowerLaw(adapters, 1.0), seed=0)
+    workload = assign_adapters(workload, PowerLaw(adapters, 1.0), seed=0)
     engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
     return served(engine, workload).output_throughput
 
 
 def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Callable[[], float]]:
-    """What generates for all prompts once, by name."""
+    """Return calls by name that generate for all prompts once."""
     drawn = random.Random(0)
     lengths = [PROMPTS.draw(drawn) for _ in range(MIXED)]
     prompts = [[drawn.randrange(5, 31000) for _ in range(length)] for length in lengths]
@@ -177,15 +177,15 @@ RULES: Mapping[str, Callable[[], Sharing]] = {
 
 
 def capacity(executor: Executor) -> float:
-    """Requests a second that are served at most."""
+    """Return the most requests a second that the engine serves."""
     workload = synthetic(Constant(1e6), PROMPTS, Fixed(NEW), seed=1, requests=64)
-    workload = spread(workload, PowerLaw(8, 1.0), seed=1)
+    workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=1)
     engine = executor.engine(Limits(running=32), kv_cache_bytes=KV_CACHE_BYTES)
     return served(engine, workload).request_throughput
 
 
 def examples() -> list[Example]:
-    """Of 128 random tokens each."""
+    """Return examples of 128 random tokens each."""
     drawn = random.Random(2)
     rows = [[drawn.randrange(5, 31000) for _ in range(128)] for _ in range(64)]
     return [Example(row, row) for row in rows]
@@ -197,7 +197,7 @@ def training(engine: Engine) -> None:
 
 
 def alone_tokens_per_s(executor: Executor) -> float:
-    """Of finetuning with nothing beside it: whole batches, after a step that compiles."""
+    """Return tokens a second of finetuning alone: whole batches, after a step that compiles."""
     for steps in (1, 16):
         options = {"max_steps": steps, "batch_size": 2, "progress": False}
         result = executor.finetune(examples(), "alone", peft=JOB, **options)
@@ -206,7 +206,7 @@ def alone_tokens_per_s(executor: Executor) -> float:
 
 
 def timed_steps(engine: Engine) -> list[float]:
-    """Seconds of each step that runs something, from now on."""
+    """Return a list that gets the seconds of each step that runs something, from now on."""
     took: list[float] = []
     step = engine.step
 
@@ -222,13 +222,13 @@ def timed_steps(engine: Engine) -> list[float]:
 
 
 def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
-    """Every rule under the same requests."""
+    """Measure every rule of sharing under the same requests."""
     rate_per_s = 0.3 * capacity(executor)
     measured = calibrated(executor.state, MachineClock())
     tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64, sampled=8))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
-    workload = spread(workload, PowerLaw(8, 1.0), seed=3)
+    workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
 
     def engine_of(rule: Sharing) -> Engine:
         return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
@@ -284,7 +284,7 @@ def _row(report: ServingReport, most: float) -> dict[str, Any]:
 
 
 def _against_best(found: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Finetuning against the most of those that attain as much; None where none does."""
+    """Return finetuning against the best rule that attains as much; None if none does."""
     own = found["co-serving"]
     rates = [
         row["finetuning_tokens_per_s"]

@@ -1,4 +1,4 @@
-"""Rules of sharing in simulated time: what each trains where it keeps the same promises.
+"""Compare rules of sharing in simulated time: what each trains at the same SLO attainment.
 
     python benchmarks/bench_sharing.py [--seconds 120] [--seeds 3]
 
@@ -11,7 +11,7 @@ and backward units were measured (one thread of an AMD EPYC):
     update    12 ms
 
 The engine begins with latencies like those that it calibrates there, and learns. Requests are those
-of `bench_serving.py`, and others with four times the output; 60, 83 or 150 ms a token are promised.
+of `bench_serving.py`, and others with four times the output; the SLO is 60, 83 or 150 ms a token.
 For each, co-serving against the best of temporal and spatial sharing that attains as much; then
 larger bursts of co-serving against none, with what they cost.
 """
@@ -32,15 +32,15 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
 from pcg.runtime.metrics.metrics import ServingReport
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.replay import replay
+from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
-from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
 from pcg.simulate.workloads.synthetic import synthetic
 
 RATES = {32: (1.0, 2.9, 4.5), 128: (0.3, 0.8, 1.4)}
-"""Requests a second, by their output tokens."""
+"""Requests a second, by the number of output tokens."""
 PROMISES_S = (0.06, 0.083, 0.15)
 BURSTS = (1, 2, 3, 4, 6)
 OTHERS: Mapping[str, Callable[[], Sharing]] = {
@@ -50,7 +50,7 @@ OTHERS: Mapping[str, Callable[[], Sharing]] = {
 
 
 class CpuCosts:
-    """See `pcg.parallel.costs.step_costs.StepCosts`."""
+    """The costs of a CPU; see `pcg.parallel.costs.step_costs.StepCosts`."""
 
     layers = 8
 
@@ -72,7 +72,7 @@ class CpuCosts:
 def served(
     rule: Sharing, rate_per_s: float, new: int, tpot_slo_s: float, seed: int, seconds: float
 ) -> ServingReport:
-    """One rule under one load."""
+    """Simulate one rule under one load."""
     forward = Latency(0.0155, 7e-4, 4e-7, 7e-4, 1.4e-3, 0.013)
     latencies = Latencies(forward, Latency(0.002, 1.7e-4, 1e-7))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
@@ -84,7 +84,7 @@ def served(
 
 
 def row(reports: list[ServingReport]) -> dict[str, float]:
-    """Means over seeds; the least attainment."""
+    """Return means over seeds, and the least attainment."""
     mean = statistics.fmean
     return {
         "finetuning_tokens_per_s": round(mean(r.finetuning_throughput for r in reports), 1),
@@ -95,7 +95,7 @@ def row(reports: list[ServingReport]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Simulate all and write."""
+    """Simulate all loads and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seeds", type=int, default=3)
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def _against(own: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The best of those that attain as much, and co-serving against it; nothing where none does."""
+    """Return the best rule that attains as much, and co-serving against it; nothing if none."""
     if not others:
         return {"best": None}
     best = max(others, key=lambda name: others[name]["finetuning_tokens_per_s"])

@@ -1,11 +1,11 @@
-"""The simulator against the engine on this machine: the same requests and job, foretold and run.
+"""Compare the simulator with the engine on this machine: the same requests and job.
 
     python benchmarks/bench_simulator.py [--requests 25] [--rate 2]
 
 A random 8-layer Llama of hidden size 512 in fp32 on one thread serves Poisson arrivals and trains
 an adapter beside them. First the engine runs other requests, of another seed, and its steps, units
-and updates are noted; the simulated engine takes what is fitted to these
-(`pcg.simulate.profiled_costs`), and knows nothing of the run that it foretells. Both have the
+and updates are noted; the simulated engine's costs are fitted to these
+(`pcg.simulate.profiled_costs`), and it knows nothing of the run that it predicts. Both have the
 same limits and pages, and begin to plan by the same latencies.
 
 Time is the process's own, so that other work on the machine is not measured.
@@ -34,10 +34,10 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
-from pcg.simulate.engine import SimulatedEngine
+from pcg.runtime.training.example import Example
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
-from pcg.simulate.simulation import Simulation, TakingTurns
+from pcg.simulate.simulated_engine import SimulatedEngine
+from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between
 from pcg.simulate.workloads.synthetic import synthetic
@@ -50,7 +50,7 @@ RECIPE = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all
 
 
 class ProcessClock:
-    """The process's own time: what else the machine does meanwhile is not in it."""
+    """A clock of the process's own time, without what else the machine does meanwhile."""
 
     def __init__(self) -> None:
         self._start = time.process_time()
@@ -60,7 +60,7 @@ class ProcessClock:
 
 
 def measured(events: Iterable[Event], end_s: float) -> dict[str, float]:
-    """The numbers of one run."""
+    """Return the numbers of one run."""
     report = serving_report(events, start_s=0.0, end_s=end_s)
     assert report.ttft is not None
     assert report.tpot is not None
@@ -73,7 +73,7 @@ def measured(events: Iterable[Event], end_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both and write."""
+    """Run both and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=25)
     parser.add_argument("--rate", type=float, default=2.0)
@@ -112,7 +112,7 @@ def run(
     latencies: Latencies,
     profile: StepProfile,
 ) -> tuple[list[Event], float]:
-    """Serve a workload beside a job, noting what steps take; events, and seconds to the end."""
+    """Serve a workload beside a job and note its steps; return events and seconds to the end."""
     page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     engine = executor.engine(LIMITS, kv_cache_bytes=PAGES * page_bytes, latencies=latencies)
     ids = random.Random(0).choices(range(5, 30_000), k=TRAINED)
@@ -143,7 +143,7 @@ def _until_served(engine: SimulatedEngine, workload: Workload) -> tuple[tuple[Ev
         if not left:
             engine.cancel_job("trained")
 
-    events = Simulation([engine], TakingTurns(), on_step=after).run(workload)
+    events = Simulation([engine], RoundRobin(), on_step=after).run(workload)
     return events, engine.clock.now_s()
 
 

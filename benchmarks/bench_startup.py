@@ -1,4 +1,4 @@
-"""Start-up: explain of a 70B model and `pcg --help`, as whole processes; reading an adapter.
+"""Measure start-up: explain of a 70B model and `pcg --help` as processes; reading an adapter.
 
     python benchmarks/bench_startup.py [--rounds 3]
 
@@ -10,8 +10,8 @@ Contenders, in seconds of wall time, in turn in every round:
     help            pcg --help
     read            `read_adapter` of 448 tensors, 64 by 64: 32 layers, all linears, as in one step
     safetensors     `safetensors.torch.load_file` of the same file
-    passes          all passes over Llama-3.1-70B but tracing, in this process
-    search          of a layer of it over 4 ranks, LoRA on all seven linears, every candidate
+    passes          all passes over Llama-3.1-70B except tracing, in this process
+    search          the search over a layer of it, 4 ranks, LoRA on all seven linears
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from safetensors.torch import load_file
 
 from pcg.compiler import compile_program
 from pcg.ir.program.program import ModelGraph
+from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, PassRecord, run_passes
-from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.sharding.shard import Shard
+from pcg.passes.stage import PassRecord
+from pcg.passes.stages import Prepared
 from pcg.peft.adapter import new_adapter
 from pcg.peft.lora import LoraBypass
 from pcg.peft.reader import read_adapter
@@ -47,7 +50,7 @@ IMPORT = "import torch; from transformers import LlamaForCausalLM"
 
 
 def process(*command: str) -> Callable[[], float]:
-    """What runs a Python process and returns its wall time."""
+    """Return a call that runs a Python process and returns its wall time."""
 
     def run() -> float:
         started = time.perf_counter()
@@ -58,7 +61,7 @@ def process(*command: str) -> Callable[[], float]:
 
 
 def reading(folder: Path) -> dict[str, Callable[[], float]]:
-    """What times reading one adapter, ours and the file alone."""
+    """Return calls that time reading one adapter, by pcg and the file alone."""
     names = [f"self_attn.{x}_proj" for x in "qkvo"]
     names += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     linears = {f"model.layers.{i}.{name}": (64, 64) for i in range(32) for name in names}
@@ -79,9 +82,9 @@ def reading(folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def compiling() -> dict[str, Callable[[], float]]:
-    """What times the passes over a 70B model, and the search over its layer."""
+    """Return calls that time the passes over a 70B model, and the search over its layer."""
     config = json.loads(CONFIG.read_text())
-    attached: list[Compilation] = []
+    prepared: list[Prepared] = []
 
     def passes() -> float:
         records: list[PassRecord] = []
@@ -89,16 +92,16 @@ def compiling() -> dict[str, Callable[[], float]]:
         return sum(record.seconds for record in records if record.name != "trace")
 
     def search() -> float:
-        if not attached:
-            attached.append(
-                run_passes(Compilation("70b", config, _all_linear, "bfloat16"), last="attach")
-            )
-        state = attached[0]
-        assert state.training_model is not None
-        assert state.base is not None
+        if not prepared:
+            options = PlanOptions(tp=4, dtype="bfloat16")
+            stages = pipeline(Settings(options, bypasses=_all_linear))
+            attached = stages.attach.run(stages.base(config))
+            prepared.append(stages.parallelize.until(Shard).run(attached))
+        (state,) = prepared
+        assert state.training is not None
         started = time.perf_counter()
         costs = DeviceCosts(find_cost_model("H100"), 4, 1024, 1024)
-        search_layer(state.training_model.blocks[0], state.base.blocks[0], 4, costs).find()
+        Shard(4, costs).searches(state.training, state, trains=True)[0].find()
         return time.perf_counter() - started
 
     return {"passes": passes, "search": search}

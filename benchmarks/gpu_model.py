@@ -269,7 +269,7 @@ def _step_of(make: Callable[[], Callable[[], object]]) -> tuple[float, int]:
 def _our_step(bench: Bench) -> Callable[[], object]:
     import torch
 
-    from pcg.runtime.training.data import Example
+    from pcg.runtime.training.example import Example
 
     batch, tokens = FINETUNED
     recipes = {"mine": {"peft_type": "LORA", **RECIPE}}
@@ -334,17 +334,17 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 def _serve(executor: Any, trains: bool, adapters: int) -> Row:
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.sharing import CoServing, InferenceOnly
-    from pcg.runtime.training.data import Example
+    from pcg.runtime.training.example import Example
     from pcg.simulate.replay import replay
     from pcg.simulate.workloads.arrivals import Poisson
     from pcg.simulate.workloads.lengths import Between
     from pcg.simulate.workloads.popularity import PowerLaw
-    from pcg.simulate.workloads.synthetic import spread, synthetic
+    from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
 
     count = int(REQUESTS_A_S * SERVED_S)
     lengths = Between(*PROMPT_TOKENS), Between(*NEW_TOKENS)
     workload = synthetic(Poisson(REQUESTS_A_S), *lengths, seed=0, requests=count)
-    workload = spread(workload, PowerLaw(adapters, 1.0), seed=0)
+    workload = assign_adapters(workload, PowerLaw(adapters, 1.0), seed=0)
     engine = executor.engine(
         Limits(tpot_slo_s=0.05, ttft_slo_s=5.0),
         kv_cache_bytes=KV_CACHE_BYTES,

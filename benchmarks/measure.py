@@ -1,7 +1,7 @@
-"""What the benchmarks share: interleaved rounds, ratios, the machine, and result files.
+"""Shared code of the benchmarks: interleaved rounds, ratios, the machine, and result files.
 
 The machine is shared and noisy, so no time stands alone: every contender runs once a round, in
-turn, and what is reported is the median over the rounds of ratios within a round.
+turn, and results are medians over the rounds of ratios within a round.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RESULTS = Path(__file__).parent / "results"
 def interleave(
     contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run each contender once a round; returns what each gave, by name.
+    """Run each contender once a round; return their values by name.
 
     Args:
-        contenders: by name; a call runs the workload and returns its time in seconds or its rate.
-        rounds: how often; one more comes first and is thrown away.
+        contenders: calls by name that run the workload and return its time in seconds or its rate.
+        rounds: the number of rounds; one more comes first and is thrown away.
     Raises:
         SystemExit: fewer than one round.
     """
@@ -43,18 +43,18 @@ def interleave(
 
 
 def ratio(values: Mapping[str, list[float]], name: str, to: str) -> float:
-    """Median over the rounds of one contender's value by another's."""
+    """Return the median over the rounds of one contender's value divided by another's."""
     pairs = zip(values[name], values[to], strict=True)
     return round(statistics.median(a / b for a, b in pairs), 3)
 
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
-    """Each contender's median over the rounds."""
+    """Return each contender's median over the rounds."""
     return {name: round(statistics.median(series), 4) for name, series in values.items()}
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions."""
+    """Return the machine and the versions."""
     packages = ("torch", "transformers", "peft", "safetensors")
     return {
         "machine": f"{_processor()}, {os.cpu_count()} cores, one thread used",

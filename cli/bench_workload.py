@@ -64,9 +64,9 @@ class WorkloadOptions:
         """
         made = self._read() if self.trace is not None else self._made(most_positions)
         if self.tenants:
-            from pcg.simulate.workloads.synthetic import of_tenants
+            from pcg.simulate.workloads.synthetic import assign_tenants
 
-            made = of_tenants(made, [f"tenant-{index}" for index in range(self.tenants)])
+            made = assign_tenants(made, [f"tenant-{index}" for index in range(self.tenants)])
         return made
 
     # ------------------------------------------------------------------------------- a trace
@@ -153,10 +153,10 @@ class WorkloadOptions:
         """Give requests adapters, of those there are."""
         if not self.adapters:
             return workload
-        from pcg.simulate.workloads.synthetic import spread
+        from pcg.simulate.workloads.synthetic import assign_adapters
 
         names = [f"adapter-{index}" for index in range(self.adapters)]
-        return spread(workload, self._popularity(), seed=self.seed, adapters=names)
+        return assign_adapters(workload, self._popularity(), seed=self.seed, adapters=names)
 
     def _popularity(self) -> Popularity:
         from pcg.simulate.workloads.popularity import (

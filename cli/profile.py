@@ -140,7 +140,7 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DevicePr
 
     from pcg.parallel.costs.collective_profiler import measure_collectives
     from pcg.parallel.costs.device_profile import DeviceProfile
-    from pcg.parallel.costs.operator_profiler import device_name, measured
+    from pcg.parallel.costs.operator_profiler import device_name, measure_operators
 
     versions = {"pcg": __version__, "torch": torch.__version__}
     exchanges: tuple[CollectiveTime, ...] = ()
@@ -150,7 +150,7 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DevicePr
         if tp > 1:
             status.update(f"measuring collectives of {tp} ranks …")
             exchanges, backend = measure_collectives(tp, device, quick=quick)
-        points = measured(
+        points = measure_operators(
             device, dtype, quick=quick, on_case=lambda op: status.update(f"measuring {op} …")
         )
     return DeviceProfile(device_name(device), versions, points, exchanges, backend)

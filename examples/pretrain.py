@@ -2,7 +2,7 @@
 
     python examples/pretrain.py --minutes 50 --out examples/checkpoint
 
-The checkpoint is real, not random: its held-out loss falls when it is finetuned on `slices.py`, its
+The checkpoint is real, not random: adapters on it learn the tasks of `signature_tasks.py`, its
 samples read as Python, and its weights fit in git. One CPU core trains it in under an hour.
 
 The learning rate follows the time that is spent, so any `--minutes` ends with a finished schedule.
@@ -61,7 +61,7 @@ PROMPTS = ("class TestQueue(unittest.TestCase):\n    def ", "def parse_args(")
 
 @dataclass
 class Progress:
-    """Where a run stands; what `--state` keeps beside the weights and the optimizer."""
+    """The progress of a run, which `--state` stores beside the weights and the optimizer."""
 
     step: int = 0
     seconds: float = 0.0
@@ -103,7 +103,7 @@ def batch_at(ids: np.ndarray, step: int, length: int) -> tuple[torch.Tensor, tor
 
 
 def learning_rate(progress: float) -> float:
-    """The schedule of the module's docstring; progress is p, 0 to 1."""
+    """Return the learning rate of the module's docstring; progress is p, 0 to 1."""
     if progress < WARMUP:
         return PEAK_LR * progress / WARMUP
     q = min(1.0, (progress - WARMUP) / (1 - WARMUP))
@@ -113,7 +113,7 @@ def learning_rate(progress: float) -> float:
 def next_token_loss(
     model: LlamaForCausalLM, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Cross-entropy in nats. x, y: [batch, length], int64."""
+    """Return the cross-entropy in nats. x, y: [batch, length], int64."""
     logits = model(x, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
 
@@ -150,7 +150,7 @@ def save_checkpoint(
     record: dict[str, object],
     out: Path,
 ) -> dict[str, object]:
-    """Write the bfloat16 checkpoint, read it back, and record what the written weights score."""
+    """Write the bfloat16 checkpoint, read it back, and record the score of the written weights."""
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.to(torch.bfloat16).save_pretrained(out)
@@ -178,7 +178,7 @@ def save_checkpoint(
 
 def model_card(record: dict[str, object], samples: list[str]) -> str:
     """Return the text of the checkpoint's README."""
-    shown = "\n\n".join(f"```python\n{text}\n```" for text in samples)
+    shown = "\n\n".join(f"```\n{text}\n```" for text in samples)
     return f"""---
 license: psf-2.0
 library_name: transformers
@@ -213,7 +213,7 @@ Samples (temperature 0.7, top-p 0.95, seed {SEED}, not chosen):
 def save_state(
     path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
-    """Keep all that a restart needs. The rename makes a kill during the write harmless."""
+    """Store all that a restart needs. The rename makes a kill during the write harmless."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **vars(progress)}
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -221,7 +221,7 @@ def save_state(
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore what `save_state` wrote."""
+    """Restore the state that `save_state` wrote."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -229,7 +229,7 @@ def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optim
 
 
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW; the norms' scales do not decay."""
+    """Return AdamW; the norms' scales do not decay."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim != 2]
     return torch.optim.AdamW(
@@ -241,7 +241,7 @@ def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def describe(progress: Progress, args: argparse.Namespace) -> dict[str, object]:
-    """Return what `training.json` says of the run itself."""
+    """Return the facts of the run that `training.json` records."""
     tokens_seen = progress.step * TOKENS_PER_STEP
     return {
         "tokens_seen": tokens_seen,

@@ -6,8 +6,7 @@ not seen under an earlier path. It is held out when
     sha256(SPLIT_SALT + path relative to the standard library) mod 1000 < HELD_OUT_PER_MILLE
 
 The rule reads the path alone, so another patch release of Python, or another machine, puts the same
-file on the same side. `pretrain.py` and `slices.py` share it: no example is trained on a file that
-it is later evaluated on.
+file on the same side.
 """
 
 import ast
@@ -22,8 +21,8 @@ from pathlib import Path
 
 HELD_OUT_PER_MILLE = 30
 # Of the salts pcg-0, pcg-1, ... the first that, on Python 3.11, also holds out about 3 % of the
-# bytes (2.7 to 3.5), has no file above 12 % of the held-out text, and leaves `slices.py` at least
-# 30 kB of asyncio to evaluate on.
+# bytes (2.7 to 3.5), has no file above 12 % of the held-out text, and holds out at least 30 kB of
+# asyncio.
 SPLIT_SALT = "pcg-8:"
 
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -43,7 +42,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the split rule keeps this file out of every training set."""
+        """True if the split rule keeps this file out of training."""
         digest = hashlib.sha256((SPLIT_SALT + self.path).encode()).digest()
         return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
 

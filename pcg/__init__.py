@@ -14,11 +14,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pcg.errors import PcgError
+from pcg.peft import METHODS
 
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
-    from pcg.peft.lora import LoraConfig
+    from pcg.peft.adalora import AdaLoraConfig as AdaLoraConfig
+    from pcg.peft.bitfit import BitFitConfig as BitFitConfig
+    from pcg.peft.bottleneck import BottleneckConfig as BottleneckConfig
+    from pcg.peft.ia3 import IA3Config as IA3Config
+    from pcg.peft.lora import LoraConfig as LoraConfig
+    from pcg.peft.prefix import PrefixTuningConfig as PrefixTuningConfig
+    from pcg.peft.prompt import PromptEncoderConfig as PromptEncoderConfig
+    from pcg.peft.prompt import PromptTuningConfig as PromptTuningConfig
+    from pcg.peft.vera import VeraConfig as VeraConfig
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
@@ -32,7 +41,6 @@ __all__ = [
     "Engine",
     "Executor",
     "Limits",
-    "LoraConfig",
     "PcgError",
     "SamplingParams",
     "__version__",
@@ -40,6 +48,7 @@ __all__ = [
     "explain",
     "load",
     "trace",
+    *METHODS,
 ]
 
 _HOMES = {
@@ -47,10 +56,10 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
-    "LoraConfig": "pcg.peft.lora",
     "SamplingParams": "pcg.runtime.model.sampling_params",
     "compile": "pcg.compiler",
     "load": "pcg.compiler",
+    **{name: f"pcg.peft.{file}" for name, file in METHODS.items()},
 }
 
 

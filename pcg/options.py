@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.units import parse_bytes
@@ -153,14 +153,27 @@ class CompileOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(PlanOptions):
-    """Options of a report.
+class OptimizerChoice:
+    """The choice of an optimizer.
 
     Attributes:
         optimizer: the optimizer of torch.optim that updates the adapters: adadelta, adafactor,
             adagrad, adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd.
-        optimizer_options: options of the optimizer by torch's names, as {"momentum": 0.9}; some
-            need more memory.
+        optimizer_options: options of the optimizer that have no field here, by torch's names, as
+            momentum=0.9; torch's defaults for the others.
+    """
+
+    title: ClassVar[str] = "Optimizer and schedule"
+
+    optimizer: str = "adamw"
+    optimizer_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(OptimizerChoice, PlanOptions):
+    """Options of a report.
+
+    Attributes:
         gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
@@ -169,8 +182,6 @@ class ExplainOptions(PlanOptions):
             of them to import functorch and inductor.
     """
 
-    optimizer: str = "adamw"
-    optimizer_options: Mapping[str, Any] | None = None
     gpus: Sequence[str] = ()
     find_region: bool = False
     peers: bool = False

@@ -14,7 +14,7 @@ from pcg.ir.layouts import layout_of
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
-from pcg.passes.sharding.parallelize import Sharded
+from pcg.passes.stages import Sharded
 
 _TOKENS = tuple(4**power for power in range(9))
 """At which the best strategies are looked for: 1 to 65,536."""
@@ -32,8 +32,8 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         found = search.find()
         bypass += [_site(choice, block.name) for choice in found.sites]
         nodes = [name for site in search.sites for name in site.nodes]
-        added = search.bill.of(best) - search.bill.without(best, nodes)
-        whole = search.bill.of(best)
+        added = search.costs.of(best) - search.costs.without(best, nodes)
+        whole = search.costs.of(best)
         sent.append(
             {
                 "block": block.name,
@@ -70,14 +70,14 @@ def _site(choice: SiteChoice, block: str) -> dict[str, Any]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
-    bill = candidate.bill
+    bill = candidate.added
     return {
         "strategy": candidate.strategy,
         "layouts": {
             name: f"{'gathered ' if name in candidate.gathered else ''}{layout}"
             for name, layout in candidate.layouts.items()
         },
-        "cost_us": round(bill.cost * 1e6, 3),
+        "cost_us": round(bill.value * 1e6, 3),
         "communication_bytes": bill.forward_bytes + bill.backward_bytes,
         "forward_bytes": bill.forward_bytes,
         "backward_bytes": bill.backward_bytes,
@@ -88,7 +88,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 def _why(choice: SiteChoice) -> str:
     """What speaks for the chosen candidate, against the next best."""
-    bill = choice.chosen.bill
+    bill = choice.chosen.added
     sends = bill.forward_bytes + bill.backward_bytes
     text = "sends nothing beside the base" if not sends else f"sends {sends:,} bytes"
     if bill.step_bytes:
@@ -96,7 +96,7 @@ def _why(choice: SiteChoice) -> str:
     others = [c for c in choice.candidates if c.key != choice.chosen.key]
     if not others:
         return text
-    more = (others[0].bill.cost - bill.cost) * 1e6
+    more = (others[0].added.value - bill.value) * 1e6
     next_best = f"{text}; {others[0].strategy.partition(':')[0]} takes"
     return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
 

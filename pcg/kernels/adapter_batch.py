@@ -3,7 +3,7 @@
 A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`. Where adapters
 of several widths run, it is a tuple of these, with None for a width that has none at the site; it
 is None where no adapter of the batch has a weight there. In training it is the one
-adapter's `pcg.peft.module_weights.AdapterWeight`, or a tensor that the program made of some.
+adapter's `pcg.peft.weights.AdapterWeight`, or a tensor that the program made of some.
 """
 
 from __future__ import annotations
@@ -11,13 +11,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pcg.kernels.uploads import uploaded
+
+
+class GatheredRows(NamedTuple):
+    """The rows of a batched product that some tokens are not in, or not in order.
+
+    Attributes:
+        gather: [adapters · size], token of each row.
+        tokens: the tokens that are in the product.
+        places: the row of each of these.
+    """
+
+    gather: Tensor
+    tokens: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -32,10 +46,8 @@ class Segments:
         stop: end of these tokens.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
         size: of the segments in the batched product; 0 where none is.
-        gather: [adapters · size], token, from start, of each row of the batched product; None where
-            all tokens are in it, in order.
-        tokens: those that are in the batched product, from start; None likewise.
-        places: the row of each of these; None likewise.
+        gathered: rows of the batched product, tokens counting from start; None where there is none,
+            or all tokens are in it, in order.
         loose: index in the stacks, first token and end, from start, of each other segment.
         known: tables that kernels make of them, for all layers.
     """
@@ -44,9 +56,7 @@ class Segments:
     stop: int
     sizes: tuple[int, ...]
     size: int
-    gather: Tensor | None = None
-    tokens: Tensor | None = None
-    places: Tensor | None = None
+    gathered: GatheredRows | None = None
     loose: tuple[tuple[int, int, int], ...] = ()
     known: dict[object, Any] = field(default_factory=dict, compare=False)
 
@@ -72,15 +82,13 @@ class Segments:
         places = (batched[:, None] * size + within).ravel()
         gather = np.zeros(len(sizes) * size, dtype=np.int64)
         gather[places] = tokens
-        gather_, tokens_, places_ = (
-            uploaded(torch.from_numpy(x), device) for x in (gather, tokens, places)
-        )
-        return cls(start, stop, tuple(sizes), size, gather_, tokens_, places_, tuple(loose))
+        rows = (uploaded(torch.from_numpy(x), device) for x in (gather, tokens, places))
+        return cls(start, stop, tuple(sizes), size, GatheredRows(*rows), tuple(loose))
 
     @property
     def is_batched(self) -> bool:
         """True if all its tokens are in the batched product, in order."""
-        return bool(self.size) and self.gather is None
+        return bool(self.size) and self.gathered is None
 
 
 @dataclass(frozen=True)

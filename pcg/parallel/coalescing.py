@@ -1,14 +1,13 @@
-"""Which collectives are one message, and what a plan's messages are.
+"""Which collectives share a message, and which messages a plan sends.
 
 In the order of a graph, collectives of one kind and dtype that follow each other, with no other
-between them, go together as long as none reads what came of another of them. So the gathers of q's,
-k's and v's s = x Aᵀ are one message, and what waits for it runs behind the last of them.
+between them, share a message as long as none reads what came of another of them. So the gathers of
+q's, k's and v's s = x Aᵀ are one message, and what waits for it runs behind the last of them.
+Messages of shards of the tokens stay alone, and may stand between others that share one.
 
-Messages of parts of the tokens go by themselves, and what stands between others may be such.
-
-`pcg.passes.sharding.coalesce_collectives` makes one node of each such run. What a plan's graphs
-will send is known before they are made: its transitions in order are those of the forward, and
-backward, where gradients flow by, the same in reverse.
+`pcg.passes.sharding.coalesce_collectives` makes one node of each such run. A plan's messages are
+known before its graphs are made: its reshards in order are those of the forward; the same in
+reverse, where gradients flow, are those of the backward.
 """
 
 from __future__ import annotations
@@ -22,71 +21,30 @@ from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
 from pcg.parallel.parallel_plan import NodePlan, ParallelPlan
 
-COLLECTIVES = ("all_gather", "all_reduce")
-
-Key = tuple[str, str]
-"""Kind and dtype of a message."""
+_COALESCED = ("all_gather", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """What one node does.
+class Access:
+    """The values that one node reads and makes, and the key of the message that it sends.
 
     Attributes:
-        key: of the message that it sends; None for none.
+        key: kind and dtype of the message; None where the node shares none.
         reads: values.
         makes: values.
     """
 
-    key: Key | None
+    key: tuple[str, str] | None
     reads: tuple[object, ...]
     makes: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What the ranks say to each other at one time.
-
-    Attributes:
-        kind: all_reduce, all_gather or reduce_scatter.
-        types: of the tensors that it is of, whole; of parts of the tokens with all ranks' rows.
-    """
-
-    kind: str
-    types: tuple[TensorType, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """Of a plan, in order."""
-
-    forward: tuple[Message, ...]
-    backward: tuple[Message, ...]
-
-
-def runs(moves: Sequence[Move]) -> list[list[int]]:
-    """The places of the collectives that are one message, for each message."""
-    found: list[list[int]] = []
-    key: Key | None = None
-    waiting: set[object] = set()
-    for place, move in enumerate(moves):
-        waits = not waiting.isdisjoint(move.reads)
-        if move.key is not None:
-            if move.key != key or waits:
-                key, waiting = move.key, set()
-                found.append([])
-            found[-1].append(place)
-        if move.key is not None or waits:
-            waiting.update(move.makes)
-    return found
-
-
-def moves_of(graph: Graph) -> list[Move]:
-    """What the nodes of a rank's graph do."""
+def accesses_of(graph: Graph) -> list[Access]:
+    """The accesses of a rank's graph, in the order of its nodes."""
     return [
-        Move(
+        Access(
             (node.op, graph.types[node.inputs[0]].dtype)
-            if node.op in COLLECTIVES and not node.get("tokens")
+            if node.op in _COALESCED and not node.get("tokens")
             else None,
             node.inputs,
             tuple(value.name for value in node.outputs),
@@ -95,125 +53,136 @@ def moves_of(graph: Graph) -> list[Move]:
     ]
 
 
+def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
+    """The places of the collectives that share a message, for each message."""
+    runs: list[list[int]] = []
+    key: tuple[str, str] | None = None
+    waiting: set[object] = set()
+    for place, access in enumerate(accesses):
+        waits = not waiting.isdisjoint(access.reads)
+        if access.key is not None:
+            if access.key != key or waits:
+                key, waiting = access.key, set()
+                runs.append([])
+            runs[-1].append(place)
+        if access.key is not None or waits:
+            waiting.update(access.makes)
+    return runs
+
+
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """A node of a plan, or a transition.
+class Message:
+    """One message between the ranks.
 
     Attributes:
-        reads: values, each in a layout.
-        makes: likewise.
-        active: of what it reads, what a gradient may flow back to by it.
-        forward: kind of the message that it sends; empty for none.
-        backward: the same, backward.
-        type: of the whole that is sent.
-        of_tokens: whether that is parts of the tokens.
-        again: whether backward sends whatever gradients it has, as what it reads was not kept.
+        kind: all_reduce, all_gather or reduce_scatter.
+        types: types of its tensors, whole; of tokens' shards with all ranks' rows.
     """
 
-    reads: tuple[tuple[str, Layout], ...]
-    makes: tuple[tuple[str, Layout], ...]
-    active: tuple[tuple[str, Layout], ...]
+    kind: str
+    types: tuple[TensorType, ...]
+
+
+_Versions = tuple[tuple[str, Layout], ...]
+"""Values, each in a layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A node of a plan, or a reshard.
+
+    Attributes:
+        reads: values in the layouts that it takes.
+        makes: values in the layouts that it gives.
+        active: those of `reads` that a gradient may flow back to by it.
+        forward: kind of the message that it sends in the forward; empty for none.
+        backward: kind of the message that it sends in the backward; empty for none.
+        types: type of the message's tensor; empty for a node.
+        of_tokens: True if the message is of shards of the tokens.
+        is_recomputed: True if backward sends without a gradient: what it reads was not saved.
+    """
+
+    reads: _Versions
+    makes: _Versions
+    active: _Versions
     forward: str = ""
     backward: str = ""
-    type: TensorType | None = None
+    types: tuple[TensorType, ...] = ()
     of_tokens: bool = False
-    again: bool = False
+    is_recomputed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What is planned, one way.
-
-    Attributes:
-        planned: a node or a transition.
-        kind: of the message that it sends; empty for none.
-        reads: values, each in a layout.
-        makes: likewise.
-    """
-
-    planned: _Planned
-    kind: str
-    reads: tuple[tuple[str, Layout], ...]
-    makes: tuple[tuple[str, Layout], ...]
-
-    @property
-    def move(self) -> Move:
-        type_ = self.planned.type
-        key = None
-        if self.kind and type_ is not None and not self.planned.of_tokens:
-            key = (self.kind, type_.dtype)
-        return Move(key, self.reads, self.makes)
+_Sent = tuple[_Event, str, _Versions, _Versions]
+"""An event in one direction: the kind of its message, what it reads and what it makes."""
 
 
-def messages(graph: Graph, plan: ParallelPlan, degree: int, active: Container[str]) -> Messages:
-    """What the ranks send for a graph by a plan, once it is that of one rank and joined.
+def plan_messages(
+    graph: Graph, plan: ParallelPlan, degree: int, active: Container[str]
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """The messages of a plan's forward and backward, in order, once its graphs are coalesced.
 
     Args:
-        graph: of whole tensors.
-        plan: of it.
+        graph: a graph of whole tensors.
+        plan: its plan.
         degree: number of ranks.
         active: its values that a gradient may flow back to; none without a backward.
     """
-    planned: list[_Planned] = []
+    events: list[_Event] = []
     for node in graph.nodes:
-        choice = plan.choices[node.name]
-        planned += _transitions(graph, choice, degree, active)
+        node_plan = plan.nodes[node.name]
+        events += _reshards(graph, node_plan, degree, active)
+        rule = node_plan.rule
         names = (value.name for value in node.outputs)
-        reads = tuple(zip(node.inputs, choice.rule.inputs, strict=True))
-        makes = tuple(zip(names, choice.rule.outputs, strict=True))
-        constants = operator(choice.rule.op or node.op).constant_in
+        reads = tuple(zip(node.inputs, rule.inputs, strict=True))
+        makes = tuple(zip(names, rule.outputs, strict=True))
+        constants = operator(rule.op or node.op).constant_in
         back = [read for i, read in enumerate(reads) if read[0] in active and i not in constants]
-        planned.append(_Planned(reads, makes, tuple(back)))
-    planned += _transitions(graph, plan.outputs, degree, active)
-    ends = set(zip(graph.outputs, plan.outputs.rule.inputs, strict=True))
-    return Messages(_forward(planned), _backward(planned, ends))
+        events.append(_Event(reads, makes, tuple(back)))
+    events += _reshards(graph, plan.outputs, degree, active)
+    forward: list[_Sent] = [(event, event.forward, event.reads, event.makes) for event in events]
+    ends = zip(graph.outputs, plan.outputs.rule.inputs, strict=True)
+    return _messages(forward), _messages(_backward(events, set(ends)))
 
 
-def _transitions(
-    graph: Graph, choice: NodePlan, degree: int, active: Container[str]
-) -> Iterator[_Planned]:
-    for name, steps in choice.steps:
-        for step in steps:
-            reads, makes = ((name, step.before),), ((name, step.after),)
-            back = reads if name in active else ()
-            type_ = graph.types[name]
-            yield _Planned(
+def _reshards(
+    graph: Graph, node_plan: NodePlan, degree: int, active: Container[str]
+) -> Iterator[_Event]:
+    for name, reshards in node_plan.reshards:
+        type_ = graph.types[name]
+        for reshard in reshards:
+            reads = ((name, reshard.before),)
+            yield _Event(
                 reads,
-                makes,
-                back,
-                step.forward,
-                step.backward,
-                step.message(type_, degree),
-                step.is_of_tokens(type_),
-                step.op == "keep",
+                ((name, reshard.after),),
+                reads if name in active else (),
+                reshard.forward,
+                reshard.backward,
+                (reshard.message(type_, degree),),
+                reshard.is_of_tokens(type_),
+                reshard.op == "keep",
             )
 
 
-def _forward(planned: Sequence[_Planned]) -> tuple[Message, ...]:
-    sends = [_Sent(one, one.forward, one.reads, one.makes) for one in planned]
-    return _messages(sends)
+def _backward(events: Sequence[_Event], reached: set[tuple[str, Layout]]) -> Iterator[_Sent]:
+    for event in reversed(events):
+        reads = tuple(made for made in event.makes if made in reached)
+        if event.is_recomputed and event.active:
+            yield event, event.backward, (), ()
+        elif reads and event.active:
+            reached.update(event.active)
+            yield event, event.backward, reads, event.active
 
 
-def _backward(planned: Sequence[_Planned], ends: set[tuple[str, Layout]]) -> tuple[Message, ...]:
-    sends = []
-    reached = set(ends)
-    for one in reversed(planned):
-        reads = tuple(made for made in one.makes if made in reached)
-        if one.again and one.active:
-            sends.append(_Sent(one, one.backward, (), ()))
-        elif reads and one.active:
-            reached.update(one.active)
-            sends.append(_Sent(one, one.backward, reads, one.active))
-    return _messages(sends)
-
-
-def _messages(sends: Sequence[_Sent]) -> tuple[Message, ...]:
-    found = [(run[0], run) for run in runs([sent.move for sent in sends])]
-    found += [(at, [at]) for at, sent in enumerate(sends) if sent.kind and sent.planned.of_tokens]
+def _messages(sent: Iterator[_Sent] | list[_Sent]) -> tuple[Message, ...]:
+    sent = list(sent)
+    runs = coalesced_runs(
+        [
+            Access((kind, e.types[0].dtype) if kind and not e.of_tokens else None, reads, makes)
+            for e, kind, reads, makes in sent
+        ]
+    )
+    runs += [[place] for place, (event, kind, *_) in enumerate(sent) if kind and event.of_tokens]
     return tuple(
-        Message(
-            sends[first].kind,
-            tuple(type_ for at in run if (type_ := sends[at].planned.type) is not None),
-        )
-        for first, run in sorted(found)
+        Message(sent[run[0]][1], tuple(sent[place][0].types[0] for place in run))
+        for run in sorted(runs)
     )

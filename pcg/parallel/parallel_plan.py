@@ -1,38 +1,38 @@
-"""What a parallel plan is made of: transitions, choices, what they cost, and what is given.
+"""The parts of a parallel plan: reshards, plans of nodes, their costs, and constraints.
 
-Source: FlexLLM (v1 §5.1, figure 6; v2 figure 3), for states and their transitions.
+Source: FlexLLM (v1 §5.1, figure 6; v2 figure 3), for layouts and the transitions between them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
-from pcg.ir.types import TOKENS, State, TensorType, part_of_tokens
+from pcg.ir.layouts import REPLICATED, Layout, Sharding
+from pcg.ir.types import TOKENS, TensorType, part_of_tokens
 
 
-def kept(layout: Layout) -> Layout:
-    """No layout, but the mark of a value in one that backward has: kept, or made again there."""
+def saved(layout: Layout) -> Layout:
+    """The mark that backward has a value in a layout: saved, or recomputed there."""
     return Layout(layout.state, 1 - layout.dim)
 
 
 def is_saved(layout: Layout) -> bool:
-    """Whether it is such a mark."""
+    """True for a mark, which is no layout of the graph."""
     return layout.dim > 0
 
 
-SAVED_COPY = kept(REPLICATED)
+SAVED_COPY = saved(REPLICATED)
 """The mark of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """A transition: the operator, and the layout that it gives.
+    """One transition of a value between two layouts, by an operator.
 
-    Between marks they are none of the graph's, but what backward does: `keep` gathers a copy again,
-    and `again` makes what was made of it.
+    Between marks it is no node of the graph, but work of backward: `keep` gathers a copy again, and
+    `again` recomputes what was made of it.
     """
 
     op: str
@@ -41,7 +41,7 @@ class Reshard:
 
     @property
     def dim(self) -> int:
-        """That is parted, before or after."""
+        """The dim that is partitioned before or after; 0 for none."""
         return min(self.before.dim, self.after.dim)
 
     @property
@@ -55,11 +55,11 @@ class Reshard:
         return _BACKWARD.get(self.op, "")
 
     def is_of_tokens(self, type_: TensorType) -> bool:
-        """Whether it parts the tokens of a tensor, or joins them."""
+        """True if it shards or gathers the tokens of a tensor."""
         return self.dim < 0 and type_.shape[self.dim] == TOKENS
 
     def message(self, type_: TensorType, degree: int) -> TensorType:
-        """What its collective is of: the tensor, with rows for all of the ranks' equal parts."""
+        """The type of its collective's tensor, with equally many rows of tokens for each rank."""
         if not self.is_of_tokens(type_):
             return type_
         return type_.with_shape((degree * part_of_tokens(degree), *type_.shape[1:]))
@@ -82,18 +82,18 @@ _BACKWARD = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something costs.
+    """The cost of a node or a layer on one rank.
 
     Attributes:
-        cost: in the unit of the costs.
-        forward_bytes: sent by a rank.
-        backward_bytes: the same, backward.
-        step_bytes: sent by a rank once an optimizer step, to sum gradients.
-        forward_messages: that the forward's bytes are sent in.
-        backward_messages: the same, backward.
+        value: the number that plans are compared by: operations, or seconds.
+        forward_bytes: bytes that a rank sends in the forward.
+        backward_bytes: bytes that it sends in the backward.
+        step_bytes: bytes that it sends once an optimizer step, to sum gradients.
+        forward_messages: number of messages of the forward.
+        backward_messages: number of messages of the backward.
     """
 
-    cost: float = 0.0
+    value: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
     step_bytes: int = 0
@@ -101,41 +101,30 @@ class Cost:
     backward_messages: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.cost + other.cost,
-            self.forward_bytes + other.forward_bytes,
-            self.backward_bytes + other.backward_bytes,
-            self.step_bytes + other.step_bytes,
-            self.forward_messages + other.forward_messages,
-            self.backward_messages + other.backward_messages,
-        )
+        return Cost(*map(operator.add, _NUMBERS(self), _NUMBERS(other)))
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(
-            self.cost - other.cost,
-            self.forward_bytes - other.forward_bytes,
-            self.backward_bytes - other.backward_bytes,
-            self.step_bytes - other.step_bytes,
-            self.forward_messages - other.forward_messages,
-            self.backward_messages - other.backward_messages,
-        )
+        return Cost(*map(operator.sub, _NUMBERS(self), _NUMBERS(other)))
+
+
+_NUMBERS = operator.attrgetter(*Cost.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """How ranks run one node.
+    """How ranks run one node, or bring a graph's outputs into their layouts.
 
     Attributes:
-        rule: the way of its operator; of a graph's outputs the layouts in which they are taken.
-        steps: transitions that it asks for, by value, in order.
-        held: layouts in which adapters' weights are held that no node before has read.
-        bill: of the node and the transitions.
+        rule: the way that its operator is sharded; of outputs, the layouts that they end in.
+        reshards: transitions of its inputs, by value, in order.
+        held: layouts of the adapters' weights that no earlier node has read.
+        cost: the cost of the node and the transitions, each message by itself.
     """
 
     rule: Sharding
-    steps: tuple[tuple[str, tuple[Reshard, ...]], ...]
+    reshards: tuple[tuple[str, tuple[Reshard, ...]], ...]
     held: tuple[tuple[str, Layout], ...]
-    bill: Cost
+    cost: Cost
 
 
 @dataclass(frozen=True)
@@ -143,45 +132,48 @@ class ParallelPlan:
     """How ranks run a graph.
 
     Attributes:
-        choices: of each node, by its name.
-        outputs: transitions of the graph's outputs, as of a node.
+        nodes: the plan of each node, by its name.
+        outputs: the transitions of the graph's outputs.
         inputs: layouts of the graph's inputs; whole where not named.
-        cost: the sum.
-        widest: the most states that were weighed at one node.
+        most_states: the largest number of states that were weighed at one node.
     """
 
-    choices: Mapping[str, NodePlan]
+    nodes: Mapping[str, NodePlan]
     outputs: NodePlan
     inputs: Mapping[str, Layout]
-    cost: float
-    widest: int
+    most_states: int
 
     @property
     def held(self) -> dict[str, Layout]:
         """Layouts of the adapters' weights."""
-        return {name: layout for choice in self.choices.values() for name, layout in choice.held}
-
-    def of(self, nodes: Iterable[str]) -> Cost:
-        """What some nodes cost, with the transitions made for them."""
-        return sum((self.choices[name].bill for name in nodes), Cost())
+        return {name: layout for node in self.nodes.values() for name, layout in node.held}
 
     @property
-    def total(self) -> Cost:
-        """What all nodes cost, and the outputs' transitions, each in a message of its own."""
-        return self.of(self.choices) + self.outputs.bill
+    def rules(self) -> dict[str, Sharding]:
+        """The way that each node is sharded, by its name."""
+        return {name: node.rule for name, node in self.nodes.items()}
+
+    def cost_of(self, nodes: Iterable[str]) -> Cost:
+        """The cost of some nodes, with the transitions made for them."""
+        return sum((self.nodes[name].cost for name in nodes), Cost())
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of all nodes and of the outputs' transitions, each message by itself."""
+        return self.cost_of(self.nodes) + self.outputs.cost
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan has to keep to.
+    """Layouts and rules that a plan has to keep to.
 
     Attributes:
-        layouts: of parameters by name. A frozen one that is not named takes what costs the least.
-        rules: ways of nodes by name.
+        layouts: layouts of parameters by name. A frozen one that is not named takes the cheapest.
+        rules: rules of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named.
         outputs: layouts of its outputs, likewise.
-        gathered: adapters' weights in parts that are gathered by all that read them.
-        direct: adapters' weights that all read as they are held.
+        gathered: sharded adapters' weights that all their readers gather.
+        direct: adapters' weights that all their readers take in the layout that they are held in.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -190,34 +182,3 @@ class Constraints:
     outputs: Mapping[str, Layout] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     direct: frozenset[str] = frozenset()
-
-
-@cache
-def transitions(
-    layout: Layout, parts: tuple[Layout, ...], tokens: Layout | None = None
-) -> tuple[Reshard, ...]:
-    """The transitions from a layout.
-
-    Args:
-        layout: that a tensor has.
-        parts: that it can be held in.
-        tokens: of these, the parts of its tokens, where ranks may hold such.
-    """
-    found: list[tuple[str, Layout]]
-    if layout == SAVED_COPY:
-        found = [("again", kept(part)) for part in parts if part != tokens]
-    elif is_saved(layout):
-        found = [("again", kept(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
-    elif layout == WHOLE:
-        found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
-    elif layout == REPLICATED:
-        found = [("take", part) for part in parts]
-    elif layout == PRE_REDUCE:
-        found = [("reduce", WHOLE)]
-        if tokens is not None:
-            found.append(("scatter", tokens))
-    else:
-        found = [("combine", WHOLE), ("place", PRE_REDUCE)]
-        if layout == tokens:
-            found += [("gather", REPLICATED), ("keep", SAVED_COPY)]
-    return tuple(Reshard(op, layout, after) for op, after in found)

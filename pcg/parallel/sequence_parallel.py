@@ -1,4 +1,4 @@
-"""What sequence parallelism asks of a layer: which nodes run on shards of tokens, and its ends."""
+"""Sequence parallelism: the nodes that run on shards of the tokens, and a layer's ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pcg.parallel.parallel_plan import Constraints
 def token_sharded_nodes(
     graph: Graph, many_adapters: bool, outputs: Sequence[str] | None = None
 ) -> frozenset[str]:
-    """Names of nodes that ranks may run on parts of the tokens.
+    """Names of nodes that ranks may run on shards of the tokens.
 
     Args:
-        graph: of whole tensors.
-        many_adapters: whether each token of a batch has its own adapter; what reads adapters'
-            weights then runs on all tokens.
-        outputs: that nodes have to be behind; all by default.
+        graph: a graph of whole tensors.
+        many_adapters: True if each token of a batch has its own adapter; nodes that read adapters'
+            weights then run on all tokens.
+        outputs: outputs of which one has to depend on a node; all by default.
     """
     adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()
     behind = graph if outputs is None else graph.replace(outputs=tuple(outputs))
@@ -27,7 +27,7 @@ def token_sharded_nodes(
 
 
 def token_sharded_ends(graph: Graph) -> Constraints:
-    """A layer that is handed parts of the tokens, and hands them on."""
+    """The constraints of a layer that takes shards of the tokens, and gives them to the next."""
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     return Constraints(
         inputs={name: token_part(graph.types[name]) for name in carried},

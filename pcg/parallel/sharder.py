@@ -1,7 +1,7 @@
 """Shard a graph over the ranks of a tensor-parallel group, as a plan says.
 
-The graph stays the same but for the layouts in its types and the parallelization operators that
-bring values into them; a parameter that is read in two layouts is two parameters.
+The graph stays the same but for the layouts in its types and the parallelization operators between
+them; a parameter that is read in two layouts is two parameters.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ _SUFFIX = {
 
 
 def shard(graph: Graph, degree: int, plan: ParallelPlan) -> Graph:
-    """The graph with layouts in its types, and the operators that change them.
-
-    Args:
-        graph: with whole tensors.
-        degree: number of ranks.
-        plan: of this graph.
-    """
+    """The graph with layouts in its types, and the operators that change them."""
     return _Sharder(graph, degree, plan).run()
 
 
@@ -51,17 +45,17 @@ class _Sharder:
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            self._node(node, self.plan.choices[node.name])
+            self._node(node, self.plan.nodes[node.name])
         self._bring(self.plan.outputs)
         outputs = zip(self.graph.outputs, self.plan.outputs.rule.inputs, strict=True)
         return self.builder.build([self.versions[name][layout] for name, layout in outputs])
 
-    def _node(self, node: Node, choice: NodePlan) -> None:
-        for name, layout in choice.held:
+    def _node(self, node: Node, node_plan: NodePlan) -> None:
+        for name, layout in node_plan.held:
             self._hold(self.graph.parameters_by_name[name], layout)
-        self._bring(choice)
+        self._bring(node_plan)
         inputs = []
-        for name, layout in zip(node.inputs, choice.rule.inputs, strict=True):
+        for name, layout in zip(node.inputs, node_plan.rule.inputs, strict=True):
             parameter = self.graph.parameters_by_name.get(name)
             if parameter is not None and parameter.role != "adapter":
                 # It has no gradient, so that whole and replicated are one.
@@ -71,27 +65,27 @@ class _Sharder:
             inputs.append(self.versions[name][layout])
         outputs = tuple(
             Value(value.name, layout.of(value.type, self.degree))
-            for value, layout in zip(node.outputs, choice.rule.outputs, strict=True)
+            for value, layout in zip(node.outputs, node_plan.rule.outputs, strict=True)
         )
-        op = choice.rule.op or node.op
+        op = node_plan.rule.op or node.op
         self.builder.append(Node(op, tuple(inputs), outputs, node.attributes, node.scope))
-        for value, layout in zip(node.outputs, choice.rule.outputs, strict=True):
+        for value, layout in zip(node.outputs, node_plan.rule.outputs, strict=True):
             self.versions[value.name] = {layout: value.name}
 
-    def _bring(self, choice: NodePlan) -> None:
-        for name, steps in choice.steps:
-            for step in steps:
-                if not is_saved(step.after) and step.after not in self.versions[name]:
-                    self.versions[name][step.after] = self._transition(name, step)
+    def _bring(self, node_plan: NodePlan) -> None:
+        for name, reshards in node_plan.reshards:
+            for reshard in reshards:
+                if not is_saved(reshard.after) and reshard.after not in self.versions[name]:
+                    self.versions[name][reshard.after] = self._transition(name, reshard)
 
-    def _transition(self, name: str, step: Reshard) -> str:
-        attributes = (("dim", step.dim),) if step.dim else ()
-        made = self.builder.fresh(f"{name}_{_SUFFIX[step.op]}")
-        value = Value(made, step.after.of(self.graph.types[name], self.degree))
+    def _transition(self, name: str, reshard: Reshard) -> str:
+        attributes = (("dim", reshard.dim),) if reshard.dim else ()
+        made = self.builder.fresh(f"{name}_{_SUFFIX[reshard.op]}")
+        value = Value(made, reshard.after.of(self.graph.types[name], self.degree))
         maker = self.graph.producers.get(name)
         scope = maker.scope if maker else ""
-        source = self.versions[name][step.before]
-        self.builder.append(Node(step.op, (source,), (value,), attributes, scope))
+        source = self.versions[name][reshard.before]
+        self.builder.append(Node(reshard.op, (source,), (value,), attributes, scope))
         return made
 
     def _hold(self, parameter: Parameter, layout: Layout) -> None:

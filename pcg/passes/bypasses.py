@@ -14,7 +14,7 @@ from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
 from pcg.ir.program.program import ModelGraph
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import Recipe
-from pcg.peft.registry import METHODS
+from pcg.peft.registry import RECIPES
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def bypasses_of(
     layers = range(len(model.layers))
     templates = {site.format(layer=n): site for site in model.linear_sites() for n in layers}
     others = {WHOLE_MODEL: WHOLE_MODEL, **{layer_path(n): EACH_LAYER for n in layers}}
-    order = list(METHODS)
+    order = list(RECIPES)
     found: dict[str, list[Bypass]] = {}
     biases: set[str] = set()
     dropout = 0.0

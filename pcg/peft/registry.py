@@ -1,44 +1,30 @@
-"""The list of PEFT methods, and recipes from all that stands for one.
+"""Recipes by the name of their method, and from all that stands for one.
 
-The order is that in which the operators of several methods stand at one module.
+The methods are those of `pcg.peft.METHODS`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.peft.adalora import AdaLoraConfig
-from pcg.peft.bitfit import BitFitConfig
-from pcg.peft.bottleneck import BottleneckConfig
-from pcg.peft.ia3 import IA3Config
-from pcg.peft.lora import LoraConfig
-from pcg.peft.prefix import PrefixTuningConfig
-from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
+from pcg.peft import METHODS
 from pcg.peft.recipe import Json, Recipe, to_json
-from pcg.peft.vera import VeraConfig
 from pcg.peft.weights import SUMMAND, ParameterKind
 
-_METHODS: tuple[type[Recipe], ...] = (
-    LoraConfig,
-    VeraConfig,
-    AdaLoraConfig,
-    BottleneckConfig,
-    IA3Config,
-    BitFitConfig,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    PromptEncoderConfig,
+_CLASSES: tuple[type[Recipe], ...] = tuple(
+    getattr(import_module(f"pcg.peft.{file}"), name) for name, file in METHODS.items()
 )
-METHODS: Mapping[str, type[Recipe]] = {method.peft_type: method for method in _METHODS}
+RECIPES: Mapping[str, type[Recipe]] = {each.peft_type: each for each in _CLASSES}
 """The recipes' classes, by peft's name of the method."""
 SHORTHANDS: Mapping[str, Recipe] = {
-    word: method(**fields) for method in _METHODS for word, fields in method.shorthands.items()
+    word: each(**fields) for each in _CLASSES for word, fields in each.shorthands.items()
 }
 """Recipes that a word stands for, with the usual sizes."""
-_KINDS = {kind: of for method in _METHODS for kind, of in method.weights.kinds.items()}
+_KINDS = {kind: of for each in _CLASSES for kind, of in each.weights.kinds.items()}
 # What a recipe has no field for, and every recipe of a manifest once had.
 _ONCE_FIELDS = (
     "bias", "dropout", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
@@ -113,15 +99,15 @@ def _method_of(fields: Json) -> type[Recipe]:
         )
     method = fields["peft_type"]
     method = str(getattr(method, "value", method))
-    if method not in METHODS:
+    if method not in RECIPES:
         raise UnsupportedError(
-            f"peft_type={method}: pcg does {', '.join(sorted(METHODS))}; use one of them"
+            f"peft_type={method}: pcg does {', '.join(sorted(RECIPES))}; use one of them"
         )
     task = fields.get("task_type")
     task = getattr(task, "value", task)
     if task not in (None, "", "CAUSAL_LM"):
         raise UnsupportedError(f"task_type={task}: pcg does CAUSAL_LM alone")
-    return METHODS[method]
+    return RECIPES[method]
 
 
 # ------------------------------------------------------------------------ in a program's manifest
@@ -141,10 +127,10 @@ def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
         AdapterError: a method or a field that no recipe has, or a value out of its range.
     """
     peft_type = str(fields.get("peft_type", ""))
-    if peft_type not in METHODS:
-        raise AdapterError(f"peft_type={peft_type!r}; use one of {', '.join(sorted(METHODS))}")
-    names = _saved_names(METHODS[peft_type])
-    recipe = METHODS[peft_type](**{names[s]: fields[s] for s in fields.keys() & names.keys()})
+    if peft_type not in RECIPES:
+        raise AdapterError(f"peft_type={peft_type!r}; use one of {', '.join(sorted(RECIPES))}")
+    names = _saved_names(RECIPES[peft_type])
+    recipe = RECIPES[peft_type](**{names[s]: fields[s] for s in fields.keys() & names.keys()})
     for name in sorted(fields.keys() - names.keys() - {"peft_type"}):
         if name not in _ONCE_FIELDS or getattr(recipe, name) != fields[name]:
             known = ", ".join(sorted(names))

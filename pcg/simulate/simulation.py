@@ -1,16 +1,13 @@
 """Replay a workload on simulated engines: one, several side by side, or a cluster.
 
-Engines have clocks of their own. The one that is furthest behind goes on, so that a request finds
-every engine as it is when it comes, up to the step that each is in.
+Engines have clocks of their own. The engine that is furthest behind goes on, so that a request
+finds every engine as it is when it comes, up to the step that each is in. A router chooses the
+engine of a request:
 
-Who gets a request:
-
-    TakingTurns         one after the other: pipelines behind a plain load balancer
-    SeparateInstances   some of the engines, one after the other; the others only train
-                        (FlexLLM v2 §8.1)
-    Fullest             the engine with the largest batch below its limit that has pages for the
-                        request; where there is none it waits, first come, first served
-                        (Punica §5.1)
+    RoundRobin    engines in turn: pipelines behind a plain load balancer; or some of them, where
+                  the others only train (separate instances, FlexLLM v2 §8.1)
+    FullestFirst  the engine with the largest batch below its limit that has pages for the request;
+                  where there is none it waits, first come, first served (Punica §5.1)
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.migration import Migration, continued, free_pages, working_set
+from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
 
@@ -38,46 +35,32 @@ class Router(Protocol):
     """Chooses an engine for a request."""
 
     def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
-        """Place of the engine that gets it; None to have it wait."""
+        """Return the place of the engine that gets it; None to have it wait."""
 
 
 @dataclass
-class TakingTurns:
-    """One after the other."""
+class RoundRobin:
+    """Chooses engines in turn.
 
-    _next: int = 0
+    Attributes:
+        serving: the number of engines that serve, the first ones; None for all.
+    """
+
+    serving: int | None = None
+    _next: int = field(default=0, init=False)
 
     def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
-        place = self._next % len(engines)
+        place = self._next % (self.serving or len(engines))
         self._next += 1
         return place
 
 
-class SeparateInstances:
-    """The first engines serve, one after the other; no request goes to the others, which train.
-
-    Args:
-        serving: engines that serve.
-    Raises:
-        BenchmarkError: none does.
-    """
-
-    def __init__(self, serving: int) -> None:
-        if serving < 1:
-            raise BenchmarkError(f"serving={serving}; use at least 1 engine")
-        self._serving = serving
-        self._turns = TakingTurns()
-
-    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
-        return self._turns.choose(engines[: self._serving], request)
-
-
 @dataclass(frozen=True)
-class Fullest:
-    """The one with the largest batch that has room; of equals the last.
+class FullestFirst:
+    """Chooses the engine with the largest batch that has room; of equals the last.
 
     Attributes:
-        most: requests of a batch.
+        most: the largest batch, in requests.
     """
 
     most: int = 32
@@ -92,7 +75,7 @@ class Fullest:
 
 
 def _has_room(engine: SimulatedEngine, request: Request) -> bool:
-    """Whether there are pages for the prompt, and one for each request that is there."""
+    """Return whether there are pages for the prompt, and one for each request that is there."""
     adapters, need = engine.scheduler.adapters, pages_for(request.length)
     if not adapters.has(request.adapter):
         need += adapters.pages_of(request.adapter)
@@ -113,14 +96,14 @@ class Simulation:
     """Engines that serve one workload.
 
     Attributes:
-        engines: with their jobs.
-        router: chooses among them.
-        adapters: by name.
-        on_step: is told of an engine's place after each of its steps.
-        migration: of requests between engines; None for none.
-        on_move: is told of a request that leaves an engine, with its place.
-        resumed: (place, id) of requests that began at another engine; to the log of each engine
-            they are two, one that was cancelled and one that came.
+        engines: the engines, with their jobs.
+        router: the rule that chooses among them.
+        adapters: the adapters by name.
+        on_step: a function called with an engine's place after each of its steps.
+        migration: the rule by which requests leave engines; None for none.
+        on_move: a function called with an engine's place and a request that leaves it.
+        resumed: (place, id) of requests that began at another engine; in the engines' logs they are
+            two requests, one that was cancelled and one that came.
     """
 
     engines: Sequence[SimulatedEngine]
@@ -135,12 +118,12 @@ class Simulation:
         """Serve a workload until nothing is left to do.
 
         Args:
-            workload: what comes.
-            jobs_end_s: when jobs that are left are cancelled.
+            workload: the timed requests.
+            jobs_end_s: the time at which jobs that are left are cancelled.
         Returns:
-            The events of all engines in order of time; subjects have their engine's place in front.
+            The events of all engines in order of time; subjects begin with their engine's place.
         Raises:
-            BenchmarkError: an adapter is not there, or a request fits no engine.
+            BenchmarkError: an adapter is missing, or a request fits no engine.
         """
         coming = deque(workload)
         waiting: deque[_Waiting] = deque()

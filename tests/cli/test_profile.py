@@ -39,7 +39,7 @@ def test_a_profile_is_measured_once(
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("it was measured again")
 
-    monkeypatch.setattr(operator_profiler, "measured", refuse)
+    monkeypatch.setattr(operator_profiler, "measure_operators", refuse)
     again = json.loads(run("--quick", "--json").stdout)
     assert again["cached"]
     assert again["path"] == str(kept)

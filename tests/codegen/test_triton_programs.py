@@ -24,7 +24,7 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME

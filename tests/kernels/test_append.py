@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 
 import pcg.compiler as compiler
 from pcg.codegen import torch_emitter, triton_emitter
+from pcg.codegen.functions import Function
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
 from pcg.ir.builder import Builder
@@ -32,7 +33,7 @@ from pcg.kernels.batch import Span
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
@@ -225,7 +226,9 @@ class Layer:
         graph = self._graph()
         self.run, self.reference = (
             load_functions(
-                emitter.emit_module("A layer", "", [emitter.emit_function(emitted, "layer", "")]),
+                emitter.emit_module(
+                    "A layer", "", [emitter.emit_function(Function(emitted, "layer", ""))]
+                ),
                 "layer",
             )["layer"]
             for emitter, emitted in ((triton_emitter, lowered(graph)), (torch_emitter, graph))

@@ -29,8 +29,8 @@ from pcg.parallel.costs.accelerators import (
     Link,
     find_accelerator,
 )
-from pcg.parallel.costs.catalog import SheetModel, find_cost_model
-from pcg.parallel.costs.cost_model import CostModel, ring_seconds
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import CostModel, SheetModel, ring_seconds
 from pcg.parallel.costs.device_profile import (
     CollectiveTime,
     DeviceProfile,
@@ -38,10 +38,10 @@ from pcg.parallel.costs.device_profile import (
     ProfileModel,
     fitted_link,
 )
-from pcg.parallel.costs.operator_profiler import measured
+from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.work import is_free, work_of
-from pcg.passes.differentiate import differentiate
-from pcg.passes.prune import prune
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.prune import Prune
 from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
@@ -279,10 +279,10 @@ def local_graphs() -> list[Graph]:
     """Forward and backward of one rank of two."""
     graphs = []
     for name in ("llama3", "gemma2", "bloom", "opt"):
-        model = sharded(name, 2).local
+        model = sharded(name, 2).training
         for graph in model.blocks:
             carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-            graphs += [graph, prune(differentiate(graph, carried), carried).backward]
+            graphs += [graph, Prune().run(Differentiate(wrt=tuple(carried)).run(graph)).backward]
         graphs += [model.prologue, model.epilogue]
     return graphs
 
@@ -392,7 +392,7 @@ def test_what_was_not_measured_has_no_cost() -> None:
 
 @cache
 def quick() -> DeviceProfile:
-    return DeviceProfile("here", {}, measured(torch.device("cpu"), "f32", quick=True))
+    return DeviceProfile("here", {}, measure_operators(torch.device("cpu"), "f32", quick=True))
 
 
 def test_every_operator_that_runs_is_measured() -> None:
@@ -492,7 +492,7 @@ def test_gradients_in_one_operator_cost_their_parts() -> None:
 
 def test_only_floats_are_profiled() -> None:
     with pytest.raises(CostModelError, match="not of i64"):
-        measured(torch.device("cpu"), "i64")
+        measure_operators(torch.device("cpu"), "i64")
 
 
 @pytest.mark.dist

@@ -24,7 +24,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

@@ -14,17 +14,17 @@ from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
+from pcg.parallel.bypass_sites import BypassSite
+from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
+from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
-from pcg.parallel.search import Candidate, Search, SearchResult, Site
+from pcg.parallel.search import Candidate, Search, SearchResult
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, run_passes
-from pcg.passes.sharding.parallelize import search_layer
 from pcg.peft.vera import VeraBypass
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
-from tests.support.parallelized import RANK, Machine, attached, costs
+from tests.support.parallelized import RANK, Machine, attached, attached_to, costs, search_layer
 from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
@@ -34,11 +34,8 @@ OTHERS = ("fully sharded, weights gathered", "fully replicated")
 @cache
 def searched(name: str, degree: int = 2) -> tuple[Search, SearchResult]:
     state = attached(name, "float64")
-    assert state.training_model is not None
-    assert state.base is not None
-    search = search_layer(
-        state.training_model.blocks[0], state.base.blocks[0], degree, costs(degree)
-    )
+    assert state.training is not None
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], degree, costs(degree))
     return search, search.find()
 
 
@@ -52,9 +49,9 @@ def test_a_site_lists_every_way_of_the_papers() -> None:
         assert all(any(paper in name for name in strategies) for paper in PAPERS)
         assert set(OTHERS) <= set(strategies)
         assert len(strategies) == 36  # whole, copies, 2 parts, or these gathered, of A and of B
-        bills = [candidate.bill.cost for candidate in choice.candidates]
+        bills = [candidate.added.value for candidate in choice.candidates]
         assert bills == sorted(bills)
-        assert choice.chosen.bill.cost == pytest.approx(bills[0])
+        assert choice.chosen.added.value == pytest.approx(bills[0])
 
 
 @pytest.mark.parametrize("name", ["llama3", "falcon-7b", "gemma2"])
@@ -70,9 +67,9 @@ def test_nothing_costs_less(name: str) -> None:
     every = Exhaustive(search.graph, 2, search.planner.costs)
     for site in search.sites[:4]:
         others = {n: h for n, h in plan.held.items() if n not in site.weights}
-        rules = {n: c.rule for n, c in plan.choices.items() if n not in site.nodes}
+        rules = {n: c.rule for n, c in plan.nodes.items() if n not in site.nodes}
         fixed = Constraints({**search.layouts, **others}, rules)
-        assert every.plan(fixed).cost == pytest.approx(plan.cost, rel=1e-12)
+        assert every.plan(fixed).cost.value == pytest.approx(plan.cost.value, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +92,13 @@ def test_neighbours_share_messages_both_ways(name: str, held: tuple[Layout, Layo
     sent: dict[str, int] = {}
     messages: dict[str, int] = {}
     assert max(errors(search.graph, 2, plan, sent, messages).values()) < 1e-5
-    bill, alone = search.bill.of(plan), plan.total
+    bill, alone = search.costs.of(plan), plan.cost
     assert sum(messages.values()) == bill.forward_messages + bill.backward_messages
     assert sum(sent.values()) == bill.forward_bytes + bill.backward_bytes
     assert (bill.forward_bytes, bill.backward_bytes) == (alone.forward_bytes, alone.backward_bytes)
     apart = alone.forward_messages + alone.backward_messages
     assert sum(messages.values()) < apart
-    saved = alone.cost - bill.cost
+    saved = alone.value - bill.value
     # Each message that another takes along starts once less: an all-gather, or an all-reduce.
     starts = saved / 1e-6 / (apart - sum(messages.values()))
     assert 1 - 1e-6 < starts < 2 + 1e-6
@@ -115,12 +112,10 @@ def test_nothing_costs_less_with_neighbours_in_one_message(alpha: float) -> None
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "k_proj"))]
         return lora(dict.fromkeys(sites, RANK), dtype="f64")
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float64")
+    assert state.training is not None
     machine = DeviceCosts(Machine(alpha), 2, sum(LENGTHS), 1024)
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], 2, machine)
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], 2, machine)
     weights = [name for site in search.sites for name in site.weights]
     least = None
     for held in itertools.product((WHOLE, REPLICATED, COLUMN, ROW), repeat=len(weights)):
@@ -128,9 +123,9 @@ def test_nothing_costs_less_with_neighbours_in_one_message(alpha: float) -> None
             plan = search.hold(dict(zip(weights, held, strict=True)))
         except TypeCheckError:
             continue
-        cost = search.bill.of(plan).cost
+        cost = search.costs.of(plan).value
         least = cost if least is None else min(cost, least)
-    assert search.bill.of(search.plan()).cost == pytest.approx(least, rel=1e-9)
+    assert search.costs.of(search.plan()).value == pytest.approx(least, rel=1e-9)
 
 
 SITES = {"q_proj", "down_proj"}
@@ -170,13 +165,13 @@ def test_flexllms_best_sends_the_bases_alone() -> None:
     _, found = searched("llama2", 4)
     for choice in found.sites:
         (best,) = (c for c in choice.candidates if c.strategy.startswith("FlexLLM 1"))
-        assert (best.bill.forward_bytes, best.bill.backward_bytes) == (0, 0)
+        assert (best.added.forward_bytes, best.added.backward_bytes) == (0, 0)
         # facts: the copy's gradient is summed once a step, r · h
         (copy,) = (n for n, layout in best.layouts.items() if not layout.dim)
         state = attached("llama2", "float64")
-        assert state.training_model is not None
-        size = size_bytes(state.training_model.blocks[0].types[copy], 1)
-        assert best.bill.step_bytes == ring_bytes("all_reduce", size, 4)
+        assert state.training is not None
+        size = size_bytes(state.training.blocks[0].types[copy], 1)
+        assert best.added.step_bytes == ring_bytes("all_reduce", size, 4)
 
 
 def test_s_loras_bytes() -> None:
@@ -186,29 +181,28 @@ def test_s_loras_bytes() -> None:
     total = 0
     for site in ("q_proj", "k_proj", "v_proj", "o_proj"):
         (slora,) = (c for name, c in by_name(found, site).items() if "S-LoRA" in name)
-        total += slora.bill.forward_bytes
-        assert slora.bill.step_bytes == 0
+        total += slora.added.forward_bytes
+        assert slora.added.step_bytes == 0
     assert total == 5 * (degree - 1) * sum(LENGTHS) * RANK * 8 // degree
 
 
 def test_a_search_names_what_each_site_is() -> None:
     search, _ = searched("llama3")
     assert [site.is_row for site in search.sites] == [False] * 3 + [True] + [False] * 2 + [True]
-    assert all(isinstance(site, Site) and len(site.weights) == 2 for site in search.sites)
+    assert all(isinstance(site, BypassSite) and len(site.weights) == 2 for site in search.sites)
 
 
 def test_what_is_best_changes_with_tokens() -> None:
     """Few tokens: no messages. Very many: to compute what is parted once is worth them."""
     state = attached("llama3")
-    assert state.training_model is not None
-    assert state.base is not None
-    layer, base = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    layer, base = state.training.blocks[0], state.base.blocks[0]
     names, messages = [], []
     for tokens in (1, 10**7):
         search = search_layer(layer, base, 2, DeviceCosts(Machine(1e-5, 1e15), 2, tokens, 1024))
         found = search.find()
         names.append(found.sites[0].chosen.strategy)
-        bill = found.sites[0].chosen.bill
+        bill = found.sites[0].chosen.added
         messages.append(bill.forward_messages + bill.backward_messages)
     assert messages[0] == 0  # but what goes with the base's
     assert names[0] != names[1]
@@ -217,9 +211,8 @@ def test_what_is_best_changes_with_tokens() -> None:
 def test_batches_of_an_optimizer_step_share_the_sums_of_gradients() -> None:
     """A copy costs a batch its share, so that copies win where a step has many batches."""
     state = attached("llama3")
-    assert state.training_model is not None
-    assert state.base is not None
-    pair = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    pair = state.training.blocks[0], state.base.blocks[0]
     machine = Machine(alpha=0.0, link=1e6)
     found = {}
     for batches in (1, 4, 4096):
@@ -227,15 +220,15 @@ def test_batches_of_an_optimizer_step_share_the_sums_of_gradients() -> None:
         found[batches] = {choice.site.name: choice for choice in search.find().sites}
     summed = 0
     for site, once in found[1].items():
-        shared = {candidate.key: candidate.bill for candidate in found[4][site].candidates}
+        shared = {candidate.key: candidate.added for candidate in found[4][site].candidates}
         for candidate in once.candidates:
             if candidate.strategy == "fully replicated":
-                bytes_summed = candidate.bill.step_bytes
-                spared = candidate.bill.cost - shared[candidate.key].cost
+                bytes_summed = candidate.added.step_bytes
+                spared = candidate.added.value - shared[candidate.key].value
                 assert spared == pytest.approx(0.75 * bytes_summed / machine.link)
                 assert shared[candidate.key].step_bytes == bytes_summed
                 summed += bytes_summed > 0
-        copies = [found[batches][site].chosen.bill.step_bytes for batches in (1, 4096)]
+        copies = [found[batches][site].chosen.added.step_bytes for batches in (1, 4096)]
         assert copies[0] <= copies[1]
     assert summed == len(found[1])
     assert any(found[1][s].chosen.key != found[4096][s].chosen.key for s in found[1])
@@ -253,27 +246,25 @@ def test_a_type_error_names_operator_layouts_and_ways() -> None:
 def test_serving_pays_for_no_backward() -> None:
     """What it sends is what its graph sends forward, and every second is one of forward."""
     state = attached("llama3", "float64")
-    assert state.serving_model is not None
-    assert state.base is not None
-    layers = state.serving_model.blocks[0], state.base.blocks[0]
+    layers = state.serving.blocks[0], state.base.blocks[0]
     search = search_layer(*layers, 2, costs(2), trains=False)
     plan = search.plan()
-    bill = plan.total
+    bill = plan.cost
     assert (bill.backward_bytes, bill.step_bytes) == (0, 0)
     assert bill.forward_bytes > 0
     seconds = sum(
         search.planner.costs.node(node, search.graph, choice.rule, (False,) * len(node.inputs))
         + sum(
             search.planner.costs.send(step.forward, search.graph.types[name])
-            for name, steps in choice.steps
+            for name, steps in choice.reshards
             for step in steps
             if step.forward
         )
         for node in search.graph.nodes
-        for choice in [plan.choices[node.name]]
+        for choice in [plan.nodes[node.name]]
     )
-    assert bill.cost == pytest.approx(seconds, rel=1e-12)
-    assert search_layer(*layers, 2, costs(2)).plan().total.backward_bytes > 0
+    assert bill.value == pytest.approx(seconds, rel=1e-12)
+    assert search_layer(*layers, 2, costs(2)).plan().cost.backward_bytes > 0
 
 
 def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
@@ -283,21 +274,19 @@ def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
         return Bypasses(dict.fromkeys(sites, (VeraBypass(RANK),)))
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float32")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
-    block = state.training_model.blocks[0]
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float32")
+    assert state.training is not None
+    block = state.training.blocks[0]
     vectors = set(trained(block))
     adapters = {p.name for p in block.parameters if p.role == "adapter"}
     assert adapters - vectors == {"vera_A", "vera_B"}
     search = search_layer(block, state.base.blocks[0], 2, costs(2))
     plan = search.hold(dict.fromkeys(adapters, REPLICATED))
     sizes = (size_bytes(block.types[name], 1) for name in vectors)
-    assert plan.total.step_bytes == sum(ring_bytes("all_reduce", size, 2) for size in sizes)
+    assert plan.cost.step_bytes == sum(ring_bytes("all_reduce", size, 2) for size in sizes)
     sent: dict[str, int] = {}
     assert max(errors(search.graph, 2, plan, sent).values()) < 1e-5
-    assert sum(sent.values()) == plan.total.forward_bytes + plan.total.backward_bytes
+    assert sum(sent.values()) == plan.cost.forward_bytes + plan.cost.backward_bytes
 
 
 def test_every_reader_gathers_or_none() -> None:
@@ -307,11 +296,9 @@ def test_every_reader_gathers_or_none() -> None:
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "down_proj"))]
         return lora(dict.fromkeys(sites, RANK), use_dora=True, dtype="f64")
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], 2, costs(2))
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float64")
+    assert state.training is not None
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], 2, costs(2))
     best = search.plan()
     seen = set()
     for site in search.sites:
@@ -326,7 +313,7 @@ def test_every_reader_gathers_or_none() -> None:
                     continue
                 nodes = search.graph.consumers[name]
                 read = {
-                    dict(zip(node.inputs, plan.choices[node.name].rule.inputs, strict=True))[name]
+                    dict(zip(node.inputs, plan.nodes[node.name].rule.inputs, strict=True))[name]
                     for node in nodes
                 }
                 seen.add(is_gathered)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pcg.ir.builder import Builder
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.collectives import Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.costs.layer_costs import ByteCosts
-from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, kept
-from pcg.parallel.planner import Planner
+from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, saved
+from pcg.parallel.resharding import ReshardPaths
 
 DEGREE = 2
 TYPES = (
@@ -95,20 +94,17 @@ def edges(
                     yield entry.name, dim, before, after
 
 
-@pytest.mark.parametrize("parts_tokens", [False, True])
+@pytest.mark.parametrize("shards_tokens", [False, True])
 @pytest.mark.parametrize("type_", TYPES, ids=str)
 @pytest.mark.parametrize("is_active", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cheapest_path_is_the_cheapest_of_all(
-    type_: TensorType, is_active: bool, seed: int, parts_tokens: bool
+    type_: TensorType, is_active: bool, seed: int, shards_tokens: bool
 ) -> None:
-    builder = Builder("g")
-    builder.input("x", type_)
     costs = Dice(seed)
-    nodes = frozenset({"x"} if parts_tokens else ())
-    planner = Planner(builder.build(["x"]), DEGREE, costs, token_nodes=nodes)
-    layouts = layouts_of(type_, parts_tokens)
-    tokens = -len(type_.dims) if parts_tokens and type_.is_token_wise else 0
+    paths = ReshardPaths(DEGREE, costs, shards_tokens)
+    layouts = layouts_of(type_, shards_tokens)
+    tokens = -len(type_.dims) if shards_tokens and type_.is_token_wise else 0
     steps = list(edges(layouts, tokens, is_active))
 
     def walk(at: Layout, cost: float, seen: frozenset[Layout]) -> Iterator[tuple[Layout, float]]:
@@ -123,11 +119,11 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
         least: dict[Layout, float] = {}
         for layout, cost in (end for start in have for end in walk(start, 0, frozenset({start}))):
             least[layout] = min(cost, least.get(layout, cost))
-        found = planner.cheapest(type_, is_active, have)
+        found = paths.cheapest(type_, is_active, have)
         marks = {layout for layout in found if is_saved(layout)}
-        parts = {kept(at) for at in layouts if at.dim and at.dim != tokens}
+        parts = {saved(at) for at in layouts if at.dim and at.dim != tokens}
         assert marks == (
-            {SAVED_COPY, *parts, *([kept(PRE_REDUCE)] * bool(parts))} if tokens else set()
+            {SAVED_COPY, *parts, *([saved(PRE_REDUCE)] * bool(parts))} if tokens else set()
         )
         assert len({found.pop(mark)[0] for mark in marks}) <= 1  # what it takes to gather again
         assert {layout: cost for layout, (cost, _) in found.items()} == least

@@ -14,7 +14,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass, Window
 from tests.support import oracle

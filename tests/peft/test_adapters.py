@@ -24,7 +24,7 @@ from pcg.peft import writer as adapter_writer
 from pcg.peft.adapter import Adapter, check_fits, new_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
 from pcg.peft.reader import read_adapter
-from pcg.peft.registry import METHODS, SHORTHANDS, recipe_from
+from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_from
 from pcg.peft.writer import write_adapter
 
 CONFIGS = {
@@ -274,7 +274,7 @@ def test_config_fields_are_those_of_the_installed_peft() -> None:
     for config in (peft.LoraConfig, peft.IA3Config, peft.VeraConfig):
         theirs = config(inference_mode=True).to_dict()
         theirs["peft_type"] = theirs["peft_type"].value
-        ours = METHODS[theirs["peft_type"]]().config_fields(None, "", {})
+        ours = RECIPES[theirs["peft_type"]]().config_fields(None, "", {})
         assert {**ours, "peft_version": theirs["peft_version"]} == theirs
 
 

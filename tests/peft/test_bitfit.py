@@ -15,7 +15,7 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.biases import biases
 from tests.support.families import BY_NAME

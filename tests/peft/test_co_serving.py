@@ -27,7 +27,7 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Forward

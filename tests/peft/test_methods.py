@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import pcg
 import pcg.compiler as compiler
 from pcg.errors import AdapterError
+from pcg.keywords import field_docs
 from pcg.peft.ia3 import IA3Config
 from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
-from pcg.peft.registry import SHORTHANDS, recipe_fields, recipe_of_fields
-from pcg.runtime.training.data import Example
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_fields, recipe_of_fields
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_models
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
@@ -145,3 +150,19 @@ def test_manifests_of_before_are_read() -> None:
     assert bitfit == SHORTHANDS["bitfit"]
     with pytest.raises(AdapterError, match="IA3 has no field 'dropout'"):
         recipe_of_fields({"peft_type": "IA3", **once, "dropout": 0.5})
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values())
+def test_recipes_are_public_and_documented(recipe: type[Recipe]) -> None:
+    assert getattr(pcg, recipe.__name__) is recipe
+    assert field_docs(recipe).keys() == {field.name for field in dataclasses.fields(recipe)}
+
+
+def test_recipes_are_read_without_what_is_heavy() -> None:
+    code = (
+        "import sys, pcg.peft.registry; "
+        "heavy = 'torch', 'transformers', 'peft', 'triton', 'sympy'; "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

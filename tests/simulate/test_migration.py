@@ -9,10 +9,10 @@ import pytest
 from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sequence import Sequence
-from pcg.simulate.device import SimulatedAdapter
-from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.migration import Migration
-from pcg.simulate.simulation import Fullest, Simulation
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
+from pcg.simulate.simulation import FullestFirst, Simulation
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
 from tests.support.linear_costs import LinearCosts
@@ -26,7 +26,7 @@ def run(
     ]
     moved: list[tuple[int, Sequence]] = []
     adapters = {name: SimulatedAdapter(name, 3000) for name in ("a", "b")}
-    simulation = Simulation(made, Fullest(most), adapters, migration=migration)
+    simulation = Simulation(made, FullestFirst(most), adapters, migration=migration)
     simulation.on_move = lambda place, sequence: moved.append((place, sequence))
     events = simulation.run(Workload(tuple(requests)))
     for engine in made:

@@ -10,8 +10,8 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
+from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts
 
 

@@ -18,9 +18,9 @@ from pcg.runtime.metrics.timelines import Slo
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Backward
-from pcg.simulate.device import SimulatedAdapter
-from pcg.simulate.engine import SimulatedEngine
-from pcg.simulate.simulation import Fullest, Simulation, TakingTurns
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
+from pcg.simulate.simulation import FullestFirst, RoundRobin, Simulation
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
 from tests.support.linear_costs import LinearCosts
@@ -139,7 +139,7 @@ def test_promises_are_kept_beside_finetuning() -> None:
     engine = make_engine(4096, limits=limits, latencies=latencies)
     engine.finetune("tuned", [(700,)] * 1000)
     workload = Workload(tuple(TimedRequest(i * 0.4, None, 50, 40) for i in range(200)))
-    events = Simulation([engine], TakingTurns()).run(workload, 80.0)
+    events = Simulation([engine], RoundRobin()).run(workload, 80.0)
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=80.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment > 0.97
@@ -166,7 +166,7 @@ def test_promises_are_kept_where_steps_are_unsteady() -> None:
     engine = SimulatedEngine(_UnsteadyCosts(), 4096, 1000, limits=limits, latencies=latencies)
     engine.finetune("tuned", [(700,)] * 1000)
     workload = Workload(tuple(TimedRequest(i * 0.4, None, 50, 10) for i in range(200)))
-    events = Simulation([engine], TakingTurns()).run(workload, 80.0)
+    events = Simulation([engine], RoundRobin()).run(workload, 80.0)
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=76.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment >= 0.99
@@ -197,14 +197,14 @@ def test_requests_that_cannot_run_are_refused() -> None:
 def test_a_cluster_fills_one_engine_before_the_next() -> None:
     engines = [make_engine() for _ in range(3)]
     workload = Workload(tuple(TimedRequest(0.0, None, 10, 20) for _ in range(7)))
-    Simulation(engines, Fullest(3)).run(workload)
+    Simulation(engines, FullestFirst(3)).run(workload)
     served = [sum(e.kind is Kind.FINISHED for e in engine.log) for engine in engines]
     # The last is the fullest of equals; the seventh waits for the first that ends, of any.
     assert sum(served) == 7
     assert served[2] == 3
     assert min(served) == 1
     alone = [make_engine() for _ in range(3)]
-    events = Simulation(alone, TakingTurns()).run(workload)
+    events = Simulation(alone, RoundRobin()).run(workload)
     assert [sum(e.kind is Kind.FINISHED for e in x.log) for x in alone] == [3, 2, 2]
     assert sum(event.kind is Kind.FINISHED for event in events) == 7
 
@@ -212,7 +212,7 @@ def test_a_cluster_fills_one_engine_before_the_next() -> None:
 def test_requests_that_come_during_a_step_have_their_own_time() -> None:
     engine = make_engine()
     workload = Workload((TimedRequest(0.0, None, 300, 2), TimedRequest(0.01, None, 10, 1)))
-    events = Simulation([engine], TakingTurns()).run(workload)
+    events = Simulation([engine], RoundRobin()).run(workload)
     submitted = [event.time_s for event in events if event.kind is Kind.SUBMITTED]
     assert submitted == [0.0, 0.01]
 
@@ -220,4 +220,4 @@ def test_requests_that_come_during_a_step_have_their_own_time() -> None:
 def test_an_adapter_that_is_not_there() -> None:
     workload = Workload((TimedRequest(0.0, "x", 10, 1),))
     with pytest.raises(BenchmarkError, match="adapter 'x' of the workload is not there"):
-        Simulation([make_engine()], TakingTurns()).run(workload)
+        Simulation([make_engine()], RoundRobin()).run(workload)

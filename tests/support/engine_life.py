@@ -14,8 +14,8 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.device import SimulatedAdapter
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts
 from tests.support.row_contents import RowContents
 

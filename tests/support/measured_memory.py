@@ -11,7 +11,7 @@ from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import Family

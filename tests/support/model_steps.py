@@ -10,7 +10,7 @@ from typing import Any
 
 import pcg.compiler as compiler
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.source import resolve
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}

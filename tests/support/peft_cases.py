@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

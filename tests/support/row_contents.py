@@ -8,7 +8,7 @@ from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.engine.sequence import Sequence
-from pcg.simulate.engine import SimulatedEngine
+from pcg.simulate.simulated_engine import SimulatedEngine
 
 
 class RowContents:

@@ -18,7 +18,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.result import OnStep, StepRecord
 
 WAITING = "waiting"

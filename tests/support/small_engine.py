@@ -12,7 +12,7 @@ from pcg.runtime.engine.request import Completion, Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts

@@ -29,6 +29,9 @@ Attributes: TypeAlias = Mapping[str, Any]
 Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
+Measured: TypeAlias = tuple[Types, Attributes, tuple[int, ...]]
+"""What a profile measures: types and attributes, and which inputs are an adapter's."""
+
 
 class Operator:
     """One entry of the operator table."""
@@ -61,6 +64,8 @@ class Operator:
     """Inputs that it takes for constants: no gradient flows back to them."""
     has_kernel: ClassVar[bool] = False
     """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
+    made_rows: ClassVar[tuple[bool, ...]] = ()
+    """Of a value made of weights alone: whether some rows of it are made of these of each input."""
     executable: ClassVar[bool] = True
     """False if a program with this operator can only be explained."""
 
@@ -157,6 +162,16 @@ class Operator:
         """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
         floats = [type_.dtype for type_ in inputs if type_.is_float]
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        """What a profile measures of an operator of adapters' parameters alone.
+
+        Args:
+            size: a module's inputs or outputs.
+            rank: the adapter's.
+            dtype: of its parameters.
+        """
+        return iter(())
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.

@@ -11,7 +11,8 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import REPLICATED, WHOLE, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Measured, Operator, Types
+from pcg.ir.types import tensor
 
 
 class ColumnNorm(Operator):
@@ -23,6 +24,7 @@ class ColumnNorm(Operator):
 
     name = "column_norm"
     is_product = True
+    made_rows = (True, False, True)
     constant_in = (0, 1, 2)
     inputs = (3, 3)
 
@@ -61,6 +63,7 @@ class ColumnFactor(Operator):
 
     name = "column_factor"
     inputs = (2, 2)
+    made_rows = (True, True)
     constant_in = (1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -102,6 +105,7 @@ class VeraUp(Operator):
 
     name = "vera_up"
     inputs = (3, 3)
+    made_rows = (True, True, False)
     constant_in = (0,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -118,6 +122,13 @@ class VeraUp(Operator):
     def gradient(self, context: Gradient) -> list[str | None]:
         inputs = [context.input(i) for i in range(3)]
         return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        yield _vera_types(size, rank, dtype), {}, (0, 1, 2)
+
+
+def _vera_types(size: int, rank: int, dtype: str) -> Types:
+    return tensor(dtype, size, rank), tensor(dtype, size), tensor(dtype, rank)
 
 
 class VeraUpBackward(Operator):
@@ -136,6 +147,9 @@ class VeraUpBackward(Operator):
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
         return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        yield (tensor(dtype, size, rank), *_vera_types(size, rank, dtype)), {}, (1, 2, 3)
 
 
 class SingularDown(Operator):
@@ -159,6 +173,9 @@ class SingularDown(Operator):
         inputs = [context.input(i) for i in range(2)]
         return [*context.add_many("singular_down_backward", context.incoming, *inputs)]
 
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        yield (tensor(dtype, rank, size), tensor(dtype, rank, 1)), {}, (0, 1)
+
 
 class SingularDownBackward(Operator):
     """dA = E ⊙ dA', and dE, the rows' sums of A ⊙ dA'."""
@@ -172,3 +189,7 @@ class SingularDownBackward(Operator):
         if SingularDown().infer((a, e), {})[0].shape != gradient.shape:
             raise TypeCheckError(f"gradient {gradient} does not fit {a} and {e}")
         return a, e
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        a = tensor(dtype, rank, size)
+        yield (a, a, tensor(dtype, rank, 1)), {}, (1, 2)

@@ -1,9 +1,4 @@
-"""The functions of virtual tokens, on any device.
-
-Shapes and what an adapter's weight is: `torch_ops`, through which emitted programs call these. A
-batch has `virtual_rows` [v], its rows that are virtual, and `virtual_places` [v], which virtual
-token of its adapter each one is; None where no row is.
-"""
+"""Virtual tokens: rows of a batch that hold an adapter's prompt instead of a token's embedding."""
 
 from __future__ import annotations
 
@@ -12,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.lora import by_width
 
-def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
+
+def virtual_tokens(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
     """x with its own adapter's prompt, in x's dtype, in each virtual row.
 
     Args:
@@ -22,12 +20,14 @@ def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
         prompt: [n, h], or a stack [adapters, n, h] with segments, which may be padded; None where
             no adapter of the batch has one.
     """
+    for one in by_width(prompt):
+        x = _with_prompt(batch, x, one)
+    return x
+
+
+def _with_prompt(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
     rows, places = batch.virtual_rows, batch.virtual_places
-    if prompt is None or rows is None:
-        return x
-    if isinstance(prompt, tuple):
-        for one in prompt:
-            x = virtual_tokens(batch, x, one)
+    if rows is None or places is None:
         return x
     if prompt.segments is None:
         own = prompt.weight[places]
@@ -43,17 +43,16 @@ def virtual_tokens(batch: Any, x: Tensor, prompt: Any) -> Tensor:
     return x.index_copy(0, rows, own.to(x.dtype).view(-1, *x.shape[1:]))
 
 
-def without_virtual(batch: Any, x: Tensor) -> Tensor:
+def without_virtual(batch: ProgramBatch, x: Tensor) -> Tensor:
     """x [T, …] with zeros in each virtual row."""
     return x if batch.virtual_rows is None else x.index_fill(0, batch.virtual_rows, 0.0)
 
 
-def virtual_tokens_backward(batch: Any, dy: Tensor, prompt: Any) -> Tensor:
+def virtual_tokens_backward(batch: ProgramBatch, dy: Tensor, prompt: Any) -> Tensor:
     """For each virtual token the sum of dy [T, …] over its rows: [n, h] in the prompt's dtype."""
     weight: Tensor = prompt.weight
     total = torch.zeros_like(weight)
-    if batch.virtual_rows is None:
+    rows, places = batch.virtual_rows, batch.virtual_places
+    if rows is None or places is None:
         return total
-    return total.index_add_(
-        0, batch.virtual_places, dy[batch.virtual_rows].flatten(1).to(weight.dtype)
-    )
+    return total.index_add_(0, places, dy[rows].flatten(1).to(weight.dtype))

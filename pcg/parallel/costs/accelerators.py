@@ -1,8 +1,8 @@
-"""Accelerators by name: the memory that a program finds on them, and what their data sheets say.
+"""Accelerators by name: their memory, and the numbers of their data sheets.
 
-A sheet's numbers are those of the vendor, each with where it stands; what share of them programs
-achieve is an assumption of ours, kept apart (`ASSUMED`). Devices without a sheet have a memory that
-programs can be fit to, but no cost.
+A sheet's numbers are those of the vendor, each with its source; the share of them that programs
+achieve is an assumption of ours, kept apart (`ASSUMED`). Accelerators without a sheet have a memory
+that programs can be fit to, but no cost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MICROSECOND = 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of a group.
+    """The connection between the ranks of a group.
 
     Attributes:
-        latency_s: α, of one step of a ring.
-        bytes_per_s: β, that a rank sends in one direction.
-        source: of both.
-        is_measured: whether β is what programs reach, and not a peak.
+        latency_s: α, the latency of one step of a ring.
+        bytes_per_s: β, the bandwidth of a rank in one direction.
+        source: the source of both.
+        is_measured: True if programs reach β; False if it is a peak.
     """
 
     latency_s: float
@@ -38,17 +38,17 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceSheet:
-    """What a device can do at most.
+    """The peaks of a device.
 
     Attributes:
-        product_flops_per_s: of dense matrix products by dtype; fp32 without TF32, as PyTorch's
-            default is.
-        vector_flops_per_s: of everything else, by dtype; half precision and integers count as f32.
+        product_flops_per_s: peaks of dense matrix products by dtype; fp32 without TF32, as
+            PyTorch's default is.
+        vector_flops_per_s: peaks of other arithmetic by dtype; half precision and integers as f32.
         memory_bytes_per_s: bandwidth of the device's memory.
-        launch_s: added by each operator.
-        links: by name; the first is the device's own.
-        source: of the peaks and the bandwidth.
-        launch_source: of `launch_s`.
+        launch_s: time that the launch of each operator adds.
+        links: links by name; the first is the device's own.
+        source: source of the peaks and the bandwidth.
+        launch_source: source of `launch_s`.
     """
 
     product_flops_per_s: Mapping[str, float]
@@ -62,14 +62,7 @@ class DeviceSheet:
 
 @dataclass(frozen=True)
 class Achieved:
-    """Shares of a sheet's peaks that programs reach.
-
-    Attributes:
-        product: of a large matrix product.
-        vector: of other arithmetic.
-        memory: of the memory's bandwidth.
-        link: of a link's.
-    """
+    """Shares of a sheet's peaks that programs reach."""
 
     product: float
     vector: float
@@ -87,9 +80,9 @@ class Accelerator:
     """One kind of accelerator.
 
     Attributes:
-        name: as people write it.
-        memory_bytes: that the driver reports as the total.
-        sheet: what costs are estimated from; None where there is none.
+        name: the name as people write it.
+        memory_bytes: the total that the driver reports.
+        sheet: the data sheet that costs are estimated from; None where there is none.
     """
 
     name: str
@@ -98,7 +91,7 @@ class Accelerator:
 
 
 RESERVED_BYTES = 2**30
-"""Left free on a device: the CUDA context, libraries' workspaces, and what fragments."""
+"""Memory left free on a device, for the CUDA context, libraries' workspaces and fragmentation."""
 
 # ---------------------------------------------------------------------------------------- links
 
@@ -141,40 +134,51 @@ def _gpu(
     source: str,
     fp64_tflops: tuple[float, float] | None = None,
 ) -> DeviceSheet:
-    """A GPU's sheet.
+    """A GPU's data sheet.
 
     Args:
-        half_tflops: dense bf16 and fp16 on tensor cores.
-        fp32_tflops: without tensor cores.
-        memory_gb_per_s: bandwidth.
-        links: by name.
-        source: data sheet and its words.
-        fp64_tflops: on tensor cores and without, where the data sheet has them.
+        half_tflops: peak of dense bf16 and fp16 on tensor cores.
+        fp32_tflops: peak of fp32 without tensor cores.
+        memory_gb_per_s: bandwidth of the memory.
+        links: links by name.
+        source: the data sheet and its words.
+        fp64_tflops: peaks of fp64 on tensor cores and without, where the data sheet has them.
     """
     half, fp32 = half_tflops * TERA, fp32_tflops * TERA
     products = {"bf16": half, "f16": half, "f32": fp32}
     vectors = {"f32": fp32}
     if fp64_tflops is not None:
         products["f64"], vectors["f64"] = (number * TERA for number in fp64_tflops)
+    bandwidth = memory_gb_per_s * GB
     return DeviceSheet(
-        products,
-        vectors,
-        memory_gb_per_s * GB,
-        _GPU_LAUNCH_S,
-        links,
-        source,
-        _GPU_LAUNCH_SOURCE,
+        products, vectors, bandwidth, _GPU_LAUNCH_S, links, source, _GPU_LAUNCH_SOURCE
     )
 
 
-_A100 = (
-    "NVIDIA A100 data sheet, SXM: BF16 Tensor Core 312 TFLOPS, FP32 19.5, FP64 9.7, FP64 Tensor "
-    "Core 19.5"
-)
-_HOPPER = (
-    "BF16 Tensor Core 1,979 teraFLOPS with sparsity, half of it dense, FP32 67, FP64 34, FP64 "
-    "Tensor Core 67"
-)
+def _a100(memory_gb_per_s: float, memory: str) -> DeviceSheet:
+    return _gpu(
+        half_tflops=312,
+        fp32_tflops=19.5,
+        fp64_tflops=(19.5, 9.7),
+        memory_gb_per_s=memory_gb_per_s,
+        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
+        source="NVIDIA A100 data sheet, SXM: BF16 Tensor Core 312 TFLOPS, FP32 19.5, FP64 9.7, "
+        f"FP64 Tensor Core 19.5; {memory}",
+    )
+
+
+def _hopper(memory_gb_per_s: float, name: str, memory: str) -> DeviceSheet:
+    return _gpu(
+        half_tflops=1_979 / 2,
+        fp32_tflops=67,
+        fp64_tflops=(67, 34),
+        memory_gb_per_s=memory_gb_per_s,
+        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
+        source=f"NVIDIA {name} data sheet, SXM: BF16 Tensor Core 1,979 teraFLOPS with sparsity, "
+        f"half of it dense, FP32 67, FP64 34, FP64 Tensor Core 67; {memory}",
+    )
+
+
 _SHEETS = {
     "A10G": _gpu(
         half_tflops=70,
@@ -183,38 +187,10 @@ _SHEETS = {
         links={"PCIe 4": PCIE_4},
         source="NVIDIA A10G data sheet (for AWS): BF16 Tensor Core 70 TF, FP32 31.52 TF, 600 GB/s",
     ),
-    "A100-40": _gpu(
-        half_tflops=312,
-        fp32_tflops=19.5,
-        fp64_tflops=(19.5, 9.7),
-        memory_gb_per_s=1_555,
-        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
-        source=f"{_A100}; 40 GB HBM2: 1,555 GB/s",
-    ),
-    "A100-80": _gpu(
-        half_tflops=312,
-        fp32_tflops=19.5,
-        fp64_tflops=(19.5, 9.7),
-        memory_gb_per_s=2_039,
-        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
-        source=f"{_A100}; 80 GB HBM2e: 2,039 GB/s",
-    ),
-    "H100": _gpu(
-        half_tflops=1_979 / 2,
-        fp32_tflops=67,
-        fp64_tflops=(67, 34),
-        memory_gb_per_s=3_350,
-        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
-        source=f"NVIDIA H100 data sheet, SXM: {_HOPPER}; 3.35 TB/s",
-    ),
-    "H200": _gpu(
-        half_tflops=1_979 / 2,
-        fp32_tflops=67,
-        fp64_tflops=(67, 34),
-        memory_gb_per_s=4_800,
-        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
-        source=f"NVIDIA H200 data sheet, SXM: {_HOPPER}; 4.8 TB/s",
-    ),
+    "A100-40": _a100(1_555, "40 GB HBM2: 1,555 GB/s"),
+    "A100-80": _a100(2_039, "80 GB HBM2e: 2,039 GB/s"),
+    "H100": _hopper(3_350, "H100", "3.35 TB/s"),
+    "H200": _hopper(4_800, "H200", "4.8 TB/s"),
     "L40S": _gpu(
         half_tflops=362.05,
         fp32_tflops=91.6,
@@ -241,7 +217,7 @@ CPU = DeviceSheet(
     "and add 64 in fp32 and 32 in fp64 (Intel 64 and IA-32 Optimization Reference Manual)",
     launch_source="an addition of 8 numbers: torch 2.13.0+cpu, one thread of an AMD EPYC",
 )
-"""No GPU: a server's socket, for models that are split over CPUs."""
+"""A server's socket, for models that are split over CPUs."""
 
 # --------------------------------------------------------------------------------------- devices
 
@@ -275,7 +251,7 @@ SHEETS: Mapping[str, DeviceSheet] = {
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of a name, in any case.
+    """The accelerator of a name, which may be in any case.
 
     Raises:
         UnsupportedError: pcg knows none of that name; lists them.

@@ -10,58 +10,13 @@ from pathlib import Path
 import torch
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.accelerators import (
-    ACCELERATORS,
-    ASSUMED,
-    SHEETS,
-    Achieved,
-    DeviceSheet,
-    Link,
-)
-from pcg.parallel.costs.cost_model import CostModel, WorkModel, roofline_seconds
+from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS
+from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, ProfileModel
-from pcg.parallel.costs.work import Work
-
-
-class SheetModel(WorkModel):
-    """The roofline of a device's sheet.
-
-    Args:
-        name: of the device.
-        sheet: its sheet.
-        link: name of one of the sheet's links; its first by default.
-        achieved: shares of the sheet's peaks.
-    Raises:
-        CostModelError: the sheet has no such link.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        sheet: DeviceSheet,
-        link: str | None = None,
-        achieved: Achieved = ASSUMED,
-    ) -> None:
-        super().__init__(name)
-        self.sheet = sheet
-        self.achieved = achieved
-        self.link_name = next(iter(sheet.links)) if link is None else _found(link, sheet.links)
-        if self.link_name is None:
-            known = ", ".join(sheet.links)
-            raise CostModelError(f"{name} has no link {link!r}; it has {known}")
-
-    def work_seconds(self, work: Work) -> float:
-        return roofline_seconds(work, self.sheet, self.achieved, self.name)
-
-    def _link(self, kind: str, degree: int) -> Link:
-        link = self.sheet.links[str(self.link_name)]
-        if link.is_measured:
-            return link
-        return Link(link.latency_s, link.bytes_per_s * self.achieved.link, link.source)
 
 
 def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = None) -> CostModel:
-    """The cost model of a device's sheet, or of a profile.
+    """The cost model of a data sheet, or of a profile.
 
     Args:
         name_or_path: a name of `SHEETS` in any case, or a file of `pcg profile`.
@@ -70,7 +25,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
         CostModelError: there is neither; the closest names are named.
     """
     wanted = str(name_or_path)
-    name = _found(wanted, SHEETS)
+    name = _known(wanted, SHEETS)
     if name is not None:
         return SheetModel(name, SHEETS[name], link)
     path = Path(name_or_path).expanduser()
@@ -79,11 +34,11 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
             raise CostModelError(f"{path} is a profile, which has its own link, not {link!r}")
         return ProfileModel(DeviceProfile.load(path))
     known = ", ".join(SHEETS)
-    device = _found(wanted, ACCELERATORS)
-    if device is not None:
+    accelerator = _known(wanted, ACCELERATORS)
+    if accelerator is not None:
         raise CostModelError(
-            f"{device} has no data sheet here, so no cost; use one of {known}, or a profile that "
-            "pcg profile -o FILE wrote on the device"
+            f"{accelerator} has no data sheet here, so no cost; use one of {known}, or a profile "
+            "that pcg profile -o FILE wrote on the device"
         )
     if path.suffix or len(path.parts) > 1:
         raise CostModelError(f"there is no profile {path}; pcg profile -o {path} makes one")
@@ -96,7 +51,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
 
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
-    """The name of a sheet, or the path of a profile, that is asked for.
+    """The name of the data sheet, or the path of the profile, that is asked for.
 
     Args:
         costs: a name or a path; None for the first of `gpus` that has a sheet, else an H100.
@@ -109,7 +64,7 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def own_sheet(device: torch.device) -> str:
-    """The name of the sheet of a device that there is.
+    """The name of the data sheet of a device that is there.
 
     Raises:
         CostModelError: it has none.
@@ -127,6 +82,6 @@ def own_sheet(device: torch.device) -> str:
     )
 
 
-def _found(name: str, among: Mapping[str, object]) -> str | None:
-    """The name as it is written there, in whatever case it was asked for."""
+def _known(name: str, among: Mapping[str, object]) -> str | None:
+    """A known name as it is written, in whatever case it was asked for."""
     return next((known for known in among if known.lower() == name.lower()), None)

@@ -19,7 +19,7 @@ from pcg.errors import CostModelError
 from pcg.parallel.costs.device_profile import CollectiveTime
 
 SIZES = tuple(2**power for power in range(6, 25, 3))
-"""Bytes of the whole tensor, up to 16 MiB."""
+"""Sizes of the whole tensor, up to 16 MiB."""
 QUICK_SIZES = (2**8, 2**14, 2**20)
 
 _WARM = 3
@@ -29,7 +29,7 @@ _REPEATS = 10
 def measure_collectives(
     degree: int, device: torch.device, *, quick: bool = False
 ) -> tuple[tuple[CollectiveTime, ...], str]:
-    """Collectives over so many ranks, each a process of its own, and the backend that they use.
+    """Times of collectives over so many ranks, each a process, and the backend that they use.
 
     Raises:
         CostModelError: fewer GPUs than ranks.
@@ -51,7 +51,7 @@ def measure_collectives(
 
 
 def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int, ...]) -> None:
-    """One rank; the first writes what it found."""
+    """Measure as one rank; the first writes the times."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -83,7 +83,7 @@ def _calls(part: Tensor, whole: Tensor, degree: int) -> dict[str, Callable[[], A
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call in a row, the median of three rows."""
+    """Seconds of one call of a row, the median of three rows."""
     for _ in range(_WARM):
         call()
     rows = []

@@ -1,4 +1,4 @@
-"""What operators and collectives cost, from a device's sheet or from what was measured on it.
+"""Costs of operators and collectives, from a device's data sheet or from measurements on it.
 
     operator      max(operations / peak, bytes / bandwidth) + launch       the roofline
     all_reduce    2 (n - 1) (α + size / (n β))                             a ring, n ranks
@@ -15,25 +15,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from pcg.errors import CostModelError
-from pcg.ir.graph import Attribute
 from pcg.ir.operators.base import Attributes, Types
-from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
+from pcg.parallel.costs.accelerators import ASSUMED, Achieved, DeviceSheet, Link
 from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
 
 _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
-_Key = tuple[str, Types, Types, tuple[tuple[str, Attribute], ...], int, int]
 
 
 class CostModel(ABC):
     """Seconds of operators and collectives on one kind of device.
 
     Attributes:
-        name: of the device.
+        name: the device's name.
     """
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._known: dict[object, float] = {}
 
     @abstractmethod
+    def work_seconds(self, work: Work) -> float:
+        """Seconds of one call of an operator that moves bytes."""
+
+    @abstractmethod
+    def _link(self, kind: str, degree: int) -> Link:
+        """The link that so many ranks use, with the bandwidth that they reach."""
+
     def operator_seconds(
         self,
         op: str,
@@ -46,49 +53,15 @@ class CostModel(ABC):
         """Seconds of an operator on one rank; 0 of a view.
 
         Args:
-            op: of a rank's graph, no collective.
+            op: an operator of a rank's graph, no collective.
             inputs: types of one rank, in `T` and `S` alone.
             outputs: likewise.
-            attributes: of the node.
+            attributes: the node's attributes.
             tokens: T, of the step.
             context: S, tokens of a sequence.
         Raises:
             CostModelError: no cost is known.
         """
-
-    @abstractmethod
-    def work_seconds(self, work: Work) -> float:
-        """Seconds of one call of an operator that moves bytes."""
-
-    @abstractmethod
-    def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Seconds of a collective; 0 of one rank.
-
-        Args:
-            kind: all_reduce, all_gather or reduce_scatter.
-            size_bytes: of the tensor that is summed, or of the whole that is gathered.
-            degree: number of ranks.
-        Raises:
-            CostModelError: no link is known, or no such collective.
-        """
-
-
-class WorkModel(CostModel):
-    """Operators cost what their work does, looked up if asked for before; collectives are rings."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._known: dict[_Key, float] = {}
-
-    def operator_seconds(
-        self,
-        op: str,
-        inputs: Types,
-        outputs: Types,
-        attributes: Attributes,
-        tokens: int,
-        context: int,
-    ) -> float:
         key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
         seconds = self._known.get(key)
         if seconds is None:
@@ -100,6 +73,15 @@ class WorkModel(CostModel):
         return seconds
 
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
+        """Seconds of a collective; 0 of one rank.
+
+        Args:
+            kind: all_reduce, all_gather or reduce_scatter.
+            size_bytes: size of the tensor that is summed, or of the whole that is gathered.
+            degree: number of ranks.
+        Raises:
+            CostModelError: no link is known, or no such collective.
+        """
         if kind not in _ROUNDS:
             raise CostModelError(f"no cost is known of {kind!r}; of {', '.join(_ROUNDS)} there is")
         if degree < 1 or size_bytes < 0:
@@ -108,9 +90,42 @@ class WorkModel(CostModel):
             return 0.0
         return ring_seconds(kind, size_bytes, degree, self._link(kind, degree))
 
-    @abstractmethod
+
+class SheetModel(CostModel):
+    """The roofline of a device's data sheet.
+
+    Args:
+        name: the device's name.
+        sheet: its data sheet.
+        link: name of one of the sheet's links, in any case; its first by default.
+        achieved: shares of the sheet's peaks.
+    Raises:
+        CostModelError: the sheet has no such link.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sheet: DeviceSheet,
+        link: str | None = None,
+        achieved: Achieved = ASSUMED,
+    ) -> None:
+        super().__init__(name)
+        self.sheet = sheet
+        self.achieved = achieved
+        found = [known for known in sheet.links if link is None or known.lower() == link.lower()]
+        if not found:
+            raise CostModelError(f"{name} has no link {link!r}; it has {', '.join(sheet.links)}")
+        self.link_name = found[0]
+
+    def work_seconds(self, work: Work) -> float:
+        return roofline_seconds(work, self.sheet, self.achieved, self.name)
+
     def _link(self, kind: str, degree: int) -> Link:
-        """The link that so many ranks use, with the bandwidth that they reach."""
+        link = self.sheet.links[self.link_name]
+        if link.is_measured:
+            return link
+        return Link(link.latency_s, link.bytes_per_s * self.achieved.link, link.source)
 
 
 def ring_seconds(kind: str, size_bytes: float, degree: int, link: Link) -> float:

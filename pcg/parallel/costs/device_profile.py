@@ -1,7 +1,7 @@
-"""What was measured on a device, and costs from it.
+"""Measurements of a device, and costs from them.
 
-A shape that was measured costs what was measured. Another one costs its roofline times how much
-longer than their rooflines the nearest measured shapes of the same kernel and dtype took:
+A measured shape costs what was measured. Another one costs its roofline times how much longer than
+their rooflines the nearest measured shapes of the same kernel and dtype took:
 
     seconds(w) = roofline(w) · exp Σ_i c_i log(seconds_i / roofline(w_i)),    c_i ∝ 1 / d(w, w_i)²
 
@@ -25,26 +25,21 @@ from typing import Any
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
-from pcg.parallel.costs.cost_model import WorkModel, ring_seconds, roofline_seconds
+from pcg.parallel.costs.cost_model import CostModel, ring_seconds, roofline_seconds
 from pcg.parallel.costs.work import Work
 
 FORMAT = 1
-"""Of the file; another one is refused."""
+"""The file's format; another one is refused."""
 
 NEAREST = 4
-"""Measured points that a shape between them is estimated from."""
+"""Number of measured points that a shape between them is estimated from."""
 
 _ALL = Achieved(1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """An operator that was measured.
-
-    Attributes:
-        work: of one call.
-        seconds: of one call.
-    """
+    """A measured operator: the work and the seconds of one call."""
 
     work: Work
     seconds: float
@@ -52,7 +47,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective that was measured: `size_bytes` as for `CostModel.collective_seconds`."""
+    """A measured collective; `size_bytes` is as for `CostModel.collective_seconds`."""
 
     kind: str
     size_bytes: int
@@ -65,11 +60,11 @@ class DeviceProfile:
     """Measurements of one device.
 
     Attributes:
-        device: its name.
-        versions: of pcg and torch.
-        points: of operators.
-        exchanges: of collectives; none where one rank was measured.
-        backend: of torch.distributed that made them.
+        device: the device's name.
+        versions: versions of pcg and torch.
+        points: times of operators.
+        exchanges: times of collectives; none where one rank was measured.
+        backend: the backend of torch.distributed that made them.
     """
 
     device: str
@@ -102,7 +97,7 @@ class DeviceProfile:
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
-        """By collective."""
+        """The link of each kind of collective."""
         kinds = sorted({exchange.kind for exchange in self.exchanges})
         return {
             kind: fitted_link([e for e in self.exchanges if e.kind == kind], self.backend)
@@ -111,7 +106,7 @@ class DeviceProfile:
 
     @property
     def degree(self) -> int:
-        """Ranks that collectives were measured over; 1 where none were."""
+        """Number of ranks that collectives were measured over; 1 where none were."""
         return max((exchange.degree for exchange in self.exchanges), default=1)
 
     def save(self, path: Path) -> None:
@@ -159,7 +154,7 @@ class DeviceProfile:
 
 
 def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
-    """α and β of the least squares above, both at least 0."""
+    """The link with α and β of the least squares above, both at least 0."""
     rows = []
     for exchange in exchanges:
         steps = ring_seconds(exchange.kind, 0, exchange.degree, Link(1.0, 1.0, ""))
@@ -179,7 +174,7 @@ def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
     return Link(latency, speed, f"measured over {backend}", is_measured=True)
 
 
-class ProfileModel(WorkModel):
+class ProfileModel(CostModel):
     """Costs from a profile."""
 
     def __init__(self, profile: DeviceProfile) -> None:
@@ -237,5 +232,5 @@ def _exactly(work: Work) -> tuple[str, str]:
 
 
 def _place(work: Work) -> tuple[float, ...]:
-    """Where a shape lies among others of its kernel."""
+    """The place of a shape among others of its kernel."""
     return math.log(work.rows), math.log(work.moved_bytes), math.log(1 + work.flops)

@@ -1,4 +1,4 @@
-"""What a layer costs on ranks: by bytes alone, or in seconds on a device."""
+"""Costs of a layer's nodes and messages on ranks: by bytes alone, or in seconds on a device."""
 
 from __future__ import annotations
 
@@ -16,34 +16,32 @@ from pcg.ir.operators.base import Attributes, Gradient, Types
 from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import CONTEXT, TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
+from pcg.parallel.costs.work import OPEN_RANK, size_bytes, with_rank
 
 CONTEXT_TOKENS = 1024
-"""That a token attends to, where operations of attention are counted and no device is known."""
-
-OPEN_RANK = 16
-"""That adapters have where programs serve any."""
+"""Tokens that a token attends to, where operations are counted and no device is known."""
 
 
 class LayerCosts(Protocol):
-    """What ranks pay. In any unit: only sums are compared."""
+    """Costs of nodes and messages, in any unit: only sums are compared."""
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
-        """To run a node of a graph of whole tensors, and its gradients, on one rank.
+        """Cost of a node of a graph of whole tensors, and of its gradients, on one rank.
 
         `needs` says which inputs need a gradient.
         """
 
     def send(self, kind: str, *types: TensorType) -> float:
-        """An `all_reduce` or `reduce_scatter` of tensors, or an `all_gather` to the wholes.
+        """Cost of one message: a sum of tensors, or a gather to the wholes.
 
-        One message; of no tensor it costs what a message does that carries nothing.
+        Of no tensor it is the cost of a message that carries nothing.
         """
 
     def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        """By each rank in it."""
+        """Bytes that each rank sends for a message."""
 
     def place(self, type_: TensorType, dim: int) -> float:
-        """To write a rank's part of a whole tensor among zeros."""
+        """Cost of writing a rank's part of a whole tensor among zeros."""
 
     def sum_gradient(self, type_: TensorType) -> float:
         """A batch's share of the sum of an adapter weight's gradient over the ranks."""
@@ -52,31 +50,31 @@ class LayerCosts(Protocol):
 class ByteCosts:
     """Bytes between ranks for one token, and a byte for every FLOPS_PER_BYTE operations.
 
-    What a rank computes counts, as a product on whole tensors is done by all. No device is known:
-    the base's plan is the same on all. The unit is an operation of all ranks, so that sums are of
-    whole numbers, and ways that cost the same are known as such.
+    Operations count, as all ranks do a product on whole tensors. No device is known: the base's
+    plan is the same on all. The unit is an operation of all ranks, so that sums are of whole
+    numbers, and ways of equal cost compare as equal.
 
     Args:
         degree: number of ranks.
-        parts_tokens: whether ranks may hold parts of the tokens. Then costs are of a token on each
-            rank, and what is no product counts, too: else to run a norm on all tokens were as good.
+        shards_tokens: True if ranks may hold shards of the tokens. Then costs are those of a token
+            on each rank, and all operators count: else a norm on all tokens were as good.
     """
 
-    def __init__(self, degree: int, parts_tokens: bool = False) -> None:
+    def __init__(self, degree: int, shards_tokens: bool = False) -> None:
         self.degree = degree
-        self._parts_tokens = parts_tokens
-        self._tokens = degree if parts_tokens else 1
+        self._shards_tokens = shards_tokens
+        self._tokens = degree if shards_tokens else 1
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         entry = operator(node.op)
-        if not entry.is_product and not self._parts_tokens:
+        if not entry.is_product and not self._shards_tokens:
             return 0.0
         types = tuple(graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
         flops = entry.flops(types, outputs, dict(node.attributes))
-        work = _number(flops, self._tokens, CONTEXT_TOKENS)
-        is_parted = any(layout.dim for layout in rule.inputs)
-        return work if is_parted else work * self.degree
+        work = _number(flops, self._tokens)
+        is_sharded = any(layout.dim for layout in rule.inputs)
+        return work if is_sharded else work * self.degree
 
     def send(self, kind: str, *types: TensorType) -> float:
         return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, *types))
@@ -96,10 +94,10 @@ class DeviceCosts:
     """Seconds of a layer's forward and backward on one rank.
 
     Args:
-        model: of the device and its links.
+        model: cost model of the device and its links.
         degree: number of ranks.
-        tokens: of a step.
-        context: tokens that a token attends to.
+        tokens: number of tokens of a step.
+        context: number of tokens that a token attends to.
         gradient_accumulation_steps: batches an optimizer step, which share the sums of gradients.
     """
 
@@ -142,15 +140,12 @@ class DeviceCosts:
         return ring_bytes(kind, size, self.degree)
 
     def place(self, type_: TensorType, dim: int) -> float:
-        whole = _ranked(type_)
+        whole = with_rank(type_)
         part = local_type(whole, partitioned(dim), self.degree)
         return self._seconds("placed_part", (part,), (whole,), {"dim": dim, "degree": self.degree})
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """A batch's share of it, which is done once an optimizer step.
-
-        All are summed together, so that each pays for its bytes, and none for the message.
-        """
+        """A batch's share of its bytes' time; the message is that of all gradients together."""
         size = size_bytes(type_, self.tokens)
         one, two = (
             self.model.collective_seconds("all_reduce", times * size, self.degree)
@@ -160,7 +155,7 @@ class DeviceCosts:
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)
-        return tuple(local_type(_ranked(type_), layout, self.degree) for type_, layout in pairs)
+        return tuple(local_type(with_rank(type_), layout, self.degree) for type_, layout in pairs)
 
     def _seconds(self, op: str, ins: Types, outs: Types, attributes: Attributes) -> float:
         if operator(op).is_view:
@@ -173,38 +168,17 @@ def ring_bytes(kind: str, size: int, degree: int) -> int:
     return (2 if kind == "all_reduce" else 1) * size * (degree - 1) // degree
 
 
-def size_bytes(type_: TensorType, tokens: int) -> int:
-    """Bytes of a tensor of so many tokens; a rank that is left open is OPEN_RANK."""
-    return int(_number(_size(type_), tokens, 0))
-
-
-@lru_cache(maxsize=4096)
-def _size(type_: TensorType) -> sympy.Expr:
-    return sympy.sympify(type_.size_bytes)
-
-
 @lru_cache(maxsize=65536)
-def _number(formula: sympy.Expr, tokens: int, context: int) -> float:
-    known = {TOKENS: tokens, CONTEXT: context}
+def _number(formula: sympy.Expr, tokens: int) -> float:
+    known = {TOKENS: tokens, CONTEXT: CONTEXT_TOKENS}
     free = sympy.sympify(formula).free_symbols
     return float(formula.subs({symbol: known.get(symbol, OPEN_RANK) for symbol in free}))
-
-
-def _ranked(type_: TensorType) -> TensorType:
-    """The type where open ranks are OPEN_RANK."""
-    sizes = tuple(
-        size
-        if isinstance(size, int)
-        else size.subs(dict.fromkeys(size.free_symbols - {TOKENS}, OPEN_RANK))
-        for size in type_.shape
-    )
-    return type_.with_shape(tuple(int(s) if getattr(s, "is_Integer", 0) else s for s in sizes))
 
 
 def backward_of(
     op: str, ins: Types, outs: Types, attributes: Attributes, needs: tuple[bool, ...]
 ) -> Graph:
-    """The gradient of one operator, of its first output's: inputs are `i0`, …, outputs `o0`, …."""
+    """An operator's gradient, which reads its inputs `i0`, …, outputs `o0`, … and gradient `d`."""
     values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
     made = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
     pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))

@@ -1,8 +1,8 @@
 """Measure operators on the device at hand, each as the operator table writes it for PyTorch.
 
 An operator is called in a row for the grid's time, thrice, and the fastest row counts; of one that
-takes longer alone the fastest of three calls. Its inputs are the same each time, so that small ones
-are found in caches. Attention sees one sequence.
+takes longer than that, the fastest of three calls. Its inputs are the same each time, so that small
+ones are found in caches. Attention sees one sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HALVES = ("bf16", "f16")
 
 @dataclass(frozen=True)
 class _Span:
-    """One sequence, the whole batch."""
+    """The one sequence of the batch."""
 
     length: int
     start: int = 0
@@ -45,7 +45,7 @@ class _Span:
 
 
 class _Ranks:
-    """One rank of two that hears nothing of the other: what it computes itself is measured."""
+    """One rank of two without the other: only its own work is measured."""
 
     rank = 0
     size = 2
@@ -65,7 +65,7 @@ class _Ranks:
 
 @dataclass
 class _Step:
-    """What operators ask of a batch: one sequence whose first tokens are virtual."""
+    """A batch as operators need it: one sequence whose first tokens are virtual."""
 
     tokens: int
     device: torch.device
@@ -90,20 +90,20 @@ class _Step:
         """Keep no cache."""
 
 
-def measured(
+def measure_operators(
     device: torch.device,
     dtype: str,
     *,
     quick: bool = False,
     on_case: Callable[[str], None] = lambda op: None,
 ) -> tuple[OperatorTime, ...]:
-    """Points of all operators.
+    """Times of all operators.
 
     Args:
-        device: to measure.
-        dtype: of the base model; of half precision with adapters in it and in f32.
-        quick: a small grid, in seconds; for trying out.
-        on_case: is told which operator comes.
+        device: the device to measure.
+        dtype: the base model's; in half precision adapters are measured in it and in f32.
+        quick: measure a small grid, in seconds, for trying out.
+        on_case: called with the name of each operator before it is measured.
     Raises:
         CostModelError: the dtype is no float.
     """
@@ -140,7 +140,7 @@ def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[OperatorTi
 
 
 def _room_bytes(device: torch.device) -> float:
-    """What one operator may take."""
+    """Memory that one operator may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 4
     return 2.0**31
@@ -167,7 +167,7 @@ def _random(type_: TensorType, tokens: int, device: torch.device) -> Tensor:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     first = _row(call, device, 1)
     once = _row(call, device, 1)
     if once > 3 * budget_s:
@@ -192,7 +192,7 @@ def _wait(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its driver, or the machine, names it; a CPU with its threads."""
+    """The device's name by its driver or the machine; a CPU's with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What `pcg profile` measures: each operator that runs, over tokens, widths and ranks.
+"""The cases that `pcg profile` measures: each operator, over tokens, widths and ranks.
 
 A case has types in `T`. Elementwise operators go by class, with one case each; products have the
 shapes of a block: square, up and down by four. `embedding` and what follows from the vocabulary
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Attribute
+from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.types import TOKENS, TensorType, tensor
 
@@ -24,10 +25,10 @@ class Grid:
     """The sizes that are measured.
 
     Attributes:
-        tokens: of a step.
+        tokens: numbers of tokens of a step.
         widths: features of a layer, multiples of 64.
-        ranks: of adapters.
-        vocabulary: rows of the embedding.
+        ranks: ranks of adapters.
+        vocabulary: number of rows of the embedding.
         budget_s: time for one measurement.
     """
 
@@ -48,10 +49,10 @@ class Case:
     """An operator to measure.
 
     Attributes:
-        op: its name.
+        op: the operator's name.
         inputs: types in `T`.
-        attributes: of the node.
-        adapters: which inputs are an adapter's parameters.
+        attributes: the node's attributes.
+        adapters: places of the inputs that are an adapter's parameters.
     """
 
     op: str
@@ -100,7 +101,7 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
 
 
 def _integers() -> Iterator[Case]:
-    """What becomes of positions and ids."""
+    """Operators of positions and ids."""
     ids = tensor("i64", TOKENS)
     for op in ("add", "sub", "mul"):
         yield Case(op, (ids,), {"scalar": 2})
@@ -199,12 +200,9 @@ def _low_rank(width: int, rank: int, dtype: str, adapter_dtype: str) -> Iterator
         yield Case("expand_backward", (x, up), {}, (1,))
         yield Case("outer", (s, x), {})
         yield Case("scaled_outer", (x, s, up), {}, (2,))
-        out, inner = tensor(adapter_dtype, size), tensor(adapter_dtype, rank)
-        column = tensor(adapter_dtype, rank, 1)
-        yield Case("singular_down", (down, column), {}, (0, 1))
-        yield Case("singular_down_backward", (down, down, column), {}, (1, 2))
-        yield Case("vera_up", (up, out, inner), {}, (0, 1, 2))
-        yield Case("vera_up_backward", (up, up, out, inner), {}, (1, 2, 3))
+        for op in OPERATORS.values():
+            for measured in op.measured(size, rank, adapter_dtype):
+                yield Case(op.name, *measured)
     for out_size, in_ in itertools.product((width,), (width, 4 * width)):
         weight = tensor(dtype, out_size, in_)
         a, b = tensor(adapter_dtype, rank, in_), tensor(adapter_dtype, out_size, rank)

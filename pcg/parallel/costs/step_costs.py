@@ -1,24 +1,23 @@
-"""What an engine's steps take on a device, from the graphs of a program and a cost model.
+"""Times of an engine's steps on a device, from a program's graphs and a cost model.
 
     step      Σ nodes of prologue · layers · epilogue (and of the loss, for tokens that are trained)
     unit      Σ nodes of one layer's backward, for one window
 
 A token-wise operator costs what the cost model says of so many tokens. Two kinds of operators see
-more than the number of tokens; their operations f and bytes b are sums over the pieces of a step,
+more than the number of tokens; their operations f and bytes b are sums over the chunks of a step,
 and the sum is one call:
 
     attention       f = pairs · f₁       b = tokens · b₁ + cached · b₂
     a bypass        f = Σ tokens · rank · f₁, b = Σ over adapters of b(tokens, rank)
 
 pairs: keys that are attended to, summed over tokens. cached: keys and values that are read, once
-for each piece, as one kernel's blocks do (FlashAttention).
+for each chunk, as one kernel's blocks do (FlashAttention).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from pcg.errors import CostModelError
@@ -29,19 +28,19 @@ from pcg.ir.operators.collectives import Collective
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
-from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
+from pcg.parallel.costs.work import Work, is_free, parts_of, size_bytes, with_rank, work_of
 
 
 class SequenceChunk(NamedTuple):
     """Tokens of one sequence in a step.
 
     Attributes:
-        tokens: of them.
-        context: tokens before them.
-        is_sampled: whether logits of the last one are wanted.
-        is_trained: whether the loss of all of them is.
-        adapter: that they use; None for the base.
-        rank: of the adapter.
+        tokens: number of tokens.
+        context: number of tokens before them.
+        is_sampled: True if logits of the last one are wanted.
+        is_trained: True if the loss of all of them is wanted.
+        adapter: the adapter that they use; None for the base.
+        rank: the adapter's rank.
     """
 
     tokens: int
@@ -54,18 +53,18 @@ class SequenceChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step runs, as far as its time depends on it.
+    """The sizes of a step that its time depends on.
 
     Attributes:
-        tokens: of all pieces.
-        pairs: keys that each attends to, summed over tokens.
-        cached: tokens whose keys and values are read, summed over pieces.
-        sampled: rows of logits.
-        trained: tokens whose loss is wanted.
-        adapted: tokens that use an adapter.
+        tokens: number of tokens of all chunks.
+        pairs: number of keys that each token attends to, summed over tokens.
+        cached: number of tokens whose keys and values are read, summed over chunks.
+        sampled: number of rows of logits.
+        trained: number of tokens whose loss is wanted.
+        adapted: number of tokens that use an adapter.
         adapted_ranks: ranks of these tokens' adapters, summed over tokens.
-        adapters: how many different ones.
-        ranks: of the different ones, summed.
+        adapters: number of different adapters.
+        ranks: ranks of the different adapters, summed.
     """
 
     tokens: int = 0
@@ -79,22 +78,21 @@ class StepShape:
     ranks: int = 0
 
     @classmethod
-    def of(cls, pieces: Iterable[SequenceChunk]) -> StepShape:
-        """Of the pieces of a step."""
+    def of(cls, chunks: Iterable[SequenceChunk]) -> StepShape:
+        """The shape of a step of these chunks."""
         tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
         ranks: dict[Hashable, int] = {}
-        for piece in pieces:
-            count = piece.tokens
+        for chunk in chunks:
+            count = chunk.tokens
             tokens += count
-            pairs += count * piece.context + count * (count + 1) // 2
-            cached += piece.context + count
-            sampled += piece.is_sampled
-            if piece.is_trained:
-                trained += count
-            if piece.adapter is not None:
+            pairs += count * chunk.context + count * (count + 1) // 2
+            cached += chunk.context + count
+            sampled += chunk.is_sampled
+            trained += count * chunk.is_trained
+            if chunk.adapter is not None:
                 adapted += count
-                adapted_ranks += count * piece.rank
-                ranks[piece.adapter] = piece.rank
+                adapted_ranks += count * chunk.rank
+                ranks[chunk.adapter] = chunk.rank
         total = sum(ranks.values())
         return cls(
             tokens, pairs, cached, sampled, trained, adapted, adapted_ranks, len(ranks), total
@@ -102,38 +100,38 @@ class StepShape:
 
 
 class StepCosts(Protocol):
-    """Seconds of what a device does for an engine.
+    """Seconds of a device's work for an engine.
 
     Attributes:
-        layers: of the model; those below all that is trained have a backward, too.
+        layers: number of layers of the model; those below all trained ones have a backward, too.
     """
 
     layers: int
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Of a forward."""
+        """Seconds of a forward."""
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        """Of one layer's backward of a window."""
+        """Seconds of one layer's backward of a window."""
 
     def update_seconds(self) -> float:
-        """Of an optimizer's update."""
+        """Seconds of an optimizer's update."""
 
     def copy_seconds(self, size_bytes: int) -> float:
-        """Of a copy from the host's memory."""
+        """Seconds of a copy from the host's memory."""
 
 
 class GraphCosts:
     """The costs of one rank's graphs; see `StepCosts`.
 
     Args:
-        model: of the device and its links.
+        model: cost model of the device and its links.
         degree: number of ranks.
         serving: the model with bypass networks whose rank is open.
-        backward: of each layer, its backward; empty where nothing is trained.
-        loss: of the tokens that are trained, with its gradient; None where nothing is.
-        trained: numbers that an optimizer updates on the rank.
-        host_bytes_per_s: of copies from the host's memory.
+        backward: each layer's backward; empty where nothing is trained.
+        loss: graph of the loss and its gradient; None where nothing is trained.
+        trained: count of numbers that an optimizer updates on the rank.
+        host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
         CostModelError: an operator has no cost; sliding windows have none here.
     """
@@ -157,10 +155,7 @@ class GraphCosts:
 
         blocks = [seconds_of(block) for block in serving.blocks]
         counts = [serving.layers.count(index) for index in range(len(blocks))]
-        self._forward = [
-            (seconds_of(serving.prologue), 1),
-            *zip(blocks, counts, strict=True),
-        ]
+        self._forward = [(seconds_of(serving.prologue), 1), *zip(blocks, counts, strict=True)]
         self._head = seconds_of(serving.epilogue)
         self._loss = None if loss is None else seconds_of(loss)
         self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
@@ -194,8 +189,8 @@ class GraphSeconds:
     """Seconds of one graph on one rank, for any step.
 
     Args:
-        graph: of a rank.
-        model: of the device and its links.
+        graph: a rank's graph.
+        model: cost model of the device and its links.
         degree: number of ranks.
     """
 
@@ -203,15 +198,15 @@ class GraphSeconds:
         self._model = model
         self._degree = degree
         self._plain: list[Callable[[int], float]] = []
-        self._attention: list[_Sum] = []
-        self._bypass: list[_Sum] = []
+        self._attention: list[_Bilinear] = []
+        self._bypass: list[_Bilinear] = []
         self._open: list[tuple[str, Types]] = []
         for node in graph.nodes:
             self._add(graph, node)
         self._known: dict[int, float] = {}
 
     def seconds(self, shape: StepShape) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         tokens = shape.tokens
         total = self._known.get(tokens)
         if total is None:
@@ -224,9 +219,9 @@ class GraphSeconds:
                 total += one.seconds(self._model, *sums)
         for kind, types in self._open:
             size = sum(
-                int(_bytes(type_, 1, 1)) * shape.adapted_ranks
+                size_bytes(type_, 1, 1) * shape.adapted_ranks
                 if _is_open(type_)
-                else int(_bytes(type_, tokens, 1))
+                else size_bytes(type_, tokens, 1)
                 for type_ in types
             )
             if size:
@@ -247,7 +242,7 @@ class GraphSeconds:
                 return
             self._plain.append(
                 lambda tokens: self._model.collective_seconds(
-                    kind, sum(int(_bytes(type_, tokens, 1)) for type_ in wholes), self._degree
+                    kind, sum(size_bytes(type_, tokens, 1) for type_ in wholes), self._degree
                 )
             )
         elif is_free(node.op):
@@ -270,95 +265,75 @@ class GraphSeconds:
             )
 
 
+_Coefficients = tuple[float, float, float, float]
+
+
 @dataclass(frozen=True)
-class _Sum:
-    """An operator's work, bilinear in two things: of 1, x, y and x · y.
+class _Bilinear:
+    """An operator's work as a sum over 1, x, y and x · y.
 
     Attributes:
-        work: a call of it, for what it is.
-        flops: coefficients.
-        moved_bytes: likewise.
+        work: a call of it.
+        flops: coefficients of its operations.
+        moved_bytes: coefficients of its bytes.
     """
 
     work: Work
-    flops: tuple[float, float, float, float]
-    moved_bytes: tuple[float, float, float, float]
+    flops: _Coefficients
+    moved_bytes: _Coefficients
 
-    def seconds(self, model: CostModel, one: float, x: float, y: float, xy: float) -> float:
-        """Of a call whose pieces have these sums."""
-        f, b, work = self.flops, self.moved_bytes, self.work
+    def seconds(self, model: CostModel, *sums: float) -> float:
+        """Seconds of a call that has these sums of 1, x, y and x · y."""
+        flops, moved_bytes = (
+            sum(coefficient * total for coefficient, total in zip(found, sums, strict=True))
+            for found in (self.flops, self.moved_bytes)
+        )
+        work = self.work
         return model.work_seconds(
-            Work(
-                work.kernel,
-                work.is_product,
-                work.dtype,
-                "",
-                x,
-                f[0] * one + f[1] * x + f[2] * y + f[3] * xy,
-                b[0] * one + b[1] * x + b[2] * y + b[3] * xy,
-            )
+            Work(work.kernel, work.is_product, work.dtype, "", sums[1], flops, moved_bytes)
         )
 
 
-def _bilinear(at: Callable[[int, int], float], what: str) -> tuple[float, float, float, float]:
-    """Coefficients of 1, x, y, x · y.
+def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
+    """Coefficients of a bilinear function.
 
     Raises:
-        CostModelError: it is not so.
+        CostModelError: it is none.
     """
     a, x, y, xy = at(1, 1), at(2, 1), at(1, 2), at(2, 2)
     both = xy - x - y + a
-    found = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)
-    f = found
+    f = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)
     wanted = at(5, 3)
     if abs(f[0] + 5 * f[1] + 3 * f[2] + 15 * f[3] - wanted) > 1e-6 * abs(wanted):
         raise CostModelError(f"the work of {what} is not a sum over tokens and ranks")
-    return found
+    return f
 
 
-def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Sum:
-    """Of an operator of an open rank: x tokens, y ranks."""
+def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
+    """The work of an operator of an open rank: x tokens, y ranks."""
 
     def at(tokens: int, rank: int) -> Work:
-        inputs, outputs = (tuple(_ranked(type_, rank) for type_ in types) for types in (ins, outs))
+        inputs, outputs = (tuple(with_rank(t, rank) for t in types) for types in (ins, outs))
         return work_of(op, inputs, outputs, attributes, tokens, 1)
 
-    return _Sum(
-        at(1, 1),
-        _bilinear(lambda x, y: at(x, y).flops, op),
-        _bilinear(lambda x, y: at(x, y).moved_bytes, op),
-    )
+    flops = _coefficients(lambda x, y: at(x, y).flops, op)
+    return _Bilinear(at(1, 1), flops, _coefficients(lambda x, y: at(x, y).moved_bytes, op))
 
 
-def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Sum:
-    """Of attention: x tokens, y keys and values that are read, x · y pairs."""
+def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
+    """The work of attention: x tokens, y keys and values that are read, x · y pairs."""
     one, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
     cached = longer.moved_bytes - one.moved_bytes
     # A token's own keys and values are among those that are read.
-    return _Sum(one, (0.0, 0.0, 0.0, one.flops), (0.0, one.moved_bytes - cached, cached, 0.0))
+    bytes_ = (0.0, one.moved_bytes - cached, cached, 0.0)
+    return _Bilinear(one, (0.0, 0.0, 0.0, one.flops), bytes_)
 
 
 def _update(count: int) -> Work:
-    """AdamW's update: reads weight, gradient and two moments, and writes all but the gradient."""
+    """The work of AdamW, which reads weight, gradient and two moments, and writes all but one."""
     return Work("add", False, "f32", "", count, 12.0 * count, 7 * 4.0 * count)
 
 
 def _is_open(type_: TensorType) -> bool:
-    """Whether an adapter's rank is left open."""
+    """Return whether an adapter's rank is left open."""
     return any(not isinstance(size, int) and size.free_symbols - {TOKENS} for size in type_.shape)
-
-
-def _ranked(type_: TensorType, rank: int) -> TensorType:
-    sizes = []
-    for size in type_.shape:
-        if not isinstance(size, int):
-            size = size.subs(dict.fromkeys(size.free_symbols - {TOKENS}, rank))
-            size = int(size) if size.is_Integer else size
-        sizes.append(size)
-    return type_.with_shape(tuple(sizes))
-
-
-@lru_cache(maxsize=65536)
-def _bytes(type_: TensorType, tokens: int, rank: int) -> float:
-    size = _ranked(type_, rank).size_bytes
-    return float(size if isinstance(size, int) else size.subs({TOKENS: tokens}))

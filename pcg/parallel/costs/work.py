@@ -1,4 +1,4 @@
-"""What an operator does on one rank, in numbers: operations, bytes, and its shapes.
+"""The work of an operator on one rank in numbers: operations, bytes, and shapes.
 
 The operator table has the formulas (`flops`, `moved_bytes`). They are turned into functions of the
 tokens and the context once for an operator's types, so that a search can ask at any sizes.
@@ -37,33 +37,32 @@ from pcg.ir.operators.vectors import BiasAdd, Inner, InnerRequest, SumTokens, Su
 from pcg.ir.operators.vocabulary import CrossEntropy, CrossEntropyBackward, LinearCrossEntropy
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
-Pairs = tuple[tuple[str, Attribute], ...]
-"""Attributes that can be looked up."""
-
+OPEN_RANK = 16
+"""The rank that stands for an adapter's where programs serve any."""
 _ASKED = {
     InnerRequest.name: Inner.name,
     OuterRequest.name: Outer.name,
     SumTokensRequest.name: SumTokens.name,
 }
-"""Operators that the caller runs, by what they are."""
+"""Operators that the caller runs, by the operator that they are."""
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
-"""Operators whose attribute of that name chooses the kernel."""
+"""Operators with the name of the attribute that chooses their kernel."""
 _FLAGS = ("alibi", "sinks", "softcap", "window")
 """Attributes of attention that choose the kernel where they are not 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One call of an operator.
+    """The work of one call of an operator.
 
     Attributes:
-        kernel: the operator, and what else chooses its kernel.
-        is_product: whether it is a matrix product or attention.
-        dtype: of its arithmetic.
+        kernel: the operator's name, and the attributes that choose its kernel.
+        is_product: True of a matrix product or attention.
+        dtype: the dtype of its arithmetic.
         shapes: types of inputs and outputs, as text; of attention the context, too.
         rows: leading size of its first output.
-        flops: operations.
-        moved_bytes: read and written.
+        flops: number of operations.
+        moved_bytes: bytes read and written.
     """
 
     kernel: str
@@ -78,15 +77,8 @@ class Work:
 def work_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
 ) -> Work:
-    """What a call does.
+    """The work of a call; its arguments are those of `CostModel.operator_seconds`.
 
-    Args:
-        op: an operator of a rank's graph, no collective.
-        inputs: types of one rank, in `T` and `S` alone.
-        outputs: likewise.
-        attributes: of the node.
-        tokens: T.
-        context: S.
     Raises:
         CostModelError: the operator or a type has no cost.
     """
@@ -130,7 +122,7 @@ def kernel_of(op: str, attributes: Attributes) -> str:
 
 @lru_cache(maxsize=16384)
 def is_free(op: str) -> bool:
-    """Whether PyTorch gives a view of what there is already.
+    """Return whether PyTorch gives a view of a tensor that is there already.
 
     Raises:
         CostModelError: no operator of a rank's graph that is computed.
@@ -148,7 +140,7 @@ def is_free(op: str) -> bool:
 def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The operator itself; of a fused or parted one, what it stands for."""
+    """The operator itself; of a fused or sharded one, the operators that it stands for."""
     if op == ColumnNormPart.name:
         yield ColumnNorm.name, inputs, outputs, {}
         return
@@ -191,7 +183,7 @@ def parts_of(
 def _parts_of_loss(
     inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """A head's product, its loss, and the way back where there is one."""
+    """A head's product, its loss, and their backward where there is one."""
     x, weight, *rest = inputs
     bias, (targets, *dloss) = (rest[:1], rest[1:]) if attributes["bias"] else ([], rest)
     (logits,) = Linear().infer((x, weight, *bias), {})
@@ -205,7 +197,7 @@ def _parts_of_loss(
 def _parts_of_gradients(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """Those of an adapter, and of the base's product beside it."""
+    """The gradients of an adapter, and of the base's product beside it."""
     if op == LoraLinearBackward.name:
         dz, weight, a, b, s = inputs
         ds, db, dx = outputs
@@ -232,7 +224,7 @@ def _entry(op: str) -> Operator:
 
 @lru_cache(maxsize=65536)
 def _numbers(
-    op: str, inputs: Types, outputs: Types, pairs: Pairs
+    op: str, inputs: Types, outputs: Types, pairs: tuple[tuple[str, Attribute], ...]
 ) -> Callable[[int, int], Sequence[float]]:
     """Operations, bytes, and the sizes of all dims, as a function of T and S."""
     entry, attributes = _entry(op), dict(pairs)
@@ -250,7 +242,8 @@ def _numbers(
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         raise CostModelError(
-            f"{op} of {_text(inputs)} has no cost while {names} is open; put a number in its place"
+            f"{op} of {', '.join(map(str, inputs))} has no cost while {names} is open; put a "
+            "number in its place"
         )
     function: Callable[[int, int], Sequence[float]] = sympy.lambdify(
         (TOKENS, CONTEXT), formulas, "math"
@@ -258,5 +251,19 @@ def _numbers(
     return function
 
 
-def _text(types: Sequence[TensorType]) -> str:
-    return ", ".join(map(str, types))
+def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
+    """The type with a number for the rank that is left open."""
+    sizes: list[Size] = []
+    for size in type_.shape:
+        if not isinstance(size, int):
+            size = size.subs(dict.fromkeys(size.free_symbols - {TOKENS}, rank))
+            size = int(size) if size.is_Integer else size
+        sizes.append(size)
+    return type_.with_shape(tuple(sizes))
+
+
+@lru_cache(maxsize=65536)
+def size_bytes(type_: TensorType, tokens: int, rank: int = OPEN_RANK) -> int:
+    """Bytes of a tensor of so many tokens, of a rank that is left open."""
+    size = with_rank(type_, rank).size_bytes
+    return int(size if isinstance(size, int) else size.subs({TOKENS: tokens}))

@@ -15,6 +15,8 @@ from typing import cast
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.operators import operator
+from pcg.passes.pass_base import GraphPass
 
 _ROWS: dict[str, tuple[bool, ...]] = {
     "linear": (False, True, True),
@@ -26,17 +28,14 @@ _ROWS: dict[str, tuple[bool, ...]] = {
 }
 """Operators that a slice of the last dim moves through, and of which inputs it then takes part."""
 
-_MADE_ROWS: dict[str, tuple[bool, ...]] = {
-    "column_factor": (True, True),
-    "column_norm": (True, False, True),
-    "vera_up": (True, True, False),
-}
-"""The same of what is made of weights alone: rows of a matrix, entries of a vector."""
 
+class SplitFusedProjections(GraphPass):
+    """Make slices of fused products products of slices of their weights."""
 
-def split_fused_projections(graph: Graph) -> Graph:
-    """The graph whose slices of fused products are products of slices of their weights."""
-    return _Splitter(graph).run()
+    name = "split_fused_projections"
+
+    def run(self, before: Graph) -> Graph:
+        return _Splitter(before).run()
 
 
 class _Splitter:
@@ -97,8 +96,9 @@ class _Splitter:
         node = self.graph.producers.get(name)
         if node is None:
             return name in self.graph.parameters_by_name
-        parts = zip(node.inputs, _MADE_ROWS.get(node.op, ()), strict=False)
-        return node.op in _MADE_ROWS and all(self._is_made(n) for n, part in parts if part)
+        rows = operator(node.op).made_rows
+        parts = zip(node.inputs, rows, strict=False)
+        return bool(rows) and all(self._is_made(n) for n, part in parts if part)
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
         """Entries of a value's last dim, or rows of a weight."""
@@ -109,13 +109,14 @@ class _Splitter:
         if made in self.builder.types:
             return made
         node = self.graph.producers[name]
-        takes = _ROWS.get(node.op) or _MADE_ROWS[node.op]
+        made_rows = operator(node.op).made_rows
+        takes = _ROWS.get(node.op) or made_rows
         inputs = [
             self._sliced(other, start, stop) if part else other
             for other, part in zip(node.inputs, takes, strict=False)
         ]
         type_ = node.output.type
-        features = (stop - start, *type_.shape[1:]) if node.op in _MADE_ROWS else ()
+        features = (stop - start, *type_.shape[1:]) if made_rows else ()
         type_ = type_.with_shape(features) if features else type_.with_features(stop - start)
         self.builder.append(
             Node(node.op, tuple(inputs), (Value(made, type_),), node.attributes, node.scope)

@@ -23,7 +23,7 @@ from pcg.runtime.adapters.binding import bind
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
-from pcg.runtime.training.data import IGNORED, Example
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 
 CHUNK_BYTES = 16 * 2**20

@@ -29,26 +29,7 @@ from pcg.runtime.training.data_formats import (
     parse,
 )
 from pcg.runtime.training.data_rows import Row, Source, is_document, read_rows
-
-IGNORED = -100
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One sequence to learn from.
-
-    Attributes:
-        ids: its tokens.
-        labels: as long; `ids[i]`, or -100 if token i is not learned. Not shifted.
-    """
-
-    ids: list[int]
-    labels: list[int]
-
-    @property
-    def targets(self) -> int:
-        """Number of target tokens; the first token is none, because nothing predicts it."""
-        return sum(label != IGNORED for label in self.labels[1:])
+from pcg.runtime.training.example import IGNORED, Example
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a finetuning job can be told, checked before anything is read or computed."""
+"""The options of a finetuning job, checked before anything is read or computed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.data import Example
+from pcg.options import OptimizerChoice
 from pcg.runtime.training.data_rows import Source
-from pcg.runtime.training.optimizer import check_optimizer
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
@@ -29,8 +29,8 @@ class BatchBounds(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions:
-    """Options of `Executor.finetune`.
+class LengthOptions:
+    """Options of a job's length and its batches.
 
     A step is one update of the adapter: the gradients of `gradient_accumulation_steps` batches (at
     the end of an epoch, of those that are left), normalised by all their target tokens together.
@@ -41,56 +41,38 @@ class FinetuneOptions:
         batch_size: examples a batch; 8 where `max_tokens` is not given either.
         max_tokens: tokens a batch; both bounds may be given.
         gradient_accumulation_steps: batches a step.
-        learning_rate: at the schedule's peak. 2e-4 is usual for LoRA with AdamW (QLoRA, table 9);
-            other optimizers have other rates.
-        optimizer: a name of `pcg.runtime.training.torch_optimizers.OPTIMIZERS`.
-        optimizer_options: what the optimizer takes beside the fields here, by torch's names, as
-            {"momentum": 0.9}; torch's defaults for the others.
-        weight_decay: for the bypass weights; trained biases of the base do not decay.
-        betas: of those of Adam's family; None is torch's default.
-        eps: of the optimizer; None is torch's default.
-        max_grad_norm: gradients are scaled down to this norm; None leaves them.
-        schedule: a name of `schedules.SCHEDULES`.
-        warmup_steps: of linear warmup.
-        warmup_ratio: warmup as a part of all steps, instead.
-        min_lr_ratio: where the schedule ends, as a part of the learning rate.
-        cycles: of cosine_with_restarts.
-        power: of polynomial.
-        max_length: tokens an example may have; longer ones keep their head, a plain text file is
-            cut into examples of that length. None is an error for longer ones than the model's
-            positions.
-        data_format: a name of `data_formats.FORMATS`, or "auto".
-        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
-        empty: what to do with rows that have nothing to learn: "error" or "drop".
-        seed: of the order of the data, of what is dropped, and of a fresh adapter's weights.
-        shuffle: a new order each epoch.
-        eval_data: to measure the loss on; in any form that the data may have.
-        eval_every: steps between evaluations; None is at the end of each epoch. The last step is
-            always evaluated.
-        eval_at_start: evaluate before the first step, too.
-        patience: stop after so many evaluations in a row without improvement.
-        min_delta: by how much the loss must fall below the best one to be an improvement.
-        restore_best: end with the adapter of the best evaluation; None is yes with `patience`.
-        checkpoint_dir: where checkpoints go.
-        save_every: steps between checkpoints; None is at the end of each epoch. The last step is
-            always saved.
-        keep_last: checkpoints that are kept.
-        resume: "auto" goes on from the latest checkpoint if there is one, True demands one, False
-            starts anew.
-        log_every: steps between lines in the log `pcg.finetuning`; None logs nothing.
-        progress: show a progress bar where standard error is a terminal.
-    Raises:
-        FinetuneError: a value is out of its range, or two do not go together.
     """
+
+    title: ClassVar[str] = "Length and batches"
 
     epochs: int | None = None
     max_steps: int | None = None
     batch_size: int | None = None
     max_tokens: int | None = None
     gradient_accumulation_steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(OptimizerChoice):
+    """Options of the optimizer and the schedule of its learning rate.
+
+    Attributes:
+        learning_rate: the learning rate at the schedule's peak. 2e-4 is usual for LoRA with AdamW
+            (QLoRA, table 9); other optimizers have other rates.
+        weight_decay: decay of the bypass weights; trained biases of the base do not decay.
+        betas: the two betas of Adam's family; torch's by default.
+        eps: the optimizer's epsilon; torch's by default.
+        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        schedule: linear, cosine, cosine_with_restarts, polynomial, constant or
+            constant_with_warmup.
+        warmup_steps: steps of linear warmup.
+        warmup_ratio: warmup as a part of all steps, instead of `warmup_steps`.
+        min_lr_ratio: the end of the schedule, as a part of the learning rate.
+        cycles: the number of cycles of cosine_with_restarts.
+        power: the exponent of polynomial.
+    """
+
     learning_rate: float = 2e-4
-    optimizer: str = "adamw"
-    optimizer_options: Mapping[str, Any] | None = None
     weight_decay: float = 0.0
     betas: tuple[float, float] | None = None
     eps: float | None = None
@@ -101,24 +83,92 @@ class FinetuneOptions:
     min_lr_ratio: float = 0.0
     cycles: int = 1
     power: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options of how data is read and ordered.
+
+    Attributes:
+        max_length: tokens an example may have; longer ones keep their head, a plain text file is
+            cut into examples of that length. By default, examples that are longer than the model's
+            positions are an error.
+        data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto takes
+            it from the first row.
+        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
+        empty: what to do with rows that have nothing to learn.
+        seed: the seed of the order of the data, of dropout, and of a fresh adapter's weights.
+        shuffle: order the data anew each epoch.
+    """
+
+    title: ClassVar[str] = "Data"
+
     max_length: int | None = None
     data_format: str = "auto"
     append_eos: bool = True
     empty: Literal["error", "drop"] = "error"
     seed: int = 0
     shuffle: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Options of evaluation.
+
+    Attributes:
+        eval_data: data to measure the loss on, in any form that the training data may have.
+        eval_every: steps between evaluations; each epoch by default. The last step is always
+            evaluated.
+        eval_at_start: evaluate before the first step, too.
+        patience: stop after so many evaluations in a row without improvement.
+        min_delta: by how much the loss must fall below the best one to be an improvement.
+        restore_best: end with the adapter of the best evaluation; by default, yes with `patience`.
+    """
+
+    title: ClassVar[str] = "Evaluation"
+
     eval_data: Data | None = field(default=None, repr=False, compare=False)
     eval_every: int | None = None
     eval_at_start: bool = False
     patience: int | None = None
     min_delta: float = 0.0
     restore_best: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Options of checkpoints, and of what a job reports.
+
+    Attributes:
+        checkpoint_dir: the directory of the checkpoints.
+        save_every: steps between checkpoints; each epoch by default. The last step is always
+            saved.
+        keep_last: the number of checkpoints that are kept.
+        resume: demand a checkpoint to go on from (True), start anew (False), or go on from the
+            latest one if there is one (auto, the default).
+        log_every: steps between lines in the log `pcg.finetuning`; none by default.
+        progress: show a progress bar where standard error is a terminal.
+    """
+
+    title: ClassVar[str] = "Checkpoints and progress"
+
     checkpoint_dir: str | Path | None = None
     save_every: int | None = None
     keep_last: int = 2
     resume: Literal["auto"] | bool = "auto"
     log_every: int | None = None
     progress: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(
+    CheckpointOptions, EvaluationOptions, DataOptions, OptimizerOptions, LengthOptions
+):
+    """Options of a finetuning job, checked before anything is read or computed.
+
+    Raises:
+        FinetuneError: a value is out of its range, or two do not go together.
+    """
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -236,6 +286,8 @@ class FinetuneOptions:
                 f"schedule={self.schedule!r} has no effect on {optimizer.name!r}, which takes the "
                 "learning rate for its first step alone; use schedule='constant'"
             )
+        from pcg.runtime.training.optimizer import check_optimizer  # imports torch
+
         check_optimizer(optimizer, self.learning_rate)
 
     def _check_without(self, missing: str, names: Iterable[str]) -> None:

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from pcg.errors import FinetuneError
 from pcg.ir.shapes import Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SCALAR_BYTES = 4
 """Bytes of a scalar of the state, such as the number of steps, which is in fp32."""
@@ -31,8 +32,8 @@ SCALAR_BYTES = 4
 FIELDS = ("betas", "eps", "weight_decay")
 """Options that are fields of `FinetuneOptions`, as most optimizers take them."""
 
-_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
-    name.lower(): getattr(torch.optim, name)
+_CLASSES: Mapping[str, str] = {
+    name.lower(): name
     for name in (
         "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam",
         "RAdam", "RMSprop", "Rprop", "SGD",
@@ -49,11 +50,18 @@ _NO_OPTIONS = ("params", "lr", "foreach", "fused", "maximize", "differentiable",
 """The learning rate, which has a field and a schedule, and how a step is computed."""
 
 
+def _torch_class(name: str) -> type[torch.optim.Optimizer]:
+    from torch import optim  # takes seconds, and the command line needs names alone
+
+    found: type[torch.optim.Optimizer] = getattr(optim, _CLASSES[name])
+    return found
+
+
 @functools.cache
 def _defaults(name: str) -> Mapping[str, Any]:
     """Return the options of an optimizer with torch's defaults."""
     found: dict[str, Any] = {}
-    for option, parameter in inspect.signature(_CLASSES[name]).parameters.items():
+    for option, parameter in inspect.signature(_torch_class(name)).parameters.items():
         default = parameter.default
         if type(default) is int and parameter.annotation is not int:
             default = float(default)
@@ -67,9 +75,11 @@ def _defaults(name: str) -> Mapping[str, Any]:
 @functools.cache
 def _state(name: str, options: tuple[tuple[str, Any], ...], shape: Shape) -> Mapping[str, Tensor]:
     """Return the state of a parameter after a step, on the meta device but for CPU scalars."""
+    import torch
+
     parameter = torch.empty(shape, device="meta")
     parameter.grad = torch.empty_like(parameter)
-    optimizer = _CLASSES[name]([parameter], **dict(options))
+    optimizer = _torch_class(name)([parameter], **dict(options))
     # The state is made first; an update may then read numbers, which meta tensors do not have.
     with contextlib.suppress(RuntimeError):
         optimizer.step()
@@ -127,7 +137,7 @@ class Optimizer:
     @property
     def torch_class(self) -> type[torch.optim.Optimizer]:
         """The class in torch.optim."""
-        return _CLASSES[self.name]
+        return _torch_class(self.name)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from pcg.errors import DataError, FinetuneError
 from pcg.ir.program.program import Program
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import IGNORED, Dataset, Example, load_examples
+from pcg.runtime.training.data import Dataset, load_examples
 from pcg.runtime.training.data_rows import is_document
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.options import Data, FinetuneOptions
 
 

@@ -31,7 +31,7 @@ from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.data import Example
+from pcg.runtime.training.example import Example
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 

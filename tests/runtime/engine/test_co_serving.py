@@ -17,8 +17,8 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
 from pcg.runtime.metrics.metrics import ServingReport
-from pcg.simulate.engine import SimulatedEngine
 from pcg.simulate.replay import replay
+from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
 from pcg.simulate.workloads.synthetic import synthetic

@@ -12,7 +12,7 @@ from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.pool import PagePool, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.simulate.device import SimulatedAdapter
+from pcg.simulate.simulated_device import SimulatedAdapter
 
 TOKENS = [[1] * 16, [2] * 16, [1] * 15 + [2], [3] * 7, [0] * 5]
 """Of which prompts are put together: many begin alike."""

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pcg.errors import DataError
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import IGNORED, Example, load_examples
+from pcg.runtime.training.data import load_examples
+from pcg.runtime.training.example import IGNORED, Example
 from tests.support import toy_tokenizers as toys
 
 CHAT = [

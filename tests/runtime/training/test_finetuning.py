@@ -4,6 +4,7 @@ Long because every option and every way a job can end is a test of its own.
 """
 
 import copy
+import dataclasses
 import io
 import json
 import logging
@@ -22,10 +23,11 @@ import transformers
 
 import pcg.compiler
 from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
+from pcg.keywords import field_docs
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import IGNORED, Example
 from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.interrupts import deferred_interrupts
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
@@ -411,10 +413,10 @@ def test_bad_options(executor: Executor, options: dict[str, Any], message: str) 
 
 
 def test_defaults_are_documented() -> None:
-    """Each option has a line of its own in the docstring."""
-    assert FinetuneOptions.__doc__ is not None
-    for name in FinetuneOptions.__dataclass_fields__:
-        assert f"\n        {name}: " in FinetuneOptions.__doc__
+    names = [field.name for field in dataclasses.fields(FinetuneOptions)]
+    assert field_docs(FinetuneOptions).keys() == set(names)
+    for name in names:
+        assert f"\n    {name}: " in (Executor.finetune.__doc__ or "")
 
 
 def test_not_a_number_names_the_line(with_words: Executor, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.arrivals import Arrivals, Bursty, Constant, Curve, Gamma, Poisson
+from pcg.simulate.workloads.arrivals import Arrivals, Bursty, Constant, Gamma, Poisson, RateCurve
 
 ALL = (
     Constant(4.0),
@@ -19,7 +19,7 @@ ALL = (
     Gamma(4.0, 0.5),
     Gamma(4.0, 3.0),
     Bursty(4.0, 0.8, 5.0),
-    Curve(4.0, 30.0, (1.0, 3.0, 0.0, 2.0)),
+    RateCurve(4.0, 30.0, (1.0, 3.0, 0.0, 2.0)),
 )
 
 
@@ -126,7 +126,7 @@ def test_bursty_periods_are_independent() -> None:
 
 
 def test_curve_follows_its_heights() -> None:
-    curve = Curve(2.0, 60.0, (0.0, 1.0, 0.0))
+    curve = RateCurve(2.0, 60.0, (0.0, 1.0, 0.0))
     assert curve.rate_at(30.0) == pytest.approx(4.0)
     assert curve.rate_at(15.0) == pytest.approx(2.0)
     assert curve.rate_at(75.0) == pytest.approx(2.0)  # in the second period
@@ -149,9 +149,9 @@ def test_constant() -> None:
         (lambda: Gamma(1.0, -1.0), r"cv=-1\.0"),
         (lambda: Gamma(math.inf, 1.0), "rate_per_s=inf"),
         (lambda: Bursty(1.0, 1.0, 0.0), r"period_s=0\.0"),
-        (lambda: Curve(1.0, 1.0, (1.0,)), r"heights=\(1\.0,\); use at least two"),
-        (lambda: Curve(1.0, 1.0, (0.0, 0.0)), "one above"),
-        (lambda: Curve(1.0, 1.0, (1.0, -1.0)), "at least 0"),
+        (lambda: RateCurve(1.0, 1.0, (1.0,)), r"heights=\(1\.0,\); use at least two"),
+        (lambda: RateCurve(1.0, 1.0, (0.0, 0.0)), "one above"),
+        (lambda: RateCurve(1.0, 1.0, (1.0, -1.0)), "at least 0"),
         (lambda: Poisson(math.nan), "rate_per_s=nan"),
     ],
 )

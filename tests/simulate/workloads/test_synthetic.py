@@ -7,16 +7,12 @@ from itertools import pairwise
 import pytest
 
 from pcg.errors import BenchmarkError
+from pcg.simulate.papers.flexllm import bursty_workload
+from pcg.simulate.papers.punica import hour_workload
 from pcg.simulate.workloads.arrivals import Constant, Gamma, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed, Lengths, LogNormal
 from pcg.simulate.workloads.popularity import Distinct, PowerLaw, Uniform
-from pcg.simulate.workloads.presets import (
-    S_LORA_SETTINGS,
-    flexllm,
-    punica_hour,
-    s_lora_preset,
-)
-from pcg.simulate.workloads.synthetic import of_tenants, s_lora, spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, assign_tenants, s_lora, synthetic
 from pcg.simulate.workloads.workload import Workload
 
 SHORT = Fixed(3)
@@ -51,14 +47,14 @@ def test_a_seed_decides_all_and_each_part_by_itself() -> None:
 
 def test_spread_changes_adapters_alone() -> None:
     plain = synthetic(Poisson(5.0), Between(1, 99), Between(1, 99), seed=4, requests=100)
-    named = spread(plain, Uniform(), seed=4)
+    named = assign_adapters(plain, Uniform(), seed=4)
     assert Counter(one.adapter for one in named) == {f"adapter-{i}": 10 for i in range(10)}
     for one, other in zip(plain, named, strict=True):
         assert (one.time_s, one.prompt_tokens) == (other.time_s, other.prompt_tokens)
-    mine = spread(plain, Uniform(2), seed=4, adapters=["a", "b", "c"])
+    mine = assign_adapters(plain, Uniform(2), seed=4, adapters=["a", "b", "c"])
     assert set(mine.adapters) == {"a", "b"}
     with pytest.raises(BenchmarkError, match="100 adapters are asked for and 2 named"):
-        spread(plain, Distinct(), seed=4, adapters=["a", "b"])
+        assign_adapters(plain, Distinct(), seed=4, adapters=["a", "b"])
 
 
 @pytest.mark.parametrize("cv", [1.0, 4.0])
@@ -95,21 +91,10 @@ def test_s_lora_is_the_gamma_process_where_there_is_one_adapter() -> None:
         s_lora(PowerLaw(1), 1.0, 0, SHORT, SHORT, seed=3)
 
 
-def test_table_2_of_s_lora() -> None:
-    found = s_lora_preset("13b-a100-80", seed=1)
-    setting = S_LORA_SETTINGS["13b-a100-80"]
-    assert (setting.adapters, setting.rate_per_s, setting.exponent, setting.cv) == (400, 6, 1, 1)
-    assert abs(len(found) - 1800) <= 4 * math.sqrt(1800)
-    assert found.duration_s < 300
-    assert min(one.prompt_tokens for one in found) >= 8
-    assert max(one.output_tokens for one in found) <= 512
-    with pytest.raises(BenchmarkError, match="no S-LoRA setting '70b'; use 7b-a10g"):
-        s_lora_preset("70b", seed=1)
-
-
 def test_a_seed_gives_what_it_gave() -> None:
     """A trace is known by its name and seed, so generators must not change unawares."""
-    found = s_lora_preset("7b-a10g", seed=0).requests[:3]
+    lengths = Between(8, 512)
+    found = s_lora(PowerLaw(200, 1.0), 2.0, 1.0, lengths, lengths, seed=0).requests[:3]
     assert [(one.adapter, one.prompt_tokens, one.output_tokens) for one in found] == [
         ("adapter-1", 133, 475),
         ("adapter-0", 340, 76),
@@ -121,7 +106,7 @@ def test_a_seed_gives_what_it_gave() -> None:
 
 
 def test_punica_s_hour_rises_and_falls() -> None:
-    found = punica_hour(0.5, seed=1)
+    found = hour_workload(0.5, seed=1)
     thirds = Counter(int(one.time_s // 1200) for one in found)
     for third, share in enumerate((2 / 9, 5 / 9, 2 / 9)):
         expected = 1800 * share
@@ -133,7 +118,7 @@ def test_punica_s_hour_rises_and_falls() -> None:
 
 def test_flexllm_is_burstier_than_poisson() -> None:
     short = LogNormal(20, 40, most=64)
-    found = flexllm(4.0, 1.0, seed=1, prompts=short, outputs=short)
+    found = bursty_workload(4.0, 1.0, seed=1, prompts=short, outputs=short)
     periods = Counter(int(one.time_s // 10) for one in found)
     counts = [periods[i] for i in range(120)]
     mean = sum(counts) / 120
@@ -143,10 +128,10 @@ def test_flexllm_is_burstier_than_poisson() -> None:
 
 def test_tenants_own_adapters() -> None:
     plain = synthetic(Gamma(5.0, 1.0), SHORT, SHORT, seed=4, requests=40)
-    assert {one.tenant for one in of_tenants(plain, ["x", "y"])} == {"x"}
-    found = of_tenants(spread(plain, Uniform(4), seed=0), ["x", "y"])
+    assert {one.tenant for one in assign_tenants(plain, ["x", "y"])} == {"x"}
+    found = assign_tenants(assign_adapters(plain, Uniform(4), seed=0), ["x", "y"])
     owners = {one.adapter: one.tenant for one in found}
     assert [owners[name] for name in found.adapters] == ["x", "y", "x", "y"]
     assert all(one.tenant == owners[one.adapter] for one in found)
     with pytest.raises(BenchmarkError, match="no tenants"):
-        of_tenants(plain, [])
+        assign_tenants(plain, [])

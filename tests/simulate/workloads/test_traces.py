@@ -11,7 +11,7 @@ from pcg.simulate.workloads.arrivals import Poisson
 from pcg.simulate.workloads.lengths import Between
 from pcg.simulate.workloads.popularity import Skewed
 from pcg.simulate.workloads.public_trace import read_public_trace
-from pcg.simulate.workloads.synthetic import spread, synthetic
+from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
 from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
 
@@ -145,7 +145,7 @@ def test_burstgpt(tmp_path: Path) -> None:
         (40.0, 1087, 230),
         (113.0, 417, 276),
     ]
-    assert len(spread(found.at_rate(2.0), Skewed(), seed=0).adapters) == 2
+    assert len(assign_adapters(found.at_rate(2.0), Skewed(), seed=0).adapters) == 2
 
 
 @pytest.mark.parametrize(

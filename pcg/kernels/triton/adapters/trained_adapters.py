@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import (
     Bypass,
     Part,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.bypass import as_weight
+from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens
 from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
 from pcg.kernels.triton.adapters.trained_rows import (

@@ -1,4 +1,4 @@
-"""The engine over a simulated device: the same scheduler, pool and policies, and a clock."""
+"""The engine over a simulated device: the scheduler, pool and policies are the real ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.simulate.device import SimulatedDevice
-from pcg.simulate.job import simulated_steps
+from pcg.simulate.simulated_device import SimulatedDevice
+from pcg.simulate.simulated_training import simulated_steps
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class SimulatedEngine(EngineLoop):
         """Train an adapter beside what is served.
 
         Args:
-            name: of the adapter, and of the job.
-            batches: lengths of the sequences of each step; without end for a job that has none.
-            rank: of the adapter.
+            name: the name of the adapter, and of the job.
+            batches: the lengths of each step's sequences; may have no end.
+            rank: the adapter's rank.
         Raises:
-            PcgError: there is such a job.
+            PcgError: a job has the name.
         """
         steps = 0
 

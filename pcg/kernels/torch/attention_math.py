@@ -1,0 +1,166 @@
+"""Attention of one sequence's tokens to its keys: the CPU's fused kernel, or step by step.
+
+    s = scale · q kᵀ;  s = softcap · tanh(s / softcap);  s += bias;  out = softmax(s) v
+
+Shapes: H heads, K KV heads, D head size, n new tokens of a span, m keys that it sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import Span
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How attention makes scores of queries and keys; see the operator `attention`.
+
+    Attributes:
+        scale: factor of the logits.
+        window: keys seen, the token's own included; 0 for all.
+        softcap: bound of the logits; 0 for none.
+        alibi: slope of each head, [H].
+        sinks: logit of each head that takes weight and gives nothing, [H].
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def is_plain(self, q: Tensor, v: Tensor) -> bool:
+        """Return whether PyTorch's fused kernel knows it."""
+        return not self.softcap and self.sinks is None and q.shape[-1] == v.shape[-1]
+
+    def bias(self, span: Span, q: Tensor) -> Tensor | None:
+        """As `mask`, but None for causal attention from position 0."""
+        keys = span.context + span.length
+        is_cut = bool(span.context) or bool(self.window and keys > self.window)
+        return self.mask(span, q) if is_cut or self.alibi is not None else None
+
+    def mask(self, span: Span, q: Tensor) -> Tensor:
+        """What is added to the logits, [1, 1 or H, n, m], in q's dtype."""
+        keys = span.context + span.length
+        key = torch.arange(keys, device=q.device)
+        query = torch.arange(span.context, keys, device=q.device).unsqueeze(1)
+        hidden = key > query
+        if self.window:
+            hidden |= key <= query - self.window
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        if self.alibi is not None:
+            distance = (key - query).to(torch.float32)
+            bias = (self.alibi.to(torch.float32)[:, None, None] * distance).to(q.dtype)
+        return bias.masked_fill(hidden, float("-inf")).view(1, -1, *hidden.shape)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """out [n, H, Dv] and lse [n, H] of q [n, H, D], k [m, K, D] and v [m, K, Dv]."""
+    if scoring.is_plain(q, v) and q.is_cpu:
+        bias = scoring.bias(span, q)
+        out, lse = flash(q[None], k[None], v[None], bias=bias, scale=scoring.scale)
+        return out[0], lse[0]
+    scores, _ = _capped_scores(q, k, scoring)
+    scores += scoring.mask(span, q)[0]
+    if scoring.sinks is None:
+        lse = torch.logsumexp(scores, -1)
+    else:
+        sink = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        lse = torch.logsumexp(torch.cat((scores, sink), -1), -1)
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    out = weights @ _grouped(v, q.shape[1]).to(scores.dtype)
+    return out.transpose(0, 1).to(q.dtype), lse.transpose(0, 1)
+
+
+def attend_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    span: Span,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ds = p (dout vᵀ - rowsum(dout out)), through the cap; dq = ds k, dk = dsᵀ q, dv = pᵀ dout."""
+    if scoring.is_plain(q, v) and q.is_cpu:
+        bias = scoring.bias(span, q)
+        arguments = (x[None] for x in (dout, out, lse, q, k, v))
+        dq, dk, dv = flash_backward(*arguments, bias=bias, scale=scoring.scale)
+        return dq[0], dk[0], dv[0]
+    scores, tanh = _capped_scores(q, k, scoring)
+    weights = torch.exp(scores + scoring.mask(span, q)[0] - lse.transpose(0, 1).unsqueeze(-1))
+    d = dout.transpose(0, 1).to(scores.dtype)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    inner = (d * out.transpose(0, 1)).sum(-1, keepdim=True)
+    ds = weights * (d @ _grouped(v, heads).to(d.dtype).transpose(1, 2) - inner)
+    if tanh is not None:
+        ds *= 1 - tanh * tanh
+    ds *= scoring.scale
+    dq = ds @ _grouped(k, heads).to(d.dtype)
+    dk = ds.transpose(1, 2) @ q.transpose(0, 1).to(d.dtype)
+    dv = weights.transpose(1, 2) @ d
+    dk, dv = (x.unflatten(0, (kv_heads, -1)).sum(1) for x in (dk, dv))
+    return tuple(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv))  # type: ignore[return-value]
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [n, length, H, Dv] and lse [n, length, H] of n sequences, on the CPU."""
+    out, lse = _flash_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, bias is None, attn_mask=bias, scale=scale
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def flash_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `flash`."""
+    dq, dk, dv = _flash_cpu_backward(
+        *(x.transpose(1, 2) for x in (dout, q, k, v, out, lse)),
+        0.0,
+        bias is None,
+        attn_mask=bias,
+        scale=scale,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """[m, K, D] to [H, m, D], each KV head repeated for the heads that share it."""
+    return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
+
+
+def _capped_scores(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Tensor, Any]:
+    """Scores [H, n, m] in fp32 at least, and tanh's value where they are capped."""
+    dtype = lse_dtype(q)
+    scores = q.transpose(0, 1).to(dtype) @ _grouped(k, q.shape[1]).to(dtype).transpose(1, 2)
+    scores *= scoring.scale
+    if not scoring.softcap:
+        return scores, None
+    tanh = torch.tanh(scores / scoring.softcap)
+    return tanh * scoring.softcap, tanh
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of scores and the log-sum-exp: fp32, or fp64 for fp64."""
+    return torch.promote_types(q.dtype, torch.float32)

@@ -1,0 +1,234 @@
+"""Products by low-rank adapters, each token by its own.
+
+Shapes: T tokens, r rank. Weights are those of `pcg.kernels.adapter_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.kernels.adapter_batch import JoinedLora, LoraRun, Segments
+from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.collectives import own_part
+from pcg.kernels.torch.products import linear
+from pcg.peft.weights import AdapterWeight
+
+
+def as_weight(weight: Any) -> Any:
+    """An adapter's weight as it is; a tensor that the program made of some, as a weight."""
+    return AdapterWeight(weight) if isinstance(weight, Tensor) else weight
+
+
+def by_width(weights: Any) -> Sequence[Any]:
+    """A site's weights, one for each width of adapters that have any."""
+    every = weights if isinstance(weights, tuple) else (weights,)
+    return [one for one in every if one is not None]
+
+
+def shrink(x: Tensor, a: Any) -> Any:
+    """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter.
+
+    None where no token of the batch has an adapter at the site; of several widths, each one's.
+    """
+    if a is None:
+        return None
+    if isinstance(a, tuple):
+        return tuple(shrink(x, one) for one in a)
+    a = as_weight(a)
+    segments, weight = a.segments, a.weight
+    if x.dtype != weight.dtype:
+        x = x.to(weight.dtype)
+    if segments is None:
+        return F.linear(x, weight)
+    x = x[segments.start : segments.stop]
+    if segments.is_batched:
+        # It stays [adapters, tokens, r].
+        return _products(x.view(weight.shape[0], segments.size, -1), weight)
+    return _segmented_product(x, weight, segments)
+
+
+def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
+    """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
+    if s is None or b is None:
+        return y
+    if isinstance(b, tuple):
+        for own, one in zip(s, b, strict=True):
+            y = expand_add(y, own, one)
+        return y
+    b = as_weight(b)
+    segments, weight = b.segments, b.weight
+    if segments is None:
+        if y.dtype == s.dtype:
+            return torch.addmm(y, s, weight.t(), alpha=b.scale)
+        return y.to(s.dtype).addmm_(s, weight.t(), alpha=b.scale).to(y.dtype)
+    rows = y[segments.start : segments.stop]
+    if not segments.is_batched:
+        rows.add_(_segmented_product(s, weight, segments))
+    elif y.dtype == s.dtype:
+        rows.view(weight.shape[0], segments.size, -1).baddbmm_(s, weight)
+    else:
+        rows.view(weight.shape[0], segments.size, -1).add_(torch.bmm(s, weight))
+    return y
+
+
+def expand_add_part(y: Tensor, s: Any, b: Any, batch: ProgramBatch) -> Tensor:
+    """y + scale · s Bᵀ in the rank's own columns, those of its rows of B: [T, out]."""
+    if s is None or b is None:
+        return y
+    own = expand_add(own_part(y, -1, batch).contiguous(), s, b)
+    z = y.clone()
+    own_part(z, -1, batch).copy_(own)
+    return z
+
+
+def _segmented_product(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+    """Each segment's rows times its own matrix: [T, k] by [n, k, m] to [T, m]."""
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    if segments.gathered is not None:
+        gather, tokens, places = segments.gathered
+        own = x[gather].view(weight.shape[0], segments.size, -1)
+        out.index_copy_(0, tokens, _products(own, weight).flatten(0, 1)[places])
+    for i, first, end in segments.loose:
+        torch.mm(x[first:end], weight[i], out=out[first:end])
+    return out
+
+
+def shrink_backward(ds: Tensor, a: Any) -> Tensor:
+    """dx = ds A."""
+    dx: Tensor = ds @ as_weight(a).weight
+    return dx
+
+
+def expand_backward(dz: Tensor, b: Any) -> Tensor:
+    """ds = scale · dz B, in B's dtype."""
+    b = as_weight(b)
+    ds: Tensor = dz.to(b.weight.dtype) @ b.weight
+    return ds.mul_(b.scale)
+
+
+def outer(ds: Tensor, x: Tensor) -> Tensor:
+    """dA = dsᵀ x."""
+    return ds.t() @ x.to(ds.dtype)
+
+
+def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
+    """dB = scale · dzᵀ s."""
+    return (dz.to(s.dtype).t() @ s).mul_(as_weight(b).scale)
+
+
+# ------------------------------------------------------------------------- serving: joined LoRA
+
+
+def lora_linear(
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    a: Sequence[Any],
+    b: Sequence[Any],
+) -> Sequence[Tensor]:
+    """Linear operators of x with each token's own LoRA; the first of `a` holds the LoRA of all."""
+    first: Any = weights[0]
+    return add_lora(linear(x, first, first.group_bias), x, first, a, b)
+
+
+def add_lora(
+    y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Add each token's own LoRA to the joined product of some linear operators.
+
+    Args:
+        y: the product of x by the base's weights, [T, outs]; written over.
+        x: [T, in].
+        weight: the base's, joined.
+        a: each output's; the first holds the LoRA of all, a `JoinedLora`.
+        b: likewise.
+    Returns:
+        Each operator's output.
+    """
+    for lora in by_width(a[0]):
+        _add_joined(y, x, lora)
+    sizes = weight.group_sizes
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+
+
+def _add_joined(y: Tensor, x: Tensor, lora: JoinedLora) -> None:
+    """Add the LoRA of adapters of one width to y [T, outs]."""
+    segments = lora.segments
+    x, y = x[segments.start : segments.stop], y[segments.start : segments.stop]
+    if lora.columns < y.shape[1]:
+        y = y.narrow(1, lora.column, lora.columns)
+    if x.dtype != lora.a.dtype:
+        x = x.to(lora.a.dtype)
+    if segments.is_batched:
+        s = _products(x.view(lora.a.shape[0], segments.size, -1), lora.a.transpose(1, 2))
+        for run in _runs(lora, len(y)):
+            _add_batched(y, s, run)
+    elif segments.gathered is not None:
+        gather, tokens, places = segments.gathered
+        own = x[gather].view(lora.a.shape[0], segments.size, -1)
+        s = _products(own, lora.a.transpose(1, 2))
+        z = y.new_zeros((gather.shape[0], y.shape[1]))
+        for run in _runs(lora, len(z)):
+            _add_batched(z, s, run)
+        y.index_add_(0, tokens, z[places])
+    for i, first, end in segments.loose:
+        s = F.linear(x[first:end], lora.a[i])
+        for run in _runs(lora, end - first):
+            _add_loose(y[first:end], s, run, i)
+
+
+def _runs(lora: JoinedLora, tokens: int) -> Sequence[LoraRun]:
+    """B: for few tokens one product costs less than several without its zeros."""
+    return lora.runs if tokens <= _FEW_ROWS else lora.parts
+
+
+_FEW_ROWS = 32
+"""Up to here one product is faster, of hidden 512 and ranks of 16 on a CPU; for 256 tokens parts
+take 0.65 to 0.85 as long."""
+
+
+def _add_batched(y: Tensor, s: Tensor, run: LoraRun) -> None:
+    """Add s [adapters, size, ranks] times a run's B to y [adapters · size, outs]."""
+    adapters, count, out, rank = run.b.shape
+    size = s.shape[1]
+    b = run.b.flatten(0, 1).transpose(1, 2)
+    if not run.is_whole:
+        y = y[:, run.column : run.column + count * out]
+        s = s[..., run.row : run.row + count * rank]
+    if y.dtype == s.dtype and count == 1:
+        # Added where the outputs lie.
+        y.view(adapters, size, out).baddbmm_(s, b)
+        return
+    if y.dtype == s.dtype and run.is_whole and size == 1 and y.is_contiguous():
+        y.view(adapters * count, 1, out).baddbmm_(s.view(adapters * count, 1, rank), b)
+        return
+    own = s.unflatten(-1, (count, rank)).transpose(1, 2)
+    z = _products(own.reshape(adapters * count, size, rank), b)
+    columns = y.view(adapters, size, count, out)
+    columns.add_(z.view(adapters, count, size, out).transpose(1, 2))
+
+
+def _add_loose(y: Tensor, s: Tensor, run: LoraRun, adapter: int) -> None:
+    """Add s [n, ranks] times an adapter's B of a run to y [n, outs]."""
+    _, count, out, rank = run.b.shape
+    for i in range(count):
+        column, row = run.column + i * out, run.row + i * rank
+        own, rows = y[:, column : column + out], s[:, row : row + rank]
+        if y.dtype == s.dtype:
+            own.addmm_(rows, run.b[adapter, i].t())
+        else:
+            own.add_(F.linear(rows, run.b[adapter, i]))
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, size, in] by weight [n, in, out], a transposed view: [n, size, out]."""
+    n, size, in_ = x.shape
+    if size == 1 and in_ > weight.shape[2]:
+        # CPUs read a matrix of few rows twice as fast from the left.
+        return torch.bmm(weight.transpose(1, 2), x.transpose(1, 2)).view(n, 1, -1)
+    return torch.bmm(x, weight)

@@ -1,0 +1,61 @@
+"""LoRA's variants: DoRA's column norms, VeRA's shared matrices, AdaLoRA's singular values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch
+
+
+def column_norm(weight: Tensor, a: Any, b: Any) -> Tensor:
+    """||W + scale · B A|| of each output, [out], in A's dtype."""
+    whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
+    norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
+    return norm
+
+
+def column_norm_part(weight: Tensor, a: Any, b: Any, batch: ProgramBatch) -> Tensor:
+    """||W + scale · B A|| where each rank has columns of the weight, and of A."""
+    own = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
+    norm: Tensor = batch.ranks.all_reduce(own.square().sum(1)).sqrt()
+    return norm
+
+
+def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
+    """The magnitude in units of the length, [out]."""
+    factor: Tensor = magnitude.weight / norm
+    return factor
+
+
+def vera_down(shared: Any, size: int) -> Tensor:
+    """A site's A [r, in]: the shared matrix's first columns."""
+    a: Tensor = shared.weight[:, :size]
+    return a
+
+
+def vera_up(shared: Any, lambda_b: Any, lambda_d: Any) -> Tensor:
+    """A site's B [out, r]: the shared matrix's first rows, λ_b ⊙ B ⊙ λ_d."""
+    b: Tensor = shared.weight[: len(lambda_b.weight)] * lambda_d.weight
+    return b.mul_(lambda_b.weight.unsqueeze(-1))
+
+
+def vera_up_backward(
+    gradient: Tensor, shared: Any, lambda_b: Any, lambda_d: Any
+) -> tuple[Tensor, Tensor]:
+    """dλ_b [out] and dλ_d [r] of vera_up."""
+    product = gradient * shared.weight[: len(lambda_b.weight)]
+    return product @ lambda_d.weight, lambda_b.weight @ product
+
+
+def singular_down(a: Any, e: Any) -> Tensor:
+    """E ⊙ A, [r, in]."""
+    scaled: Tensor = a.weight * e.weight
+    return scaled
+
+
+def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Tensor]:
+    """dA [r, in] and dE [r, 1] of singular_down."""
+    return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)

@@ -1,0 +1,81 @@
+"""Vectors that adapters scale by or add, each token by its own, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.torch.lora import by_width
+from pcg.kernels.torch.norms import widened
+
+
+def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
+    """vector ⊙ (y - base) + base, each token by its own adapter's vector; y where there is none.
+
+    Args:
+        y: [T, n]; not written over, as the base may read it elsewhere.
+        vector: [n], the program's own or one adapter's, or a stack [adapters, 1, n] with segments.
+        base: [n], what is not scaled.
+    """
+    for one in by_width(vector):
+        y = _scale(y, one, base)
+    return y
+
+
+def _scale(y: Tensor, vector: Any, base: Tensor | None) -> Tensor:
+    weight: Tensor = vector if isinstance(vector, Tensor) else vector.weight
+    segments = None if isinstance(vector, Tensor) else vector.segments
+    if segments is None:
+        return _scaled(y, weight, base)
+    rows = y[segments.start : segments.stop]
+    if segments.is_batched:
+        by_adapter = rows.view(weight.shape[0], segments.size, -1)
+        scaled = _scaled(by_adapter, weight, base).view(rows.shape)
+    else:
+        sizes = torch.tensor(segments.sizes, device=y.device)
+        scaled = _scaled(rows, weight[:, 0].repeat_interleave(sizes, 0), base)
+    if rows.shape[0] == y.shape[0]:
+        return scaled
+    return torch.cat((y[: segments.start], scaled, y[segments.stop :]))
+
+
+def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
+    if base is None:
+        return (y * vector).to(y.dtype)
+    return torch.addcmul(base.to(vector.dtype), y - base, vector).to(y.dtype)
+
+
+def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
+    """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
+    if base is not None:
+        right = right - base
+    left = widened(left)
+    return (left * right.to(left.dtype)).sum(0)
+
+
+def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
+    """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
+    for one in by_width(bias):
+        y = _bias_add(y, one, base)
+    return y
+
+
+def _bias_add(y: Tensor, bias: Any, base: Tensor | None) -> Tensor:
+    if bias.segments is None:
+        delta: Tensor = bias.weight * bias.scale if base is None else bias.weight - base
+        return (y + delta).to(y.dtype)
+    delta = bias.weight[:, 0]  # scaled; zeros for adapters without one
+    if base is not None:
+        delta = (delta - base) * torch.tensor(bias.present, device=y.device).unsqueeze(-1)
+    sizes = torch.tensor(bias.segments.sizes, device=y.device)
+    rows = y[bias.segments.start : bias.segments.stop]
+    rows.copy_(rows + delta.repeat_interleave(sizes, 0))
+    return y
+
+
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    total = widened(dz).sum(0)
+    return total if bias is None else total.mul_(bias.scale)

@@ -1,0 +1,26 @@
+"""An example: tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IGNORED = -100
+"""The label of a token that is not learned, as in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence to learn from.
+
+    Attributes:
+        ids: its tokens.
+        labels: as long; `ids[i]`, or -100 where token i is not learned. Not shifted.
+    """
+
+    ids: list[int]
+    labels: list[int]
+
+    @property
+    def targets(self) -> int:
+        """The number of tokens that the loss counts; nothing predicts the first."""
+        return sum(label != IGNORED for label in self.labels[1:])
