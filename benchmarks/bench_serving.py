@@ -60,11 +60,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.example import Example
+from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed
 from pcg.simulate.workloads.popularity import PowerLaw
-from pcg.simulate.workloads.presets import S_LORA_TTFT_SLO_S
 from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
 from pcg.simulate.workloads.workload import Workload
 

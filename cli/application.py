@@ -26,6 +26,7 @@ from .doctor import doctor_command
 from .explain import explain_command
 from .finetune import finetune_command
 from .models import models_command
+from .opt import opt_command
 from .profile import profile_command
 from .run import run_command
 from .simulate import simulate_command
@@ -129,6 +130,13 @@ app.command(
     ),
 )(finetune_command)
 app.command("models", epilog=_example("pcg models --json"))(models_command)
+app.command(
+    "opt",
+    epilog=_example(
+        "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
+        "pcg opt --list",
+    ),
+)(opt_command)
 app.command("profile", epilog=_example("pcg profile --tp 2 -o profile.json"))(profile_command)
 app.command("simulate", epilog=_example("pcg simulate flexllm --model Llama-3.1-8B --duration 60"))(
     simulate_command

@@ -30,7 +30,7 @@ from .console import busy, count_text, err, print_json, size_text, table, time_t
 
 if TYPE_CHECKING:
     from pcg.ir.program.manifest import Manifest
-    from pcg.passes.pipeline import PassRecord
+    from pcg.passes.stage import PassRecord
     from pcg.source import ModelSource
 
 
@@ -83,36 +83,41 @@ def compile_command(
         from pcg import compiler
         from pcg.explain import explain as explaining
         from pcg.ir.program.folder import save_program
-        from pcg.passes import pipeline
-    names = [name for name, _ in pipeline.PIPELINE]
-    unknown = sorted(set(print_after or ()) - set(names))
+        from pcg.options import CompileOptions
+        from pcg.passes.pipeline import Settings, pipeline
+        from pcg.passes.stage import dump_to
+    options: dict[str, Any] = {
+        "tp": tp,
+        "costs": costs,
+        "tp_plan": tp_plan,
+        "sequence_parallel": sequence_parallel,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "dtype": dtype,
+        "memory_budget": memory_budget,
+        "batch": batch,
+        "seq": seq,
+    }
+    compile_options = CompileOptions(**{**options, "backend": backend})
+    settings = Settings(compile_options, backend=compile_options.emitted_backend)
+    names = pipeline(settings).names
+    unknown = sorted(set(print_after or ()).difference(names))
     if unknown:
         raise typer.BadParameter(
-            f"there is no pass {unknown[0]!r}; the passes are {', '.join(names)}",
+            f"no pass {unknown[0]!r} runs; the passes are {', '.join(names)}",
             param_hint="--print-after",
         )
-    dump = pipeline.dump_to(dump_dir) if dump_dir is not None else None
+    dump = dump_to(dump_dir) if dump_dir is not None else None
     records: list[PassRecord] = []
 
     def observe(record: PassRecord) -> None:
         records.append(record)
-        if record.name in (print_after or ()):
-            print(f"# after {record.name}\n{record.text()}")
+        for name in record.labels:
+            if name in (print_after or ()):
+                print(f"# after {name}\n{record.text()}")
         if dump is not None:
             dump(record)
 
     with busy(f"compiling {source.name}"):
-        options: dict[str, Any] = {
-            "tp": tp,
-            "costs": costs,
-            "tp_plan": tp_plan,
-            "sequence_parallel": sequence_parallel,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "dtype": dtype,
-            "memory_budget": memory_budget,
-            "batch": batch,
-            "seq": seq,
-        }
         program = compiler.compile_program(
             model, recipe, observe=observe, **{**options, "backend": backend}
         )

@@ -1,4 +1,4 @@
-"""Latencies of a serving report as one SVG: over time, and their distribution.
+"""Plots the latencies of a serving report as one SVG: over time, and their distribution.
 
 There is a row for each of TTFT, TPOT and ITL. On the left are the median and the 99th percentile of
 the samples in each sixtieth of the time; TTFT and TPOT count at their request's submission, an ITL

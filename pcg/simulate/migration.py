@@ -1,13 +1,13 @@
 """Requests that move between simulated engines (Punica §5.3, figure 5).
 
-A request that moves is cancelled at one engine and added to another like a new one, which computes
-keys and values of its prompt and of its tokens so far again. Two kinds move:
+A request that moves is cancelled at one engine and added to another like a new one, which
+recomputes keys and values of its prompt and of its tokens so far. Two kinds move:
 
-    preempted      an engine that is out of pages gives its newest request up
-    consolidated   every so often the engine with the fewest requests gives all of them up, if the
-                   others have room for all; it is idle then, and can be handed back
+    preempted      the newest request of an engine that is out of pages
+    consolidated   periodically, all requests of the engine with the fewest, if the others have room
+                   for all; it is idle then, and can be handed back
 
-The paper has neither the period nor what a lightly loaded GPU is; both are this module's own.
+The paper gives neither the period nor the load of a lightly loaded GPU; both are ours.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pcg.simulate.simulated_engine import SimulatedEngine
 
 @dataclass
 class Migration:
-    """Says which requests leave an engine.
+    """The rule by which requests leave an engine.
 
     Attributes:
-        most: requests of an engine.
-        light: an engine with so many at most may be emptied.
-        period_s: from one look for such an engine to the next.
+        most: the largest number of an engine's requests.
+        light: the largest number of requests of an engine that may be emptied.
+        period_s: the seconds between two searches for such an engine.
     """
 
     most: int = 32
@@ -39,12 +39,12 @@ class Migration:
     def consolidated(
         self, engines: List[SimulatedEngine], place: int, now_s: float
     ) -> list[Sequence]:
-        """All requests of an engine that is about to step, if they leave; oldest first."""
+        """Return all requests of an engine that is about to step, if they leave; oldest first."""
         if now_s < self._next_s:
             return []
         sizes = {i: working_set(engine) for i, engine in enumerate(engines) if working_set(engine)}
         if place not in sizes or min(sizes, key=lambda i: (sizes[i], i)) != place:
-            return []  # whose turn it is comes to its own step
+            return []  # another engine has the fewest
         self._next_s = now_s + self.period_s
         scheduler = engines[place].scheduler
         leaving = [*scheduler.running, *scheduler.waiting]
@@ -54,12 +54,12 @@ class Migration:
 
     @staticmethod
     def preempted(engine: SimulatedEngine) -> list[Sequence]:
-        """Requests that lost their pages in the step that ended; oldest first."""
+        """Return requests that lost their pages in the step that ended; oldest first."""
         waiting = engine.scheduler.waiting
         return [one for one in waiting if one.generated and one.state is State.WAITING]
 
     def _fit(self, leaving: List[Sequence], others: List[SimulatedEngine]) -> bool:
-        """Whether engines in use can take them all, the fullest first."""
+        """Return whether the other engines in use have room for all, the fullest first."""
         slots = [self.most - working_set(engine) for engine in others]
         pages = [free_pages(engine) for engine in others]
         brought: set[tuple[int, int]] = set()
@@ -80,19 +80,19 @@ class Migration:
 
 
 def working_set(engine: SimulatedEngine) -> int:
-    """Requests of an engine, whether they run already or not."""
+    """Return the number of an engine's requests, running or waiting."""
     return len(engine.scheduler.running) + len(engine.scheduler.waiting)
 
 
 def free_pages(engine: SimulatedEngine) -> int:
-    """Pages for newcomers: but for those of prompts that wait, and one for each that is there."""
+    """Return the pages for new requests, less those that the present ones will soon need."""
     scheduler = engine.scheduler
     taken = sum(pages_for(one.length) for one in scheduler.waiting) + working_set(engine)
     return engine.pool.free + scheduler.adapters.idle_pages - taken
 
 
 def continued(sequence: Sequence) -> Request:
-    """What is left of a request: its tokens so far are a part of the prompt."""
+    """Return the rest of a request: its tokens so far become a part of the prompt."""
     request, count = sequence.request, len(sequence.generated)
     params = replace(request.params, max_new_tokens=sequence.limit - count)
     return replace(request, prompt_ids=(*request.prompt_ids, *sequence.generated), params=params)

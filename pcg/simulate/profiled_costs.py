@@ -1,12 +1,12 @@
-"""The costs of an engine's steps, fitted to what other steps of it took.
+"""The costs of an engine's steps, fitted to the measured times of other steps.
 
     step      f = a₀ + a₁ · tokens + a₂ · pairs + a₃ · sampled + a₄ · [trained > 0] + a₅ · trained
     unit      g = b₀ + b₁ · tokens + b₂ · pairs
-    update    what it took on average
+    update    the mean of the measured times
 
-a₃ is what a sequence costs beside its tokens: its attention over pages, sampling, and the host's
-bookkeeping. a₄ and a₅ are a window's, which runs behind the requests' tokens, and its loss. Least
-squares of relative errors; a coefficient that would be below 0 is 0.
+a₃ is the cost of a sequence beside its tokens: its attention over pages, sampling, and the host's
+bookkeeping. a₄ and a₅ are the cost of a training window, which follows the requests' tokens, and of
+its loss. The fit is the least squares of relative errors with no coefficient below 0.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import torch
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
-from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device, Side
 from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward, Release
@@ -34,12 +32,12 @@ from pcg.runtime.training.work_units import Backward, Forward, Release
 
 @dataclass
 class StepProfile:
-    """What an engine's steps took.
+    """The measured times of an engine's steps.
 
     Attributes:
-        steps: what each ran, and its seconds without what follows.
-        units: backward units likewise.
-        updates: seconds of optimizers' updates.
+        steps: the shape of each step, and its seconds without units and updates.
+        units: the load of each batch of backward units, and its seconds.
+        updates: the seconds of optimizers' updates.
     """
 
     steps: list[tuple[StepShape, float]] = field(default_factory=list)
@@ -47,7 +45,7 @@ class StepProfile:
     updates: list[float] = field(default_factory=list)
 
     def watch(self, engine: EngineLoop, job: Job) -> ProfiledDevice:
-        """Note what an engine's device and a job do from now on."""
+        """Measure what an engine's device and a job do from now on."""
         device = ProfiledDevice(engine.device, engine.clock, self)
         engine.device = device
         advance = job.advance
@@ -65,13 +63,13 @@ class StepProfile:
 
 
 class ProfiledDevice:
-    """A device whose work is noted.
+    """A device whose work is measured.
 
     Attributes:
-        cache: of the device.
-        side: none, so that each part is measured by itself.
-        shape: of the last step; None where it ran no tokens.
-        behind_s: seconds of units and updates of the step.
+        cache: the device's cache.
+        side: None, so that each part is measured by itself.
+        shape: the shape of the last step; None where it ran no tokens.
+        behind_s: the seconds of the last step's units and updates.
     """
 
     def __init__(self, device: Device, clock: Clock, profile: StepProfile) -> None:
@@ -79,12 +77,14 @@ class ProfiledDevice:
         self.side: Side | None = None
         self.shape: StepShape | None = None
         self.behind_s = 0.0
+        self.open, self.evict = device.open, device.evict
+        self.prefetch, self.is_copying = device.prefetch, device.is_copying
         self._device = device
         self._clock = clock
         self._profile = profile
 
     def step(self, engine: EngineLoop) -> int:
-        """Run a step of the engine and note it; how many requests ended."""
+        """Run and measure a step of the engine; returns how many requests ended."""
         self.shape, self.behind_s = None, 0.0
         started = self._clock.now_s()
         ended = sum(chunk.completion is not None for chunk in engine.step())
@@ -92,18 +92,6 @@ class ProfiledDevice:
             took = self._clock.now_s() - started - self.behind_s
             self._profile.steps.append((self.shape, took))
         return ended
-
-    def open(self, request: Request, number: int) -> Sequence:
-        return self._device.open(request, number)
-
-    def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        self._device.prefetch(adapters)
-
-    def is_copying(self, adapter: ServedAdapter) -> bool:
-        return self._device.is_copying(adapter)
-
-    def evict(self, adapter: ServedAdapter) -> None:
-        self._device.evict(adapter)
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
@@ -122,13 +110,13 @@ class ProfiledDevice:
 
 
 class ProfiledCosts:
-    """What a profile foretells of any step; see `StepCosts`.
+    """The costs of any step, predicted from a profile; see `StepCosts`.
 
     Args:
-        profile: of steps like those that will be asked for.
-        layers: of the model.
+        profile: the measured times of similar steps.
+        layers: the number of the model's layers.
     Raises:
-        CostModelError: there are too few steps.
+        CostModelError: the profile has too few steps.
     """
 
     def __init__(self, profile: StepProfile, layers: int) -> None:
@@ -143,7 +131,7 @@ class ProfiledCosts:
         self._update_s = statistics.fmean(profile.updates)
 
     def latencies(self) -> Latencies:
-        """What an engine begins to plan by: the same, and nothing is free."""
+        """Return the latencies that an engine first plans by: the same, with nothing free."""
         constant_s, token_s, key_s, sampled_s, window_s, trained_s = map(max, self._step, _LEAST_S)
         forward = Latency(constant_s, token_s, key_s, sampled_s, trained_s, window_s)
         return Latencies(forward, Latency(*map(max, self._unit, _LEAST_S[:3])))
@@ -158,12 +146,12 @@ class ProfiledCosts:
         return self._update_s
 
     def copy_seconds(self, size_bytes: int) -> float:
-        """None: an adapter of the host's device is where it is."""
+        """Return 0: an adapter on the host's device is not copied."""
         return 0.0
 
 
 _LEAST_S = (1e-6, 1e-9, 1e-15, 1e-9, 1e-6, 1e-9)
-"""Of a step's coefficients, for what is learned relative to them."""
+"""The least of a step's coefficients, as corrections are relative to them."""
 
 
 def _of_step(shape: StepShape) -> list[float]:
@@ -180,7 +168,7 @@ def _dot(coefficients: List[float], row: List[float]) -> float:
 
 
 def _fitted(observed: List[tuple[list[float], float]]) -> list[float]:
-    """Coefficients of at least 0 with the least relative errors; outliers count as others do."""
+    """Return coefficients of at least 0 with the least relative errors."""
     took = torch.tensor([seconds for _, seconds in observed]).double().clamp(min=1e-9)
     rows = torch.tensor([row for row, _ in observed]).double() / took.unsqueeze(-1)
     used = [i for i in range(rows.shape[1]) if bool(rows[:, i].any())]

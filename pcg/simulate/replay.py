@@ -1,8 +1,8 @@
-"""Replays a workload: requests go to an engine when their time has come, and a report comes out.
+"""Replay a workload on an engine: submit requests when their time has come, and report.
 
 Prompts are random tokens of the lengths that the workload asks for; every output runs to its
-length, whatever the model says. Times are those of the engine's clock. A request that comes during
-a step is submitted behind it, and its latencies count from when it came.
+length, whatever the model samples. Times are those of the engine's clock. A request that comes
+during a step is submitted after it, and its latencies count from when it came.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.workloads.checks import require_positive
-from pcg.simulate.workloads.timed_request import TimedRequest
 from pcg.simulate.workloads.workload import Workload
 
 _STUCK_S = 0.001
-"""From a step that found nothing to run to the next."""
+"""The time between a step that found nothing to run and the next."""
 _MOST_STUCK = 10_000
-"""Such steps one after the other, with no request to come: nothing will change any more."""
+"""The number of such steps in a row, with no request to come, after which nothing will change."""
 
 
 def replay(
@@ -41,19 +40,18 @@ def replay(
     """Serve a workload to the end of its last request, beside whatever jobs the engine has.
 
     Args:
-        engine: whose log keeps all events; jobs that it has go on behind the end.
-        workload: timed requests.
-        adapters: by the names that the workload uses.
-        vocabulary: tokens of the model.
-        seed: of the prompts.
-        prefix_tokens: that all prompts begin with, before those that the workload asks for.
-        most_positions: that the model has; None for any number.
+        engine: an engine whose log keeps all events; jobs that it has go on after the end.
+        workload: the timed requests.
+        adapters: the adapters by the names that the workload uses.
+        vocabulary: the number of the model's tokens.
+        seed: the seed of the prompts.
+        prefix_tokens: the number of tokens that all prompts have in front of their own.
+        most_positions: the model's positions; None for any number.
         wait: lets so many seconds pass on the engine's clock while there is nothing to do.
     Returns:
-        The report of the time from the first submission to the end of the last request; what was
-        refused is in it.
+        The report from the first submission to the end of the last request; refused requests count.
     Raises:
-        BenchmarkError: a request names no adapter that is there, is longer than the model's
+        BenchmarkError: a request names an adapter that is missing, is longer than the model's
             positions, or none can run any more.
     """
     requests = _requests(workload, adapters, vocabulary, seed, prefix_tokens, most_positions)
@@ -105,42 +103,30 @@ def _requests(
     prefix_tokens: int,
     most_positions: int | None,
 ) -> list[Request]:
-    """The requests with their prompts, made before the clock runs."""
+    """Return the requests with their prompts, before the clock runs."""
     missing = [name for name in workload.adapters if name not in adapters]
     if missing:
         raise BenchmarkError(
             f"the workload asks for adapter {missing[0]!r}, the first of {len(missing)} that are "
-            f"not among the {len(adapters)} there are; add them, or spread the requests anew"
+            f"not among the {len(adapters)} there are; add them, or assign the requests anew"
         )
     random = Random(f"{seed} tokens")
     prefix = tuple(Random(f"{seed} prefix").choices(range(vocabulary), k=prefix_tokens))
-    return [
-        _request(index, timed, adapters, prefix, vocabulary, random, most_positions)
-        for index, timed in enumerate(workload)
-    ]
-
-
-def _request(
-    index: int,
-    timed: TimedRequest,
-    adapters: Mapping[str, ServedAdapter],
-    prefix: tuple[int, ...],
-    vocabulary: int,
-    random: Random,
-    most_positions: int | None,
-) -> Request:
-    request = Request(
-        prefix + tuple(random.choices(range(vocabulary), k=timed.prompt_tokens)),
-        SamplingParams(max_new_tokens=timed.output_tokens, ignore_eos=True),
-        None if timed.adapter is None else adapters[timed.adapter],
-        tenant=timed.tenant or "",
-    )
-    if most_positions is not None and request.length + timed.output_tokens > most_positions:
-        raise BenchmarkError(
-            f"request {index} has {request.length} tokens and asks for {timed.output_tokens}, and "
-            f"the model has {most_positions} positions; use shorter lengths"
+    requests = []
+    for index, timed in enumerate(workload):
+        request = Request(
+            prefix + tuple(random.choices(range(vocabulary), k=timed.prompt_tokens)),
+            SamplingParams(max_new_tokens=timed.output_tokens, ignore_eos=True),
+            None if timed.adapter is None else adapters[timed.adapter],
+            tenant=timed.tenant or "",
         )
-    return request
+        if most_positions is not None and request.length + timed.output_tokens > most_positions:
+            raise BenchmarkError(
+                f"request {index} has {request.length} tokens and asks for {timed.output_tokens}, "
+                f"and the model has {most_positions} positions; use shorter lengths"
+            )
+        requests.append(request)
+    return requests
 
 
 def _submit(engine: EngineLoop, request: Request, came_s: float) -> None:

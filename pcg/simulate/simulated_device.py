@@ -1,11 +1,9 @@
 """A device that takes simulated time: the engine's steps without tensors.
 
-Requests get a token whenever one is due, any token, until their limit. What a step takes is what
-its costs say; the engine sees the clock move, as on a machine, and nothing else.
-
-Adapters are copied from the host's memory beside what runs (a copy engine of its own), one after
-the other. A step waits for the copies of the adapters that it uses; one that was fetched while an
-earlier step ran may be there by then.
+Requests get an arbitrary token whenever one is due, until their limit. A step takes the time that
+its costs predict; the engine sees the clock move, as on a machine, and nothing else. Adapters are
+copied from the host's memory one after the other, beside what runs; a step waits for the copies of
+the adapters that it uses.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ class SimulatedAdapter:
     """An adapter without tensors; one of the same name is another version.
 
     Attributes:
-        name: that requests use.
-        size_bytes: of its tensors.
-        rank: 0 for a method without ranks; it costs nothing but its copy.
-        prompt_tokens: virtual tokens before each sequence.
+        name: the name that requests use.
+        size_bytes: the bytes of its tensors.
+        rank: its rank; 0 for a method without ranks, which costs nothing but its copy.
+        prompt_tokens: the number of virtual tokens before each sequence.
     """
 
     name: str
@@ -43,23 +41,23 @@ class SimulatedAdapter:
     prompt_tokens: int = 0
 
 
-ANY_SAMPLED = 1
-"""Every token that is sampled."""
+SAMPLED_TOKEN = 1
+"""The token that every request gets."""
 
 
 class SimulatedDevice:
     """Moves a clock; see `pcg.runtime.engine.device.Device`.
 
     Args:
-        costs: seconds of what runs.
-        clock: of the engine.
-        most_positions: that the model has; None for any number.
+        costs: the seconds of steps, units, updates and copies.
+        clock: the engine's clock.
+        most_positions: the model's positions; None for any number.
 
     Attributes:
-        cache: nothing, as there are no keys and values.
-        side: none: units are taken to come behind the forward.
-        busy_s: seconds that it computed.
-        waited_s: seconds that steps waited for adapters.
+        cache: None, as there are no keys and values.
+        side: None, as backward units follow the forward.
+        busy_s: the seconds that it computed.
+        waited_s: the seconds that steps waited for adapters.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class SimulatedDevice:
         self._link_free_s = 0.0
 
     def open(self, request: Request, number: int) -> Sequence:
-        """A request's state, before anything ran.
+        """Return a request's state before anything ran.
 
         Raises:
             GenerationError: the prompt is empty, or longer than the model's positions.
@@ -99,11 +97,11 @@ class SimulatedDevice:
                 self._copied_s[id(adapter)] = self._link_free_s
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Whether it is being copied."""
+        """Return whether an adapter is being copied."""
         return self._copied_s.get(id(adapter), 0.0) > self._clock.now_s()
 
     def evict(self, adapter: ServedAdapter) -> None:
-        """Forget an adapter's copy: it has given its pages up."""
+        """Forget the copy of an adapter that gave its pages up."""
         self._copied_s.pop(id(adapter), None)
 
     def start(
@@ -112,7 +110,7 @@ class SimulatedDevice:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
-            Makes a token for each sequence; it means nothing where more are pending.
+            A function that returns a token for each sequence, meaningless where more are pending.
         """
         pieces: list[SequenceChunk] = []
         there_s = 0.0
@@ -135,7 +133,7 @@ class SimulatedDevice:
         self.waited_s += max(0.0, there_s - self._clock.now_s())
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
-        return lambda: [ANY_SAMPLED] * len(chunks)
+        return lambda: [SAMPLED_TOKEN] * len(chunks)
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer together."""

@@ -1,4 +1,4 @@
-"""The engine over a simulated device: the same scheduler, pool and policies, and a clock."""
+"""The engine over a simulated device: the scheduler, pool and policies are the real ones."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class SimulatedEngine(EngineLoop):
         """Train an adapter beside what is served.
 
         Args:
-            name: of the adapter, and of the job.
-            batches: lengths of the sequences of each step; without end for a job that has none.
-            rank: of the adapter.
+            name: the name of the adapter, and of the job.
+            batches: the lengths of each step's sequences; may have no end.
+            rank: the adapter's rank.
         Raises:
-            PcgError: there is such a job.
+            PcgError: a job has the name.
         """
         steps = 0
 
@@ -80,4 +80,4 @@ class SimulatedEngine(EngineLoop):
             self._note(Kind.STEPPED, name, step=steps, tokens=tokens)
 
         work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
-        return self.add_job(Job(name, work))
+        return self.jobs.add(Job(name, work))

@@ -1,4 +1,4 @@
-"""`pcg simulate`: a model on a machine, as costs and a pool of pages, without weights or device."""
+"""A model on a simulated machine: costs and a pool of pages, without weights or device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import MemoryBudget, PlanOptions
+from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses, bypasses_of
-from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
@@ -33,7 +34,7 @@ from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve
 
 USED_MEMORY = 0.9
-"""Of a device's memory, as vLLM's gpu_memory_utilization; the rest is for workspaces."""
+"""The share of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,13 @@ class SimulatedProgram:
     """A model on a machine.
 
     Attributes:
-        name: of the model.
-        device: that each rank has.
-        tp: number of ranks.
-        costs: seconds of its steps.
-        page_bytes: of a page, on one rank.
-        pages: that fit beside weights and what finetuning keeps.
-        weights_bytes: of the base, on one rank.
-        kept_bytes: that a pass of finetuning keeps for backward, on one rank.
-        shapes: (out, in) of the linear modules that adapters are at, of all layers.
+        name: the model's name.
+        device: the name of the device that each rank has.
+        tp: the number of ranks.
+        costs: the seconds of its steps.
+        page_bytes: the bytes of a page on one rank.
+        pages: the pages that fit beside weights and what finetuning saves for backward.
+        shapes: (out, in) of the linear modules that have adapters, of all layers.
     """
 
     name: str
@@ -58,12 +57,10 @@ class SimulatedProgram:
     costs: GraphCosts
     page_bytes: int
     pages: int
-    weights_bytes: int
-    kept_bytes: int
     shapes: tuple[tuple[int, int], ...]
 
     def latencies(self) -> Latencies:
-        """What an engine begins to plan by: five steps, as it measures them on a machine."""
+        """Return what an engine first plans by: five steps, as it measures them on a machine."""
 
         def seconds(tokens: int, context: int, rows: int) -> float:
             shape = StepShape.of([SequenceChunk(tokens, context)])
@@ -72,7 +69,7 @@ class SimulatedProgram:
         return fitted_latencies(seconds, self.costs.layers)
 
     def adapter(self, name: str, rank: int) -> SimulatedAdapter:
-        """A LoRA adapter in half precision; each rank holds an equal share of it."""
+        """Return a LoRA adapter in half precision; each rank holds an equal share of it."""
         size = sum(2 * rank * (out + in_) for out, in_ in self.shapes)
         return SimulatedAdapter(name, -(-size // self.tp), rank)
 
@@ -83,7 +80,7 @@ class SimulatedProgram:
         log: EventLog | None = None,
         sharing: Sharing | None = None,
     ) -> SimulatedEngine:
-        """An engine of it, at 0 s; `SimulatedEngine` says what the options are."""
+        """Return an engine of it, at 0 s; `SimulatedEngine` documents the options."""
         return SimulatedEngine(
             self.costs,
             self.pages,
@@ -109,26 +106,22 @@ def simulated_program(
     """Compile a model for a machine, without weights.
 
     Args:
-        model: as `pcg.explain` takes it.
-        device: with a sheet, as A100-80.
-        tp: tensor-parallel degree.
-        targets: modules that LoRA adapters are at; those that serve have any rank. They are in the
+        model: a model as `pcg.explain` takes it.
+        device: the name of a device with a data sheet, as A100-80.
+        tp: the tensor-parallel degree.
+        targets: the modules that have LoRA adapters, of any rank where they only serve, in the
             base's precision, as the papers have them.
-        rank: of what is trained.
-        finetuning_tokens: of the longest mini-batch that is trained; 0 where nothing is.
-        product_share: of the device's peak, that large matrix products reach; the cost model's own
-            by default.
+        rank: the rank of the adapter that is trained.
+        finetuning_tokens: the tokens of the longest mini-batch that is trained; 0 for none.
+        product_share: the share of the device's peak that large matrix products reach; the cost
+            model's own by default.
     Raises:
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    PlanOptions(tp=tp)
-    memory, costs = find_accelerator(device), find_cost_model(device)
-    if not isinstance(costs, SheetModel):
-        raise CostModelError(f"{device} is no device with a data sheet")
-    if product_share is not None:
-        achieved = replace(costs.achieved, product=product_share)
-        costs = SheetModel(costs.name, costs.sheet, costs.link_name, achieved)
+    options = PlanOptions(tp=tp, seq=finetuning_tokens or 1024)
+    memory_bytes = find_accelerator(device).memory_bytes
+    costs = _sheet_costs(device, product_share)
     source = resolve(model)
     recipe = LoraConfig(
         r=rank,
@@ -140,79 +133,84 @@ def simulated_program(
     def bypasses(base: ModelGraph) -> Bypasses:
         return bypasses_of(base, [recipe], model_type, base.dtype)
 
-    budget = MemoryBudget(seq=max(1, finetuning_tokens or 1024))
-    state = Compilation(
+    settings = Settings(
+        options,
         source.name,
-        source.config,
         bypasses,
+        costs if tp > 1 else None,
         trains=bool(finetuning_tokens),
-        budget=budget,
-        tp=tp,
-        costs=costs if tp > 1 else None,
     )
-    state = run_passes(state, last="rematerialize")
-    serving = made(state.serving_model)
-    kept_bytes = 0
-    training: dict[str, Any] = {}
-    if finetuning_tokens:
-        plan, trained_model = made(state.plan), made(state.training_model)
-        kept = saved_memory(trained_model, plan)
-        kept_bytes = bytes_at(kept.total, {SEQUENCES: budget.batch, CONTEXT: budget.seq})
-        training = {
-            "backward": [plan.plans[index].backward for index in plan.layers],
-            "loss": made(state.training_epilogue)[0],
-            "trained": sum(
-                _trained(plan.plans[index].backward, plan.plans[index].trained)
-                for index in plan.layers
-            ),
-        }
-    sheet = costs.sheet
-    host = next((link for name, link in sheet.links.items() if name.startswith("PCIe")), None)
-    if host is None:
-        raise CostModelError(f"{device} has no link to its host; sheets of GPUs have")
-    found = GraphCosts(
-        costs,
-        tp,
-        serving,
-        host_bytes_per_s=host.bytes_per_s * costs.achieved.link,
-        **training,
-    )
+    passes = pipeline(settings)
+    base = passes.base(source.config)
+    graphs = passes.trained(passes.attach.run(base))
+    serving = graphs.serving
+    saved_bytes, training = _training(graphs.training, options) if graphs.training else (0, {})
+    host_bytes_per_s = _host_bytes_per_s(costs)
     weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
     weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
     page_bytes = bytes_of_page(kv_types(serving))
-    free = int(USED_MEMORY * memory.memory_bytes) - weights - kept_bytes
+    free = int(USED_MEMORY * memory_bytes) - weights - saved_bytes
     if free < page_bytes:
         raise OutOfMemoryError(
-            f"{source.name} needs {(weights + kept_bytes) / 2**30:.1f} GiB a rank for weights and "
-            f"what backward reads; {device} has {memory.memory_bytes / 2**30:.1f}. Use a higher tp"
+            f"{source.name} needs {(weights + saved_bytes) / 2**30:.1f} GiB a rank for weights and "
+            f"what backward reads; {device} has {memory_bytes / 2**30:.1f}. Use a higher tp"
         )
     return SimulatedProgram(
         source.name,
         device,
         tp,
-        found,
+        GraphCosts(costs, tp, serving, host_bytes_per_s=host_bytes_per_s, **training),
         page_bytes,
         free // page_bytes,
-        weights,
-        kept_bytes,
-        tuple(_adapted(made(state.base), bypasses(made(state.base)).at)),
+        tuple(_adapted(base.model, bypasses(base.model).at)),
     )
 
 
+def _sheet_costs(device: str, product_share: float | None) -> SheetModel:
+    costs = find_cost_model(device)
+    if not isinstance(costs, SheetModel):
+        raise CostModelError(f"{device} is no device with a data sheet")
+    if product_share is None:
+        return costs
+    achieved = replace(costs.achieved, product=product_share)
+    return SheetModel(costs.name, costs.sheet, costs.link_name, achieved)
+
+
+def _host_bytes_per_s(costs: SheetModel) -> float:
+    links = costs.sheet.links.items()
+    host = next((link for name, link in links if name.startswith("PCIe")), None)
+    if host is None:
+        raise CostModelError(f"{costs.name} has no link to its host; sheets of GPUs have")
+    return host.bytes_per_s * costs.achieved.link
+
+
+def _training(found: TrainedModel, options: PlanOptions) -> tuple[int, dict[str, Any]]:
+    """Return the bytes that finetuning saves for backward, and the graphs that cost time."""
+    plan = found.plan
+    saved = saved_memory(found.model, plan)
+    layers = [plan.plans[index] for index in plan.layers]
+    trained = sum(_trained(layer.backward, layer.trained) for layer in layers)
+    return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq}), {
+        "backward": [layer.backward for layer in layers],
+        "loss": found.epilogue,
+        "trained": trained,
+    }
+
+
 def _weights(graph: Graph) -> int:
-    """Bytes of a graph's frozen parameters."""
+    """Return the bytes of a graph's frozen parameters."""
     return sum(int(p.type.size_bytes) for p in graph.parameters if p.role == "frozen")
 
 
 def _trained(backward: Graph | None, names: Sequence[str]) -> int:
-    """Numbers that a layer trains on one rank."""
+    """Return how many numbers a layer trains on one rank."""
     if backward is None:
         return 0
     return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])
 
 
 def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:
-    """(out, in) of the modules at some sites, in all layers."""
+    """Yield (out, in) of the modules at some sites, in all layers."""
     sites = base.linear_sites()
     for site in adapted:
         for _ in base.layers if "{layer}" in site else (0,):

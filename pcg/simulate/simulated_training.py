@@ -1,4 +1,4 @@
-"""A finetuning job without tensors: the units of `training_pass.pass_through`, in their order."""
+"""A finetuning job without tensors: its units of work, in the order of a real job's."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
-Windows = list[list[SequenceChunk]]
-
 
 class SimulatedPass:
-    """Sequences on their way forward in windows, and back layer by layer over the windows.
+    """A forward pass in windows of tokens, and a backward layer by layer over the windows.
 
     Attributes:
-        windows: that went forward and have layers left to go back, each by its sequences.
-        layers: of the model.
-        layer: whose backward comes next.
+        windows: the windows that went forward, each as the chunks of its sequences.
+        layers: the number of the model's layers.
+        layer: the layer whose backward comes next.
     """
 
     def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
         """Begin before the first token.
 
         Args:
-            lengths: tokens of each sequence.
-            layers: of the model.
-            adapter: that is trained.
-            rank: of the adapter.
+            lengths: the number of tokens of each sequence.
+            layers: the number of the model's layers.
+            adapter: an object that stands for the adapter.
+            rank: the adapter's rank.
         """
-        self.windows: Windows = []
+        self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
         self._lengths = list(lengths)
@@ -41,27 +39,27 @@ class SimulatedPass:
 
     @property
     def remaining(self) -> int:
-        """Tokens that have not gone forward."""
+        """The number of tokens that have not gone forward."""
         return sum(self._lengths[self._place :]) - self._context
 
     @property
     def context(self) -> int:
-        """Tokens of its sequence before the next one to go forward."""
+        """The number of tokens of its sequence before the next one to go forward."""
         return self._context
 
     @property
     def is_done(self) -> bool:
-        """Whether all layers of all windows went back."""
+        """True if all layers of all windows went back."""
         return self.layer < 0
 
     @property
     def next_window(self) -> list[SequenceChunk]:
-        """Whose backward comes next: the last one first."""
+        """The window whose backward comes next: the last one first."""
         return self.windows[self._index]
 
     @property
     def next_load(self) -> Load:
-        """Its work, as the engine counts it."""
+        """The work of that window, as the engine counts it."""
         return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
 
     def forward(self, tokens: int) -> None:
@@ -92,7 +90,7 @@ class SimulatedPass:
 
 
 class SimulatedForward(Forward):
-    """The tokens of a pass that are left."""
+    """The unit of the tokens of a pass that have not gone forward."""
 
     def __init__(self, whole: SimulatedPass) -> None:
         self.whole = whole
@@ -114,7 +112,7 @@ class SimulatedForward(Forward):
 
 
 class SimulatedBackward(Backward):
-    """The next layer and window of a pass."""
+    """The unit of the next layer and window of a pass."""
 
     def __init__(self, whole: SimulatedPass) -> None:
         self.whole = whole
@@ -138,16 +136,16 @@ def simulated_steps(
     on_step: Callable[[int], None],
     rank: int = 16,
 ) -> Work[int]:
-    """Units of a job that trains on a batch a step.
+    """Yield the units of a job that trains on a batch a step.
 
     Args:
-        batches: lengths of the sequences of each.
-        layers: of the model.
-        update: an optimizer's update, which runs between units.
-        on_step: told of each step's tokens.
-        rank: of the adapter that is trained.
+        batches: the lengths of each step's sequences.
+        layers: the number of the model's layers.
+        update: runs an optimizer's update, between units.
+        on_step: a function called with each step's number of tokens.
+        rank: the rank of the adapter that is trained.
     Returns:
-        How many steps there were.
+        The number of steps.
     """
     steps, adapter = 0, object()
     for lengths in batches:

@@ -4,10 +4,10 @@ Engines have clocks of their own. The engine that is furthest behind goes on, so
 finds every engine as it is when it comes, up to the step that each is in. A router chooses the
 engine of a request:
 
-    RoundRobin         engines in turn: pipelines behind a plain load balancer
-    SeparateInstances  some of the engines in turn; the others only train (FlexLLM v2 §8.1)
-    FullestFirst       the engine with the largest batch below its limit that has pages for the
-                       request; where there is none it waits, first come, first served (Punica §5.1)
+    RoundRobin    engines in turn: pipelines behind a plain load balancer; or some of them, where
+                  the others only train (separate instances, FlexLLM v2 §8.1)
+    FullestFirst  the engine with the largest batch below its limit that has pages for the request;
+                  where there is none it waits, first come, first served (Punica §5.1)
 """
 
 from __future__ import annotations
@@ -40,33 +40,19 @@ class Router(Protocol):
 
 @dataclass
 class RoundRobin:
-    """Chooses engines in turn."""
+    """Chooses engines in turn.
 
-    _next: int = 0
-
-    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
-        place = self._next % len(engines)
-        self._next += 1
-        return place
-
-
-class SeparateInstances:
-    """Chooses among the first engines in turn; the others get no request, and train.
-
-    Args:
-        serving: the number of engines that serve.
-    Raises:
-        BenchmarkError: it is below 1.
+    Attributes:
+        serving: the number of engines that serve, the first ones; None for all.
     """
 
-    def __init__(self, serving: int) -> None:
-        if serving < 1:
-            raise BenchmarkError(f"serving={serving}; use at least 1 engine")
-        self._serving = serving
-        self._turns = RoundRobin()
+    serving: int | None = None
+    _next: int = field(default=0, init=False)
 
     def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
-        return self._turns.choose(engines[: self._serving], request)
+        place = self._next % (self.serving or len(engines))
+        self._next += 1
+        return place
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """FlexLLM v2 §8.1 and §8.2, figures 10 and 11: finetuning beside inference, four pipelines.
 
-co-serving     FlexLLM's own                                                    both figures
-temporal-n     n steps that serve, then one mini-batch (§8.2)                   figure 11
-spatial-p      p hundredths of the time are finetuning's (§8.2)                 figure 11
-separate-p     p hundredths of the pipelines serve, the others train (§8.1)     figure 10
+co-serving     FlexLLM's own                                                  both figures
+temporal-n     n steps that serve, then one mini-batch (§8.2)                 figure 11
+spatial-p      p % of the time for finetuning (§8.2)                          figure 11
+separate-p     p % of the pipelines serve, the others train (§8.1)            figure 10
 """
 
 from __future__ import annotations
@@ -26,18 +26,26 @@ from pcg.runtime.engine.sharing import (
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
-from pcg.simulate.simulation import RoundRobin, SeparateInstances, Simulation
+from pcg.simulate.simulation import RoundRobin, Simulation
+from pcg.simulate.workloads.arrivals import Bursty
 from pcg.simulate.workloads.lengths import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
     Lengths,
 )
-from pcg.simulate.workloads.presets import FLEXLLM_TPOT_SLO_S, FLEXLLM_TTFT_SLO_S, flexllm
+from pcg.simulate.workloads.synthetic import synthetic
+from pcg.simulate.workloads.workload import Workload
 
 PIPELINES = 4
 RATES = (4.0, 8.0, 12.0, 16.0, 20.0)
 TRAINED_TOKENS = 8192
-"""Where sequences of the reasoning data set are cut; all are taken to be so long."""
+"""The length to which sequences of the reasoning data set are cut; here all have it."""
+
+TTFT_SLO_S = 5.0
+TPOT_SLO_S: Mapping[str, float] = MappingProxyType(
+    {"Llama-3.1-8B": 0.050, "Qwen2.5-14B": 0.075, "Qwen2.5-32B": 0.075}
+)
+"""The SLOs of §8 by model, seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,10 @@ class CoServed:
     """A model of FlexLLM v2 §8.
 
     Attributes:
-        model: its id.
-        tp: GPUs of a pipeline, A100s of 80 GB.
-        paper: finetuning tokens a second of all pipelines, by arrangement and requests a second, as
-            the text of §8.1 has them.
+        model: the model's id.
+        tp: the number of a pipeline's GPUs, A100s of 80 GB.
+        paper: finetuning tokens a second of all pipelines, by arrangement and requests a second,
+            from the text of §8.1.
     """
 
     model: str
@@ -57,7 +65,7 @@ class CoServed:
 
     @property
     def name(self) -> str:
-        """Without its owner."""
+        """The model's name without its owner."""
         return self.model.partition("/")[2]
 
 
@@ -75,11 +83,11 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How pipelines share serving and finetuning.
+    """The rule by which pipelines share serving and finetuning.
 
     Attributes:
-        sharing: the rule of a pipeline that has both.
-        serving: pipelines that serve; where these are not all, the others alone train.
+        sharing: the rule of a pipeline that does both.
+        serving: the number of pipelines that serve; if fewer than all, only the others train.
     """
 
     sharing: Callable[[], Sharing] = CoServing
@@ -87,7 +95,7 @@ class Arrangement:
 
     @property
     def is_separate(self) -> bool:
-        """Whether no pipeline does both."""
+        """True if no pipeline does both."""
         return self.serving < PIPELINES
 
 
@@ -103,15 +111,15 @@ ARRANGEMENTS: Mapping[str, Arrangement] = MappingProxyType(
         "inference-only": Arrangement(InferenceOnly),
     }
 )
-"""By name. The shares of spatial sharing are not in the paper."""
+"""The arrangements by name. The shares of spatial sharing are not in the paper."""
 
 
 def co_serving_program(setting: CoServed, product_share: float | None = None) -> SimulatedProgram:
-    """The model of a setting, with LoRA of rank 16 at its down projections.
+    """Return the model of a setting, with LoRA of rank 16 at its down projections.
 
     Args:
-        setting: model and machine.
-        product_share: of the device's peak, that products reach; as for `simulated_program`.
+        setting: the model and its machine.
+        product_share: the share of the peak that products reach, as for `simulated_program`.
     """
     return simulated_program(
         setting.model,
@@ -124,21 +132,20 @@ def co_serving_program(setting: CoServed, product_share: float | None = None) ->
 
 
 def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0) -> float:
-    """The share of the peak at which co-serving trains what the paper says at its lowest rate.
+    """Return the share of the peak at which co-serving trains as in the paper at its lowest rate.
 
-    One number of the paper's is taken for it; what comes of all other rates and arrangements can be
-    held against the paper. Throughput is nearly in proportion to the share, so that a few
-    corrections find it.
+    It takes one number from the paper; all other rates and arrangements can be compared with it.
+    Throughput is nearly in proportion to the share, so that a few corrections find it.
 
     Args:
-        setting: model and machine.
-        seed: of the workload.
-        duration_s: of it.
+        setting: the model and its machine.
+        seed: the seed of the workload.
+        duration_s: the duration of the workload.
     Returns:
         A share whose throughput is within 2 % of the paper's, or within a mini-batch of each
-        pipeline: throughput counts whole ones.
+        pipeline, as throughput counts whole ones.
     Raises:
-        BenchmarkError: none is found.
+        BenchmarkError: no share is found.
     """
     wanted, share = setting.paper["co-serving", RATES[0]], 0.5
     near = max(0.02 * wanted, PIPELINES * TRAINED_TOKENS / duration_s)
@@ -155,6 +162,24 @@ def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0)
     )
 
 
+def bursty_workload(
+    rate_per_s: float,
+    cv: float = 0.5,
+    *,
+    seed: int,
+    duration_s: float = 1200.0,
+    prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
+    outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
+) -> Workload:
+    """Return bursty arrivals that stand in for the parts of BurstGPT that the paper replays.
+
+    `read_public_trace(…).part(…).at_rate(…)` replays BurstGPT's own file. The paper does not give
+    `cv`, the coefficient of variation of the rate.
+    """
+    arrivals = Bursty(rate_per_s, cv)
+    return synthetic(arrivals, prompts, outputs, seed=seed, duration_s=duration_s)
+
+
 def co_serving(
     program: SimulatedProgram,
     setting: CoServed,
@@ -163,41 +188,38 @@ def co_serving(
     arrangement: str = "co-serving",
     seed: int = 0,
     duration_s: float = 1200.0,
-    cv: float = 0.5,
     prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
     outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
 ) -> ServingReport:
     """Serve the base model and train an adapter on each of four pipelines.
 
     Args:
-        program: of the setting.
-        setting: model and machine.
-        rate_per_s: of all pipelines; arrivals are stretched or pressed to it, as the paper's are.
-        arrangement: of the pipelines, of `ARRANGEMENTS`.
-        seed: of the workload.
-        duration_s: of the arrivals before they are; twenty minutes in the paper.
-        cv: of the arrivals' rate, which is not in the paper.
-        prompts: lengths.
-        outputs: likewise.
+        program: the setting's program.
+        setting: the model and its machine.
+        rate_per_s: the rate of all pipelines, to which arrivals are scaled, as the paper's are.
+        arrangement: a name of `ARRANGEMENTS`.
+        seed: the seed of the workload.
+        duration_s: the duration of the arrivals before scaling; twenty minutes in the paper.
+        prompts: the prompts' lengths.
+        outputs: the outputs' lengths.
     Returns:
         The report up to the last arrival, where finetuning ends; requests go on to their end.
     Raises:
-        BenchmarkError: there is no such arrangement.
+        BenchmarkError: no arrangement has the name.
     """
     if arrangement not in ARRANGEMENTS:
         raise BenchmarkError(f"no arrangement {arrangement!r}; use {', '.join(ARRANGEMENTS)}")
     chosen = ARRANGEMENTS[arrangement]
-    slo = Slo(FLEXLLM_TTFT_SLO_S, FLEXLLM_TPOT_SLO_S[setting.name])
+    slo = Slo(TTFT_SLO_S, TPOT_SLO_S[setting.name])
     limits = Limits(ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
-    # A pipeline that only trains takes whole mini-batches: no request waits for it.
+    # A pipeline that only trains takes whole mini-batches, as no request waits for it.
     apart = TemporalSharing if chosen.is_separate else chosen.sharing
     engines = [program.engine(limits, sharing=apart()) for _ in range(PIPELINES)]
     for place, engine in enumerate(engines):
         if not chosen.is_separate or place >= chosen.serving:
             engine.finetune("finetuning", repeat((TRAINED_TOKENS,)))
-    workload = flexllm(
-        rate_per_s, cv, seed=seed, duration_s=duration_s, prompts=prompts, outputs=outputs
+    workload = bursty_workload(
+        rate_per_s, seed=seed, duration_s=duration_s, prompts=prompts, outputs=outputs
     ).at_rate(rate_per_s)
-    router = SeparateInstances(chosen.serving) if chosen.is_separate else RoundRobin()
-    events = Simulation(engines, router).run(workload, workload.duration_s)
+    events = Simulation(engines, RoundRobin(chosen.serving)).run(workload, workload.duration_s)
     return serving_report(events, slo, start_s=0.0, end_s=workload.duration_s)

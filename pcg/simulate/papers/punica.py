@@ -1,4 +1,4 @@
-"""Punica §7.3, figure 13: sixteen GPUs, requests consolidated on the fullest."""
+"""Punica §7.3, figure 13: sixteen GPUs, whose requests are consolidated on the fullest."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.simulate.migration import Migration, working_set
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import FullestFirst, Simulation
+from pcg.simulate.workloads.arrivals import RateCurve
 from pcg.simulate.workloads.lengths import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
     Lengths,
 )
-from pcg.simulate.workloads.presets import punica_hour
+from pcg.simulate.workloads.popularity import Skewed
+from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
+from pcg.simulate.workloads.workload import Workload
 
 PUNICA_GPUS = 16
 PUNICA_BATCH = 32
-"""Requests of a GPU at most (§5.1)."""
+"""The largest number of a GPU's requests (§5.1)."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class ClusterMinute:
     """A minute of the cluster.
 
     Attributes:
-        minute: from 0.
-        requests_per_s: that came.
-        output_tokens_per_s: that came out.
-        busy: share of the minute that each GPU computed.
-        batch: mean requests of a step of each GPU; 0 where it had none.
-        moved: requests that left a GPU for another.
-        freed: GPUs that were emptied so.
+        minute: its number from 0.
+        requests_per_s: the rate of arrivals.
+        output_tokens_per_s: the rate of generated tokens.
+        busy: the share of the minute that each GPU computed.
+        batch: the mean number of requests in a step of each GPU; 0 where it had none.
+        moved: the number of requests that left a GPU for another.
+        freed: the number of GPUs that were emptied so.
     """
 
     minute: int
@@ -49,13 +52,31 @@ class ClusterMinute:
 
     @property
     def used(self) -> float:
-        """GPUs in use, a mean over time: one that has requests computes."""
+        """The mean number of GPUs in use: a GPU that has requests computes."""
         return sum(self.busy)
 
 
 def cluster_program() -> SimulatedProgram:
-    """Llama-2-7B on an A100 of 40 GB, with adapters at all dense projections."""
+    """Return Llama-2-7B on an A100 of 40 GB, with adapters at all dense projections."""
     return simulated_program("meta-llama/Llama-2-7b-hf", "A100-40")
+
+
+def hour_workload(
+    rate_per_s: float,
+    *,
+    seed: int,
+    duration_s: float = 3600.0,
+    prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
+    outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
+) -> Workload:
+    """Return Punica's hour: a rate that rises and falls, adapters Zipf-1.5.
+
+    The paper shows the rate's curve without numbers: here it rises from 0 to twice the mean at
+    half-time and falls to 0, on straight lines.
+    """
+    arrivals = RateCurve(rate_per_s, duration_s, (0.0, 1.0, 0.0))
+    workload = synthetic(arrivals, prompts, outputs, seed=seed, duration_s=duration_s)
+    return assign_adapters(workload, Skewed(1.5), seed=seed)
 
 
 def cluster_hour(
@@ -71,22 +92,22 @@ def cluster_hour(
     """Serve Punica's hour: each request goes to the fullest GPU that has room.
 
     Args:
-        program: of each GPU.
-        rate_per_s: mean of the hour.
-        seed: of the workload.
-        duration_s: of it.
-        prompts: lengths.
-        outputs: likewise.
-        migrates: whether requests that run move between GPUs.
+        program: the program of each GPU.
+        rate_per_s: the mean rate of the hour.
+        seed: the seed of the workload.
+        duration_s: the duration of the workload.
+        prompts: the prompts' lengths.
+        outputs: the outputs' lengths.
+        migrates: True if running requests move between GPUs.
     Returns:
         The minutes, and the mean time to the first token in seconds.
     """
-    workload = punica_hour(
+    workload = hour_workload(
         rate_per_s, seed=seed, duration_s=duration_s, prompts=prompts, outputs=outputs
     )
     adapters = {name: program.adapter(name, 16) for name in workload.adapters}
     limits = Limits(running=PUNICA_BATCH)
-    # An hour has tens of millions of tokens: they are counted, and not kept.
+    # An hour has tens of millions of tokens: the log counts them and keeps none.
     engines = [program.engine(limits, log=EventLog(0)) for _ in range(PUNICA_GPUS)]
     simulation = Simulation(engines, FullestFirst(PUNICA_BATCH), adapters)
     if migrates:
@@ -98,10 +119,10 @@ def cluster_hour(
 
 
 class _Tally:
-    """What engines do, by minute.
+    """Counts what engines do, by minute.
 
     Attributes:
-        first_s: times to the first token of all requests, summed.
+        first_s: the sum of all requests' times to the first token.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -132,7 +153,7 @@ class _Tally:
         self._busy_before[place] = engine.device.busy_s
 
     def moved(self, place: int, sequence: Served) -> None:
-        """Count a request that leaves, and the GPU if it was the last one there."""
+        """Count a request that leaves, and its GPU if it was the last one there."""
         engine = self._engines[place]
         minute = int(engine.clock.now_s() // 60)
         self._moved[minute] += 1
@@ -140,7 +161,7 @@ class _Tally:
         self._submitted_s.pop((place, sequence.id), None)
 
     def minutes(self, came: Mapping[int, int]) -> tuple[ClusterMinute, ...]:
-        """All minutes up to the last token."""
+        """Return all minutes up to the last token."""
         places = range(len(self._engines))
         return tuple(
             ClusterMinute(

@@ -12,9 +12,13 @@ from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation
+from pcg.simulate.workloads.lengths import Between
 from pcg.simulate.workloads.popularity import PowerLaw
-from pcg.simulate.workloads.presets import S_LORA_LENGTHS, S_LORA_TTFT_SLO_S
 from pcg.simulate.workloads.synthetic import s_lora
+
+S_LORA_LENGTHS = Between(8, 512)
+S_LORA_TTFT_SLO_S = 6.0
+"""The first-token SLO of S-LoRA §7.1, seconds."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class ManyAdapters:
     """A row of S-LoRA's table 1, and its requests a second in table 3.
 
     Attributes:
-        model: its id.
-        ranks: of the adapters, in turn.
+        model: the model's id.
+        ranks: the adapters' ranks, in turn.
         paper: requests a second by the number of adapters.
     """
 
@@ -52,14 +56,14 @@ S_LORA_MODELS: Mapping[str, ManyAdapters] = MappingProxyType(
     }
 )
 S_LORA_RATES_PER_S = MappingProxyType({"S1": 10.0, "S2": 10.0, "S4": 6.0})
-"""Table 2, on an A100 of 80 GB."""
+"""The rates of table 2, on an A100 of 80 GB."""
 
 
 def many_adapters_program(name: str) -> SimulatedProgram:
-    """A model of table 3 on one A100 of 80 GB, with adapters at q, k, v and o.
+    """Return a model of table 3 on one A100 of 80 GB, with adapters at q, k, v and o.
 
     Raises:
-        BenchmarkError: there is no such setting.
+        BenchmarkError: no setting has the name.
     """
     if name not in S_LORA_MODELS:
         raise BenchmarkError(f"no S-LoRA setting {name!r}; use {', '.join(S_LORA_MODELS)}")
@@ -76,15 +80,15 @@ def many_adapters(
     seed: int = 0,
     duration_s: float = 300.0,
 ) -> ServingReport:
-    """Serve requests for so many adapters, all of them to the end.
+    """Serve requests for many adapters, all of them to the end.
 
     Args:
-        program: of the setting.
-        name: of the setting.
-        adapters: how many.
-        rate_per_s: of the requests; table 2's by default.
-        seed: of the workload.
-        duration_s: of it; five minutes in the paper.
+        program: the setting's program.
+        name: the setting's name.
+        adapters: the number of adapters.
+        rate_per_s: the rate of the requests; table 2's by default.
+        seed: the seed of the workload.
+        duration_s: the duration of the workload; five minutes in the paper.
     """
     setting = S_LORA_MODELS[name]
     workload = s_lora(

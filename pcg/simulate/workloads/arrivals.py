@@ -3,8 +3,8 @@
     Constant   every 1/rate
     Poisson    intervals are exponential
     Gamma      intervals are Gamma distributed: mean 1/rate, standard deviation cv/rate
-    Bursty     Poisson at a rate that is drawn again and again
-    RateCurve      Poisson at a rate that follows a curve
+    Bursty     Poisson at a rate that is drawn anew every period
+    RateCurve  Poisson at a rate that follows a curve
 
 All start at time 0 in their steady state: the mean number of requests in any T seconds is rate · T
 (over whole periods, for `RateCurve`).
@@ -28,7 +28,7 @@ class Arrivals(ABC):
     """An arrival process.
 
     Attributes:
-        rate_per_s: mean rate, requests a second.
+        rate_per_s: the mean rate, requests a second.
     Raises:
         BenchmarkError: a parameter is out of its range.
     """
@@ -40,7 +40,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def times_s(self, random: Random) -> Iterator[float]:
-        """Times of arrival from 0 on, seconds, without end."""
+        """Yield the times of arrival from 0 on, in seconds, without end."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Poisson(Arrivals):
 class Gamma(Arrivals):
     """A renewal process of Gamma intervals: shape 1/cv², scale cv²/rate.
 
-    A process that began long ago: 0 lies anywhere in an interval, and longer intervals hold it
-    more often (theirs is a Gamma of shape 1/cv² + 1). Were a request at 0, the mean number in T
-    seconds would be up to (cv² - 1)/2 more than rate · T, for each adapter.
+    The process began long ago: 0 lies anywhere in an interval, more often in a longer one (whose
+    length is a Gamma of shape 1/cv² + 1). With a request at 0, the mean number in T seconds would
+    exceed rate · T by up to (cv² - 1)/2 for each adapter.
 
     Attributes:
-        cv: coefficient of variation of the intervals; 1 is Poisson, more is burstier.
+        cv: the coefficient of variation of the intervals; 1 is Poisson, more is burstier.
 
     Source: S-LoRA §7.2. vLLM's `burstiness` is the shape, 1/cv².
     """
@@ -94,14 +94,13 @@ class Gamma(Arrivals):
 class Bursty(Arrivals):
     """A Poisson process whose rate is drawn from a Gamma distribution for every `period_s`.
 
-    The number of requests in a period has mean n = rate · period and variance n + (cv · n)²: what
-    Poisson has, and the rate's own. BurstGPT, the trace of Azure's GPT services that FlexLLM v2 §8
-    replays, has calm and busy times that no constant rate has; `cv` and `period_s` are the
-    caller's, as the papers give none.
+    The number of requests in a period has mean n = rate · period and variance n + (cv · n)², that
+    of Poisson and of the rate. BurstGPT, the trace of Azure's GPT services that FlexLLM v2 §8
+    replays, has calm and busy times; the papers give neither `cv` nor `period_s`.
 
     Attributes:
-        cv: coefficient of variation of the rate.
-        period_s: how long a rate holds, seconds.
+        cv: the coefficient of variation of the rate.
+        period_s: the seconds that a rate holds.
     """
 
     cv: float
@@ -125,12 +124,12 @@ class Bursty(Arrivals):
 
 @dataclass(frozen=True)
 class RateCurve(Arrivals):
-    """A Poisson process whose rate follows straight lines between points, again and again.
+    """A Poisson process whose rate follows straight lines between points, periodically.
 
     Attributes:
-        period_s: of the curve, seconds.
-        heights: rates relative to each other, at equal distances from 0 to `period_s`. (0, 1, 0)
-            goes up and down as Punica's cluster hour does (§7.3).
+        period_s: the period of the curve, seconds.
+        heights: rates relative to each other, at equal distances from 0 to `period_s`; (0, 1, 0)
+            rises and falls as Punica's cluster hour does (§7.3).
     """
 
     period_s: float
@@ -146,7 +145,7 @@ class RateCurve(Arrivals):
             )
 
     def rate_at(self, time_s: float) -> float:
-        """The rate at a time, requests a second."""
+        """Return the rate at a time, requests a second."""
         pieces = len(self.heights) - 1
         place = time_s % self.period_s / self.period_s * pieces
         left = min(int(place), pieces - 1)
@@ -155,7 +154,7 @@ class RateCurve(Arrivals):
 
     @property
     def _scale(self) -> float:
-        """What makes the mean height the mean rate."""
+        """The factor from heights to rates."""
         areas = sum((low + high) / 2 for low, high in pairwise(self.heights))
         return self.rate_per_s * (len(self.heights) - 1) / areas
 

@@ -6,20 +6,12 @@ from pcg.errors import BenchmarkError
 
 
 def require_positive(name: str, value: float) -> None:
-    """Refuse what is not a finite number above 0.
-
-    Raises:
-        BenchmarkError: it is not.
-    """
+    """Raise a BenchmarkError unless a value is a finite number above 0."""
     if not 0 < value < math.inf:
         raise BenchmarkError(f"{name}={value}; use a finite number above 0")
 
 
 def require_count(name: str, value: int, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`.
-
-    Raises:
-        BenchmarkError: it is not.
-    """
+    """Raise a BenchmarkError unless a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise BenchmarkError(f"{name}={value!r}; use a whole number of at least {least}")

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are, in tokens."""
+"""Distributions of the lengths of prompts and outputs, in tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Lengths(ABC):
 
     @abstractmethod
     def draw(self, random: Random) -> int:
-        """One length, tokens."""
+        """Return one length, in tokens."""
 
 
 @dataclass(frozen=True)
 class Fixed(Lengths):
-    """Always the same length."""
+    """The distribution of one length alone."""
 
     tokens: int
 
@@ -37,7 +37,7 @@ class Fixed(Lengths):
 
 @dataclass(frozen=True)
 class Between(Lengths):
-    """Uniform from `least` to `most`, both included, as S-LoRA's U[8, 512]."""
+    """The uniform distribution from `least` to `most`, both included, as S-LoRA's U[8, 512]."""
 
     least: int
     most: int
@@ -52,16 +52,15 @@ class Between(Lengths):
 
 @dataclass(frozen=True)
 class LogNormal(Lengths):
-    """Log-normal, given by two quantiles and cut off at `most`.
+    """A log-normal distribution, given by two quantiles and truncated at `most`.
 
-    ln(length) has mean ln(median) and standard deviation ln(p90 / median) / 1.2816, rounded to
-    whole tokens. The cut keeps the shape below it: lengths above are not piled up at `most`, they
-    do not occur.
+    ln(length) has mean ln(median) and standard deviation ln(p90 / median) / 1.2816; lengths are
+    rounded to whole tokens.
 
     Attributes:
-        median: before the cut, tokens.
-        p90: which nine tenths do not exceed, before the cut, tokens.
-        most: the longest, tokens; None for no cut.
+        median: the median before truncation, tokens.
+        p90: the 90th percentile before truncation, tokens.
+        most: the longest length, tokens; None for no truncation.
     """
 
     median: float
@@ -84,12 +83,12 @@ class LogNormal(Lengths):
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of ln(length)."""
+        """The standard deviation of ln(length)."""
         return math.log(self.p90 / self.median) / _NORMAL.inv_cdf(0.9)
 
     @property
     def share_below(self) -> float:
-        """The share of lengths up to `most`, before the cut."""
+        """The share of lengths up to `most`, before truncation."""
         if self.most is None:
             return 1.0
         return _NORMAL.cdf(math.log(self.most / self.median) / self.sigma)
@@ -102,11 +101,11 @@ class LogNormal(Lengths):
 
 SHAREGPT_PROMPTS = LogNormal(1730, 5696)
 SHAREGPT_OUTPUTS = LogNormal(415, 834)
-"""ShareGPT's multi-turn chats, the conversation so far being the prompt.
+"""ShareGPT's multi-turn chats, where the prompt is the conversation so far.
 
 Median and 90th percentile are those of Sarathi-Serve's table 2 (OSDI 2024, openchat_sharegpt4),
-which FlexLLM v2 §8 follows; that lengths are log-normal between and beyond them, and prompts and
-outputs independent, is ours. A model with a short context wants `replace(…, most=…)`.
+which FlexLLM v2 §8 follows. That lengths are log-normal, and prompts and outputs independent, is
+our assumption. A model with a short context needs `replace(…, most=…)`.
 """
 
 SHAREGPT_FIRST_PROMPTS = LogNormal(98, 353, 2048)
@@ -114,5 +113,5 @@ SHAREGPT_FIRST_OUTPUTS = LogNormal(278, 618, 2048)
 """ShareGPT's chats cut into single turns: means of 161 and 338 tokens (vLLM, SOSP 2023, figure 11).
 
 That lengths are log-normal, ln(length) with standard deviations of 1 and 0.625, and prompts and
-outputs independent, is ours.
+outputs independent, is our assumption.
 """

@@ -1,4 +1,4 @@
-"""Which adapters requests are for: how many of n requests fall to each adapter.
+"""The popularity of adapters: how many of n requests are for each.
 
 Distinct    each request has an adapter of its own                      Punica §7
 Uniform     ⌈√n⌉ adapters, as many requests each                        Punica §7
@@ -19,14 +19,14 @@ from pcg.simulate.workloads.checks import require_count
 
 
 class Popularity(ABC):
-    """How requests are shared out among adapters."""
+    """A law by which requests choose adapters."""
 
     @abstractmethod
     def shares(self, requests: int) -> tuple[float, ...]:
-        """Share of each adapter of so many requests, the most popular first; they sum to 1."""
+        """Return each adapter's share of so many requests, the largest first; they sum to 1."""
 
     def counts(self, requests: int) -> tuple[int, ...]:
-        """Whole numbers of requests as near to the shares as can be (largest remainders).
+        """Return whole numbers of requests that are nearest to the shares (largest remainders).
 
         Raises:
             BenchmarkError: `requests` is not a whole number of at least 1.
@@ -41,7 +41,7 @@ class Popularity(ABC):
         return tuple(counts)
 
     def order(self, requests: int, random: Random) -> list[int]:
-        """The adapter of each request, by its place from the most popular: `counts`, shuffled."""
+        """Return each request's adapter, by its place from the most popular: `counts`, shuffled."""
         drawn = [index for index, many in enumerate(self.counts(requests)) for _ in range(many)]
         random.shuffle(drawn)
         return drawn
@@ -49,7 +49,7 @@ class Popularity(ABC):
 
 @dataclass(frozen=True)
 class Distinct(Popularity):
-    """Each request is for an adapter of its own."""
+    """Each request has an adapter of its own."""
 
     def shares(self, requests: int) -> tuple[float, ...]:
         return (1 / requests,) * requests
@@ -60,7 +60,7 @@ class Uniform(Popularity):
     """All adapters are equally popular.
 
     Attributes:
-        adapters: how many; None for ⌈√requests⌉, as in Punica.
+        adapters: the number of adapters; None for ⌈√requests⌉, as in Punica.
     """
 
     adapters: int | None = None
@@ -78,7 +78,7 @@ class Uniform(Popularity):
 class Skewed(Popularity):
     """Each adapter has `ratio` times the requests of the next: a geometric sequence.
 
-    There are as many adapters as leave the last at least one request. Punica calls this Zipf-α;
+    There are as many adapters as leave at least one request for the last. Punica calls this Zipf-α;
     Zipf's own law is `PowerLaw`.
 
     Attributes:
@@ -115,7 +115,7 @@ class PowerLaw(Popularity):
     """The i-th of `adapters` has a share ∝ i^-exponent: Zipf's law.
 
     Attributes:
-        adapters: how many; some may get no request.
+        adapters: the number of adapters; some may get no request.
         exponent: S-LoRA's α; 0 is uniform.
     """
 

@@ -1,12 +1,12 @@
-"""Public traces of LLM services, as CSV, told apart by their header.
+"""Reader of public traces of LLM services: CSV files, told apart by their header.
 
     Azure 2023, 2024   TIMESTAMP,ContextTokens,GeneratedTokens
                        TIMESTAMP is a date and time: 2023-11-16 18:17:03.9799600
     BurstGPT           Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,…
                        Timestamp is in seconds
 
-Rows without an output are failed requests (so BurstGPT's description says) and are left out, as are
-rows without a prompt. Neither trace has adapters: `assign_adapters` gives them some.
+Rows without an output are failed requests (BurstGPT's description) and are left out, as are rows
+without a prompt. Neither trace has adapters; `assign_adapters` adds them.
 
 Source: AzurePublicDataset's AzureLLMInferenceDataset2023.md and 2024.md; BurstGPT's README.
 """
@@ -26,7 +26,7 @@ from pcg.simulate.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class _Form:
-    """The columns of a trace, and how its times are read, in whole microseconds."""
+    """The columns of a trace, and the reader of its times, in whole microseconds."""
 
     time: str
     prompt: str
@@ -53,8 +53,8 @@ def read_public_trace(path: str | Path) -> Workload:
     """Read a trace; its times start at 0 with the earliest request.
 
     Raises:
-        BenchmarkError: there is no such file, its header is of neither trace, a row has something
-            else than a time or a number where one belongs, or no request is left.
+        BenchmarkError: the file is missing, its header is of neither trace, a row has no number
+            where one belongs, or no request is left.
     """
     path = Path(path)
     if not path.is_file():
@@ -72,7 +72,7 @@ def read_public_trace(path: str | Path) -> Workload:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Time in microseconds, prompt and output tokens of each request."""
+    """Yield time in microseconds, prompt and output tokens of each request."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or ()
@@ -87,11 +87,7 @@ def _rows(path: Path) -> Iterator[tuple[int, int, int]]:
             try:
                 time = form.microseconds(row[form.time])
                 prompt, output = int(row[form.prompt]), int(row[form.output])
-            except (
-                OverflowError,
-                TypeError,
-                ValueError,
-            ) as error:  # TypeError: the row is too short
+            except (OverflowError, TypeError, ValueError) as error:  # a short row is a TypeError
                 raise BenchmarkError(f"{where}: {error}") from error
             if prompt and output:
                 yield time, prompt, output

@@ -1,7 +1,7 @@
 """Synthetic workloads: arrivals, lengths and adapters put together.
 
-Times, prompts, outputs and adapters are drawn from generators of their own, so that one seed gives
-the same times whatever the lengths are, and the same requests whatever the adapters are.
+Times, prompts, outputs and adapters have generators of their own, so that a seed gives the same
+times for any lengths, and the same requests for any adapters.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ def synthetic(
     duration_s: float | None = None,
     requests: int | None = None,
 ) -> Workload:
-    """Requests of one arrival process, for the base model; `assign_adapters` gives them adapters.
+    """Return requests of one arrival process, for the base model.
 
     Args:
-        duration_s: requests up to this time; or
-        requests: so many.
+        arrivals: the arrival process.
+        prompts: the prompts' lengths.
+        outputs: the outputs' lengths.
+        seed: the seed of all draws.
+        duration_s: the time up to which requests come; or
+        requests: the number of requests.
     Raises:
-        BenchmarkError: neither or both of the two are given, or no request comes.
+        BenchmarkError: neither or both of the last two are given, or no request comes.
     """
     times = arrivals.times_s(Random(f"{seed} arrivals"))
     if (duration_s is None) == (requests is None):
@@ -62,15 +66,19 @@ def s_lora(
     duration_s: float = 300.0,
     adapters: Sequence[str] | None = None,
 ) -> Workload:
-    """S-LoRA's synthetic traces: a Gamma process for each adapter, their rates a power law.
+    """Return S-LoRA's synthetic trace: a Gamma process for each adapter, their rates a power law.
 
-    λ_i ∝ i^-α with Σ λ_i = rate. (The benchmark of S-LoRA's public code does otherwise: one Gamma
-    process for all requests, adapters drawn by `numpy.random.power`. This is the paper's text.)
+    λ_i ∝ i^-α with Σ λ_i = rate, as the paper's text has it. (S-LoRA's public code has one Gamma
+    process for all requests, with adapters drawn by `numpy.random.power`.)
 
     Args:
-        rate_per_s: of all adapters, R.
-        cv: coefficient of variation of each adapter's intervals.
-        duration_s: five minutes in the paper.
+        popularity: the number of adapters, and α.
+        rate_per_s: the rate of all adapters, R.
+        cv: the coefficient of variation of each adapter's intervals.
+        prompts: the prompts' lengths.
+        outputs: the outputs' lengths.
+        seed: the seed of all draws.
+        duration_s: the duration; five minutes in the paper.
         adapters: names, the most popular first; None for `adapter-0`, `adapter-1` …
     Raises:
         BenchmarkError: a parameter is out of its range, names are too few, or no request comes.
@@ -92,10 +100,13 @@ def assign_adapters(
     seed: int,
     adapters: Sequence[str] | None = None,
 ) -> Workload:
-    """Give the requests of a workload adapters.
+    """Return a workload whose requests have adapters.
 
     Args:
-        adapters: as in `s_lora`.
+        workload: requests, whose adapters are replaced.
+        popularity: the law of the adapters' shares.
+        seed: the seed of the order.
+        adapters: names as in `s_lora`.
     Raises:
         BenchmarkError: there are too few names.
     """
@@ -106,9 +117,9 @@ def assign_adapters(
 
 
 def assign_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
-    """Give each adapter's requests a tenant, one after the other by the adapter's first request.
+    """Return a workload whose adapters belong to tenants, in turn by each adapter's first request.
 
-    Requests for the base model are of the first tenant.
+    Requests for the base model belong to the first tenant.
 
     Raises:
         BenchmarkError: there are no tenants.

@@ -1,4 +1,4 @@
-"""A request of a workload: when it comes, for whom, and how long it is."""
+"""A request of a workload: its time, its adapter and its lengths."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TimedRequest:
     """A request, without its text.
 
     Attributes:
-        time_s: when it comes, from the workload's start, seconds.
-        adapter: name; None for the base model.
-        prompt_tokens: of its prompt, at least 1.
-        output_tokens: that are generated, at least 1.
-        tenant: for whom; None where there are no tenants.
+        time_s: the time of its arrival from the workload's start, seconds.
+        adapter: the adapter's name; None for the base model.
+        prompt_tokens: the number of tokens of its prompt, at least 1.
+        output_tokens: the number of tokens that are generated, at least 1.
+        tenant: the tenant's name; None where there are no tenants.
     Raises:
         BenchmarkError: a value is out of its range.
     """

@@ -3,8 +3,8 @@
     {"time_s": 0.25, "adapter": "adapter-3", "prompt_tokens": 310, "output_tokens": 64}
     {"time_s": 0.31, "prompt_tokens": 12, "output_tokens": 200, "tenant": "b"}
 
-Without `adapter` a request is for the base model. A blank line is none. Numbers are written so that
-they are read back as they were.
+A request without `adapter` is for the base model. Blank lines are skipped. Numbers are read back
+exactly as they were.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEEDED = ("time_s", "prompt_tokens", "output_tokens")
 
 
 def write_trace(requests: Iterable[TimedRequest], path: Path) -> None:
-    """Write requests, one after the other."""
+    """Write requests, a line each."""
     with path.open("w", encoding="utf-8") as file:
         for request in requests:
             known = {key: value for key, value in asdict(request).items() if value is not None}
@@ -31,10 +31,10 @@ def write_trace(requests: Iterable[TimedRequest], path: Path) -> None:
 
 
 def read_trace(path: Path) -> Iterator[TimedRequest]:
-    """Read requests, one after the other.
+    """Yield the requests of a file.
 
     Raises:
-        BenchmarkError: there is no such file, a line is not a request, or comes before the last.
+        BenchmarkError: the file is missing, a line is not a request, or its time precedes the last.
     """
     if not path.is_file():
         raise BenchmarkError(f"no trace file {path}")

@@ -1,4 +1,4 @@
-"""A workload: timed requests in order, and what can be done with them."""
+"""A workload: timed requests in order of time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pcg.simulate.workloads.trace_file import read_trace, write_trace
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in order of time; those at the same time are in the order given.
+    """Requests in order of time; those of the same time are in the order given.
 
     Raises:
-        BenchmarkError: there are none, or one comes before the one in front of it.
+        BenchmarkError: there are none, or they are out of order.
     """
 
     requests: tuple[TimedRequest, ...]
@@ -43,18 +43,18 @@ class Workload:
 
     @property
     def duration_s(self) -> float:
-        """Time of the last arrival, seconds."""
+        """The time of the last arrival, seconds."""
         return self.requests[-1].time_s
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that are asked for, in order of their first request."""
+        """The names of the requests' adapters, in order of their first request."""
         return tuple(dict.fromkeys(one.adapter for one in self if one.adapter is not None))
 
     def at_rate(self, rate_per_s: float) -> Workload:
-        """The same requests, with times stretched or pressed to a mean rate.
+        """Return the same requests with times scaled to a mean rate, requests / duration.
 
-        The mean rate is requests / duration. This is how FlexLLM v2 §8 replays a trace.
+        FlexLLM v2 §8 replays a trace so.
 
         Raises:
             BenchmarkError: the rate is not above 0, or all requests come at 0 s.
@@ -66,7 +66,7 @@ class Workload:
         return Workload(tuple(replace(one, time_s=one.time_s * stretch) for one in self))
 
     def part(self, start_s: float, end_s: float) -> Workload:
-        """The requests from `start_s` up to `end_s`, with times from `start_s` on.
+        """Return the requests from `start_s` up to `end_s`, with times from `start_s` on.
 
         Raises:
             BenchmarkError: there are none.
@@ -87,7 +87,7 @@ class Workload:
         """Read a trace file; see `trace_file`.
 
         Raises:
-            BenchmarkError: there is no such file, or a line is not a request.
+            BenchmarkError: the file is missing, or a line is not a request.
         """
         requests = tuple(read_trace(Path(path)))
         if not requests:

@@ -7,15 +7,11 @@ from itertools import pairwise
 import pytest
 
 from pcg.errors import BenchmarkError
+from pcg.simulate.papers.flexllm import bursty_workload
+from pcg.simulate.papers.punica import hour_workload
 from pcg.simulate.workloads.arrivals import Constant, Gamma, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed, Lengths, LogNormal
 from pcg.simulate.workloads.popularity import Distinct, PowerLaw, Uniform
-from pcg.simulate.workloads.presets import (
-    S_LORA_SETTINGS,
-    flexllm,
-    punica_hour,
-    s_lora_preset,
-)
 from pcg.simulate.workloads.synthetic import assign_adapters, assign_tenants, s_lora, synthetic
 from pcg.simulate.workloads.workload import Workload
 
@@ -95,21 +91,10 @@ def test_s_lora_is_the_gamma_process_where_there_is_one_adapter() -> None:
         s_lora(PowerLaw(1), 1.0, 0, SHORT, SHORT, seed=3)
 
 
-def test_table_2_of_s_lora() -> None:
-    found = s_lora_preset("13b-a100-80", seed=1)
-    setting = S_LORA_SETTINGS["13b-a100-80"]
-    assert (setting.adapters, setting.rate_per_s, setting.exponent, setting.cv) == (400, 6, 1, 1)
-    assert abs(len(found) - 1800) <= 4 * math.sqrt(1800)
-    assert found.duration_s < 300
-    assert min(one.prompt_tokens for one in found) >= 8
-    assert max(one.output_tokens for one in found) <= 512
-    with pytest.raises(BenchmarkError, match="no S-LoRA setting '70b'; use 7b-a10g"):
-        s_lora_preset("70b", seed=1)
-
-
 def test_a_seed_gives_what_it_gave() -> None:
     """A trace is known by its name and seed, so generators must not change unawares."""
-    found = s_lora_preset("7b-a10g", seed=0).requests[:3]
+    lengths = Between(8, 512)
+    found = s_lora(PowerLaw(200, 1.0), 2.0, 1.0, lengths, lengths, seed=0).requests[:3]
     assert [(one.adapter, one.prompt_tokens, one.output_tokens) for one in found] == [
         ("adapter-1", 133, 475),
         ("adapter-0", 340, 76),
@@ -121,7 +106,7 @@ def test_a_seed_gives_what_it_gave() -> None:
 
 
 def test_punica_s_hour_rises_and_falls() -> None:
-    found = punica_hour(0.5, seed=1)
+    found = hour_workload(0.5, seed=1)
     thirds = Counter(int(one.time_s // 1200) for one in found)
     for third, share in enumerate((2 / 9, 5 / 9, 2 / 9)):
         expected = 1800 * share
@@ -133,7 +118,7 @@ def test_punica_s_hour_rises_and_falls() -> None:
 
 def test_flexllm_is_burstier_than_poisson() -> None:
     short = LogNormal(20, 40, most=64)
-    found = flexllm(4.0, 1.0, seed=1, prompts=short, outputs=short)
+    found = bursty_workload(4.0, 1.0, seed=1, prompts=short, outputs=short)
     periods = Counter(int(one.time_s // 10) for one in found)
     counts = [periods[i] for i in range(120)]
     mean = sum(counts) / 120
