@@ -7,6 +7,7 @@ from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
+from pcg.units import gib, rounded
 
 _STAGES = {
     "eager": "transformers + peft",
@@ -63,7 +64,7 @@ def _heading(report: ReportData) -> list[str]:
         f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
         f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
         "",
-        f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
+        f"parameters   {rounded(base)} base, {rounded(trainable)} trainable{share}",
     ]
 
 
@@ -217,7 +218,7 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
         ours = [stage for stage in report.activations if stage.stage == "compressed"]
         again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
         lines.append(
-            f"{name:<{wide}}  {count_text(report.parameters['trainable']):>10}  {gib(states):>8}"
+            f"{name:<{wide}}  {rounded(report.parameters['trainable']):>10}  {gib(states):>8}"
             f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
             f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
         )
@@ -232,12 +233,6 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
     return "\n".join(lines)
 
 
-def gib(size_bytes: int) -> str:
-    """Bytes in GiB; two more places for what is small."""
-    size = size_bytes / 2**30
-    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
-
-
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
     """A bar whose length is the share of the whole, to an eighth of a cell; never none for some."""
     eighths = round(8 * cells * part / whole) if whole else 0
@@ -245,11 +240,3 @@ def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
         eighths = max(eighths, 1)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_BLOCKS[rest] if rest else "")
-
-
-def count_text(number: int) -> str:
-    """A number of parameters as people say it: 8.03 B, 41.9 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
-    return f"{number}"
