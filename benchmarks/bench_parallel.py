@@ -40,6 +40,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
 from pcg.kernels.torch import ops as torch_ops
+from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
@@ -48,13 +49,13 @@ from pcg.parallel.ranks.launch import launch
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.differentiate import differentiate
-from pcg.passes.pipeline import Compilation, run_passes
-from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
-from pcg.passes.sharding.localize import localize
-from pcg.passes.sharding.overlap import overlap
-from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.prune import Prune
+from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
+from pcg.passes.sharding.localize import Localize
+from pcg.passes.sharding.overlap import Overlap
+from pcg.passes.sharding.shard import Shard
 from pcg.peft.lora import LoraBypass
 from pcg.runtime.model.batch import Batch, whole_sequences
 
@@ -137,9 +138,9 @@ def random_tensor(shape: Sequence[object], tokens: int) -> Tensor:
 
 def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlaps: bool) -> Step:
     """Return the step of a plan on this rank."""
-    graph = localize(shard(search.graph, ranks.size, plan), ranks.size)
+    graph = Localize(ranks.size).run(shard(search.graph, ranks.size, plan))
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-    found = prune(differentiate(graph, carried), carried)
+    found = Prune().run(Differentiate(wrt=tuple(carried)).run(graph))
     tokens = len(batch.input_ids)
     values: dict[str, Any] = {"batch": batch}
     for value in (*graph.inputs, *(p.value for p in graph.parameters)):
@@ -153,9 +154,9 @@ def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlap
     copies = [
         outputs[p.name] for p in graph.parameters if p.name in outputs and p.part == REPLICATED
     ]
-    graphs = [coalesce_collectives(graph), coalesce_collectives(found.backward)]
+    graphs = [CoalesceCollectives().run(graph), CoalesceCollectives().run(found.backward)]
     if overlaps:
-        graphs = [overlap(one) for one in graphs]
+        graphs = [Overlap().run(one) for one in graphs]
     forward, backward = (compiled(one, overlaps) for one in graphs)
     return Step(forward, backward, values, tuple(copies))
 
@@ -186,12 +187,14 @@ def measure_case(
         sites = (s for s in base.linear_sites() if "{layer}" in s)
         return Bypasses(dict.fromkeys(sites, (LoraBypass(rank),)))
 
-    state = run_passes(Compilation("bench", CONFIG, bypasses, "float32"), last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
+    options = PlanOptions(tp=ranks.size, dtype="float32")
+    stages = pipeline(Settings(options, bypasses=bypasses))
+    attached = stages.attach.run(stages.base(CONFIG))
+    state = stages.parallelize.until(Shard).run(attached)
+    assert state.training is not None
     sequence = min(tokens, SEQUENCE)
     costs = DeviceCosts(find_cost_model(profile), ranks.size, tokens, sequence)
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], ranks.size, costs)
+    search = Shard(ranks.size, costs).searches(state.training, state, trains=True)[0]
     found = plans(search, search.find())
     lengths = [sequence] * (tokens // sequence)
     batch = whole_sequences([[1] * n for n in lengths], torch.device("cpu"), [0] * len(lengths))

@@ -31,11 +31,14 @@ from safetensors.torch import load_file
 
 from pcg.compiler import compile_program
 from pcg.ir.program.program import ModelGraph
+from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, PassRecord, run_passes
-from pcg.passes.sharding.parallelize import search_layer
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.sharding.shard import Shard
+from pcg.passes.stage import PassRecord
+from pcg.passes.stages import Prepared
 from pcg.peft.adapter import new_adapter
 from pcg.peft.lora import LoraBypass
 from pcg.peft.reader import read_adapter
@@ -81,7 +84,7 @@ def reading(folder: Path) -> dict[str, Callable[[], float]]:
 def compiling() -> dict[str, Callable[[], float]]:
     """Return calls that time the passes over a 70B model, and the search over its layer."""
     config = json.loads(CONFIG.read_text())
-    attached: list[Compilation] = []
+    prepared: list[Prepared] = []
 
     def passes() -> float:
         records: list[PassRecord] = []
@@ -89,16 +92,16 @@ def compiling() -> dict[str, Callable[[], float]]:
         return sum(record.seconds for record in records if record.name != "trace")
 
     def search() -> float:
-        if not attached:
-            attached.append(
-                run_passes(Compilation("70b", config, _all_linear, "bfloat16"), last="attach")
-            )
-        state = attached[0]
-        assert state.training_model is not None
-        assert state.base is not None
+        if not prepared:
+            options = PlanOptions(tp=4, dtype="bfloat16")
+            stages = pipeline(Settings(options, bypasses=_all_linear))
+            attached = stages.attach.run(stages.base(config))
+            prepared.append(stages.parallelize.until(Shard).run(attached))
+        (state,) = prepared
+        assert state.training is not None
         started = time.perf_counter()
         costs = DeviceCosts(find_cost_model("H100"), 4, 1024, 1024)
-        search_layer(state.training_model.blocks[0], state.base.blocks[0], 4, costs).find()
+        Shard(4, costs).searches(state.training, state, trains=True)[0].find()
         return time.perf_counter() - started
 
     return {"passes": passes, "search": search}

@@ -73,18 +73,19 @@ def _operators(nodes: Sequence[Any]) -> str:
 
 def emitted(graph: Any, backend: str) -> Any:
     """A graph's function, of its inputs."""
-    from pcg.codegen import function_emitter, torch_emitter, triton_emitter
+    from pcg.codegen import torch_emitter, triton_emitter
+    from pcg.codegen.functions import Function
     from pcg.ir.program.program import python_name
     from pcg.passes.fusion.group_kernels import GroupKernels
     from pcg.passes.fusion.order_kernels import OrderKernels
     from pcg.runtime.model.runner import load_functions
 
-    module, write = torch_emitter, function_emitter.emit_function
+    module = triton_emitter if backend == "triton" else torch_emitter
     if backend == "triton":
-        module, write = triton_emitter, triton_emitter.emit_function
         graph = OrderKernels().run(GroupKernels().run(graph))
     name = "group"
-    source = module.emit_module("One group.", "", [write(graph, name, "A group.")])
+    written = module.emit_function(Function(graph, name, "A group."))
+    source = module.emit_module("One group.", "", [written])
     function = load_functions(source, f"{python_name(backend)}_group")[name]
     return lambda *inputs: function(None, None, None, *inputs)
 

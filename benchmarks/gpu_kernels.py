@@ -269,7 +269,8 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
 
     from pcg.kernels.batch import Span
     from pcg.kernels.sizes import PAGE_TOKENS
-    from pcg.kernels.triton.attention.cache_rows import CacheRows
+    from pcg.kernels.torch.attention_math import Scoring
+    from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
     from pcg.kernels.triton.attention.forward import paged_attention
     from pcg.kernels.triton.attention.work import AttentionWork
     from pcg.runtime.memory.pool import PageTable
@@ -285,11 +286,11 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
         for i, own in enumerate(tables)
     ]
     lists = AttentionWork.build(parts, HEADS // KV_HEADS, q.device)
-    cache = CacheRows.of_cache(k), CacheRows.of_cache(v)
+    cache = KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
     scale = HEAD**-0.5
 
     def ours() -> torch.Tensor:
-        return paged_attention(q, *cache, lists, scale=scale)[0]
+        return paged_attention(q, cache, lists, Scoring(scale))[0]
 
     # Peers get keys and values of each sequence side by side: [batch, heads, …, head].
     row = torch.tensor(tables, device=bench.device)[:, :, None] * PAGE_TOKENS

@@ -27,6 +27,7 @@ from .doctor import doctor_command
 from .explain import explain_command
 from .finetune import finetune_command
 from .models import models_command
+from .opt import opt_command
 from .options import with_options
 from .profile import profile_command
 from .run import run_command
@@ -155,6 +156,13 @@ _add(
     "pcg finetune MODEL --peft dora --r 16 --dropout 0.1 --data train.jsonl --adapter mine -o mine",
 )
 _add(app, "models", models_command, "pcg models --json")
+_add(
+    app,
+    "opt",
+    opt_command,
+    "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
+    "pcg opt --list",
+)
 _add(app, "profile", profile_command, "pcg profile --tp 2 -o profile.json")
 _add(app, "simulate", simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")
 _add(app, "doctor", doctor_command, "pcg doctor")

@@ -19,7 +19,7 @@ from .options import Given
 
 if TYPE_CHECKING:
     from pcg.ir.program.manifest import Manifest
-    from pcg.passes.pipeline import PassRecord
+    from pcg.passes.stage import PassRecord
     from pcg.source import ModelSource
 
 
@@ -61,7 +61,7 @@ def compile_command(
     from pcg.source import resolve
 
     # These know in milliseconds what is wrong, and torch takes seconds.
-    options.make()
+    asked = options.make()
     source = resolve(model)
     peft = method.configuration()
 
@@ -69,21 +69,23 @@ def compile_command(
         from pcg import compiler
         from pcg.explain import explain as explaining
         from pcg.ir.program.folder import save_program
-        from pcg.passes import pipeline
-    names = [name for name, _ in pipeline.PIPELINE]
-    unknown = sorted(set(to.print_after) - set(names))
+        from pcg.passes.pipeline import Settings, pipeline
+        from pcg.passes.stage import dump_to
+    names = pipeline(Settings(asked, backend=asked.emitted_backend)).names
+    unknown = sorted(set(to.print_after).difference(names))
     if unknown:
         raise typer.BadParameter(
-            f"there is no pass {unknown[0]!r}; the passes are {', '.join(names)}",
+            f"no pass {unknown[0]!r} runs; the passes are {', '.join(names)}",
             param_hint="--print-after",
         )
-    dump = pipeline.dump_to(to.dump_dir) if to.dump_dir is not None else None
+    dump = dump_to(to.dump_dir) if to.dump_dir is not None else None
     records: list[PassRecord] = []
 
     def observe(record: PassRecord) -> None:
         records.append(record)
-        if record.name in to.print_after:
-            print(f"# after {record.name}\n{record.text()}")
+        for name in record.labels:
+            if name in to.print_after:
+                print(f"# after {name}\n{record.text()}")
         if dump is not None:
             dump(record)
 

@@ -31,7 +31,9 @@ from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
 from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.bypasses import Bypasses, bypasses_of
-from pcg.passes.pipeline import Compilation, PassRecord, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stage import PassRecord
+from pcg.passes.stages import Base, Emitted
 from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
@@ -96,29 +98,19 @@ def _compiled(
         return bypasses_of(base, recipes.values(), model_type, base.adapter_dtype)
 
     costs = costs_name(options.costs) if options.tp > 1 else None
-    state = Compilation(
-        source.name,
-        source.config,
-        bypasses,
-        dtype_name(options.dtype),
-        budget=options.budget,
-        tp=options.tp,
-        costs=None if costs is None else find_cost_model(costs),
-        tp_plan=options.styles,
-        sequence_parallel=options.sequence_parallel,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-        backend=options.emitted_backend,
-    )
-    state = run_passes(state, observe, last="raise")
-    _require_runnable(state.name, made(state.base))
-    state = run_passes(state, observe, first="attach")
-    traced = made(state.traced)
+    backend = options.emitted_backend
+    model = None if costs is None else find_cost_model(costs)
+    passes = pipeline(Settings(options, source.name, bypasses, model, backend))
+    traced = passes.trace.run(source.config, observe)
+    base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
+    _require_runnable(source.name, base.model)
+    emitted = passes.emitted(base, observe)
     return Program(
         source.name,
         source.config,
-        made(state.base),
-        made(state.serving),
-        state.training,
+        base.model,
+        emitted.serving,
+        emitted.training,
         {name: recipe_fields(recipe) for name, recipe in recipes.items()},
         CompileOptions(
             tp=options.tp,
@@ -126,15 +118,15 @@ def _compiled(
             tp_plan=options.styles or None,
             sequence_parallel=options.sequence_parallel,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
-            dtype=TORCH_NAMES[traced.dtype],
+            dtype=TORCH_NAMES[traced.trace.dtype],
             memory_budget=options.budget.written,
             batch=options.batch,
             seq=options.seq,
-            backend=options.emitted_backend,
+            backend=backend,
         ),
-        traced.constants,
-        traced.base_prefix,
-        traced.dtype,
+        traced.trace.constants,
+        traced.trace.base_prefix,
+        traced.trace.dtype,
     )
 
 
@@ -372,41 +364,37 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 class _Specialiser:
-    """Runs the pipeline again from attach, for adapters at other sites."""
+    """Compiles a program's base anew, for adapters at other sites."""
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
-        return made(self._run(program, recipes, trains=False).serving)  # type: ignore[no-any-return]
+        return self._emitted(program, recipes, trains=False).serving
 
     def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
-        state = self._run(program, [recipe], trains=True, windows=windows)
-        return made(state.training)  # type: ignore[no-any-return]
+        training = self._emitted(program, [recipe], trains=True, windows=windows).training
+        assert training is not None  # a recipe attaches somewhere, or is refused
+        return training
 
     @staticmethod
-    def _run(
+    def _emitted(
         program: Program, recipes: Sequence[Recipe], trains: bool, windows: bool = False
-    ) -> Compilation:
+    ) -> Emitted:
         model_type = str(program.config["model_type"])
         options = program.options
 
         def bypasses(base: ModelGraph) -> Bypasses:
             return bypasses_of(base, recipes, model_type, base.adapter_dtype)
 
-        state = Compilation(
+        costs = None if options.costs is None else find_cost_model(options.costs)
+        settings = Settings(
+            options,
             program.name,
-            program.config,
             bypasses,
+            costs,
+            options.backend,
             trains=trains,
-            budget=options.budget,
-            tp=options.tp,
-            costs=None if options.costs is None else find_cost_model(options.costs),
-            tp_plan=options.styles,
             windows=windows,
-            sequence_parallel=options.sequence_parallel,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            backend=options.backend,
-            base=program.base,
         )
-        return run_passes(state, first="attach")
+        return pipeline(settings).emitted(Base(program.base))
 
 
 SPECIALISER = _Specialiser()

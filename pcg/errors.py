@@ -17,6 +17,7 @@ PcgError
 │   ├── VerifyError            IR that breaks a rule
 │   └── TypeCheckError         an operator applied to types it does not take
 ├── PassError                  a pass failed; carries the graph it failed on
+│   └── BrokenGraphError       a pass made a graph that breaks a rule; a VerifyError, too
 ├── ParallelError              a degree, mesh or strategy that cannot be
 │   ├── CostModelError         no cost is known for an operator or a link
 │   └── RankLostError          another rank of the group is gone
@@ -99,6 +100,10 @@ class PassError(PcgError):
     def __init__(self, message: str, graph: str = "") -> None:
         super().__init__(message)
         self.graph = graph
+
+
+class BrokenGraphError(PassError, VerifyError):
+    """A pass made a graph that breaks a rule of the IR; it carries the graph before the pass."""
 
 
 class ParallelError(PcgError):

@@ -9,10 +9,11 @@ is one statement that begins it, and one that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pcg.codegen.functions import Function
 from pcg.codegen.lines import WIDTH, statement, wrapped
 from pcg.errors import CodegenError
 from pcg.ir.analysis.in_flight import collective_of, waits
@@ -43,55 +44,19 @@ class Launch:
 Item: TypeAlias = Node | Launch
 
 
-@dataclass(frozen=True)
-class Emitter:
-    """What writes programs for one backend.
-
-    Attributes:
-        emit_function: one function; see below.
-        emit_module: a Python file of emitted functions, by its title and a note.
-        serving: functions that a serving program has beside those of its graphs.
-    """
-
-    emit_function: Callable[..., str]
-    emit_module: Callable[[str, str, Sequence[str]], str]
-    serving: Sequence[str] = ()
-
-
-def emit_function(
-    graph: Graph,
-    name: str,
-    doc: str,
-    *,
-    outputs: Sequence[Sequence[str]] | None = None,
-    given: Mapping[str, Sequence[str]] | None = None,
-    free: bool = False,
-    asks: bool = False,
-    items: Sequence[Item] | None = None,
-) -> str:
-    """One function.
+def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
+    """The source of one function, ending with a line break.
 
     Args:
-        graph: what it computes.
-        name: of the function.
-        doc: its docstring's first line.
-        outputs: groups of the graph's outputs; each group is returned as a tuple. By default the
-            outputs themselves.
-        given: inputs that arrive together, in lists of these names before the others. The function
-            empties them, so that it alone holds what is in them.
-        free: delete each value after its last use.
-        asks: make it a generator that asks its caller for products by frozen weights, so that
-            functions that run together run these together.
+        function: the function.
         items: nodes and launches, in the order in which they run; the graph's nodes by default.
-    Returns:
-        Python source, ending with a line break.
     """
+    graph, given = function.graph, function.given
     expressions = _expressions(graph)
-    given = given or {}
     packed = {value for values in given.values() for value in values}
     inputs = [expressions[v.name] for v in graph.inputs if v.name not in packed]
-    lines = [f"def {name}({', '.join(['w', 'a', 'batch', *given, *inputs])}):"]
-    lines += [f'    """{doc}', ""]
+    lines = [f"def {function.name}({', '.join(['w', 'a', 'batch', *given, *inputs])}):"]
+    lines += [f'    """{function.doc}', ""]
     lines += [f"    {value.name}: {value.type}" for value in graph.inputs]
     lines += [f"    -> {output}: {graph.types[output]}" for output in graph.outputs]
     lines.append('    """')
@@ -101,7 +66,7 @@ def emit_function(
             lines.append(f"    {holder}.clear()")
     items = graph.nodes if items is None else items
     waited = waits(items)
-    last_use = _last_uses(graph, items, waited) if free else {}
+    last_use = _last_uses(graph, items, waited) if function.free else {}
     scope = None
     for index, item in enumerate(items):
         lines += _waiting(items, waited, index, expressions)
@@ -113,16 +78,16 @@ def emit_function(
         elif index in waited:
             lines += _beginning(item, expressions)
         else:
-            lines += _statement(item, expressions, asks and _is_frozen(graph, item))
+            lines += _statement(item, expressions, function.asks and _is_frozen(graph, item))
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
             line = f"    del {', '.join(dead)}"
             words = [f"{name}," for name in dead]
             lines += [line] if len(line) <= WIDTH else wrapped(words, "del (", ")")
     lines += _waiting(items, waited, len(items), expressions)
-    if asks and not any("yield from" in line for line in lines):
+    if function.asks and not any("yield from" in line for line in lines):
         lines.append("    yield from ()  # it has no product to ask for")
-    lines += _returned(graph.outputs, outputs, expressions)
+    lines += _returned(graph.outputs, function.outputs, expressions)
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from pcg.codegen.function_emitter import emit_function
 
-__all__ = ["emit_function", "emit_module"]
+__all__ = ["SERVING", "emit_function", "emit_module"]
+
+SERVING: Sequence[str] = ()
+"""Functions that a serving program has beside those of its graphs."""
 
 _HEADER = '''"""{title}
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 from pcg.codegen import function_emitter
 from pcg.codegen.function_emitter import Item, Launch
+from pcg.codegen.functions import Function
 from pcg.codegen.group_kernel import group_kernel
 from pcg.errors import CodegenError
-from pcg.ir.graph import Graph, KernelGraph
+from pcg.ir.graph import KernelGraph
 from pcg.ir.kernel_group import KernelGroup, items_of
 
 _HEADER = '''"""{title}
@@ -29,7 +29,7 @@ import triton.language as tl
 
 from pcg.kernels.triton import ops as K
 '''
-SERVING = (
+SERVING: Sequence[str] = (
     '''def greedy(logits):
     """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
     return K.greedy(logits)
@@ -57,12 +57,13 @@ def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
     return "\n\n".join([_HEADER.format(title=title, note=note), *functions])
 
 
-def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
-    """One function, behind its kernels; the arguments are those for PyTorch.
+def emit_function(function: Function) -> str:
+    """The source of one function, behind its kernels.
 
     Raises:
         CodegenError: it has not been said which of the graph's nodes one kernel runs.
     """
+    graph, name = function.graph, function.name
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")
     kernels: list[str] = []
@@ -78,8 +79,7 @@ def emit_function(graph: Graph, name: str, doc: str, **options: Any) -> str:
         kernels.append(f"{kernel.source}\n")
         launch = Launch(kernel.name, kernel.inputs, kernel.outputs, _scope(item), kernel.appends)
         items.append(launch)
-    function = function_emitter.emit_function(graph, name, doc, items=items, **options)
-    return "\n\n".join([*kernels, function])
+    return "\n\n".join([*kernels, function_emitter.emit_function(function, items)])
 
 
 def _operators(group: KernelGroup) -> list[str]:

@@ -15,6 +15,7 @@ from pcg.explain.step_memory import PlannedModel, Setup, memory_bytes
 from pcg.options import MemoryBudget
 from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
+from pcg.passes.pipeline import in_order
 
 MOST = 2**20
 """Neither a batch nor a sequence length beyond this is looked for."""
@@ -96,7 +97,7 @@ def _total(planned: PlannedModel, setup: Setup, budget: MemoryBudget) -> int:
     if planned.plan is None or planned.training is None or planned.frontiers is None:
         return memory_bytes(planned, other)["total"]
     found = frontiers(planned.training, planned.frontiers.kinds, budget.batch, budget.seq)
-    replanned = dataclasses.replace(planned, frontiers=found, plan=found.plan(budget))
+    replanned = dataclasses.replace(planned, frontiers=found, plan=in_order(found.plan(budget)))
     return memory_bytes(replanned, other)["total"]
 
 

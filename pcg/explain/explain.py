@@ -22,16 +22,16 @@ from pcg.explain.report_builder import build_report, formula_text
 from pcg.explain.step_memory import PlannedModel, Setup, peak_moment, step_formulas, storage_key
 from pcg.ir.program.program import ModelGraph
 from pcg.keywords import takes
-from pcg.options import ExplainOptions, MemoryBudget, dtype_name
+from pcg.options import ExplainOptions, MemoryBudget
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
-from pcg.passes.pipeline import Compilation, made, run_passes
-from pcg.passes.sharding.parallelize import search_layer
-from pcg.passes.training_graphs import LayerKind
+from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
+from pcg.passes.sharding.shard import Shard
+from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
 from pcg.peft.reader import recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
@@ -111,19 +111,11 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     updates = Optimizer.of(options.optimizer, options.optimizer_options)
     updates.check_parted(options.tp)
     source = resolve(model)
-    state = Compilation(
-        source.name,
-        source.config,
-        lambda base: Bypasses(),
-        dtype_name(options.dtype),
-        budget=options.budget,
-        tp=options.tp,
-        costs=find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None,
-        tp_plan=options.styles,
-        sequence_parallel=options.sequence_parallel,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-    )
-    folded = run_passes(state, last="fold")
+    costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
+    settings = Settings(options, source.name, costs=costs)
+    passes = pipeline(settings)
+    traced = passes.trace.run(source.config)
+    folded = _Folded(source.config, settings, traced, passes.fold.run(traced))
     reports = {
         name: _explained(folded, found, updates, devices, options.find_region)
         for name, found in recipes.items()
@@ -135,8 +127,46 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     }
 
 
+@dataclass(frozen=True)
+class _Folded:
+    """A folded model, before any recipe, and what it is explained for."""
+
+    config: Mapping[str, Any]
+    settings: Settings
+    traced: Traced
+    base: Base
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return self.settings.options.budget
+
+    @property
+    def tp(self) -> int:
+        return self.settings.options.tp
+
+    def having(self, **options: Any) -> _Folded:
+        """The same explained for other options."""
+        changed = dataclasses.replace(self.settings.options, **options)
+        return dataclasses.replace(
+            self, settings=dataclasses.replace(self.settings, options=changed)
+        )
+
+    def attached(self, recipes: Mapping[str, Recipe]) -> tuple[Pipeline, Base, Attached]:
+        """The pipeline for these recipes, and the model without and with their bypass networks."""
+        use = self.use_of(recipes)
+        settings = dataclasses.replace(self.settings, bypasses=lambda base: use(base).bypasses)
+        passes = pipeline(settings)
+        base = passes.raise_operators.run(self.base)
+        return passes, base, passes.attach.run(base)
+
+    def use_of(self, recipes: Mapping[str, Recipe]) -> Callable[[ModelGraph], AdapterUse]:
+        """What the recipes train of a base, by a function of it."""
+        model_type = str(self.config["model_type"])
+        return lambda base: adapter_use(base, recipes, model_type, base.adapter_dtype)
+
+
 def _explained(
-    folded: Compilation,
+    folded: _Folded,
     recipes: Mapping[str, Recipe],
     optimizer: Optimizer,
     devices: Sequence[Accelerator],
@@ -144,12 +174,15 @@ def _explained(
 ) -> Report:
     """The report of a folded model and recipes."""
     planned = _planned(folded, recipes, windows=True)
-    setup = Setup(folded.name, folded.config, recipes, folded.budget, folded.tp, optimizer)
+    setup = Setup(
+        folded.settings.model, folded.config, recipes, folded.budget, folded.tp, optimizer
+    )
     report = build_report(planned, setup)
     if find_region and planned.frontiers is not None:
         report = _with_regions(report, folded, planned, setup)
-    if planned.sharded is not None and folded.costs is not None:
-        rows = parallel_rows(planned.sharded, made(folded.device_costs()))
+    costs = folded.settings.device_costs
+    if planned.sharded is not None and costs is not None:
+        rows = parallel_rows(planned.sharded, costs)
         if find_region:
             rows["regions"] = _parallel_regions(folded, recipes)
         report = dataclasses.replace(report, parallel=rows)
@@ -158,19 +191,19 @@ def _explained(
     )
 
 
-def _with_regions(
-    report: Report, folded: Compilation, planned: PlannedModel, setup: Setup
-) -> Report:
+def _with_regions(report: Report, folded: _Folded, planned: PlannedModel, setup: Setup) -> Report:
     """The report with formulas in the rank and the degree, and where its plan stays the optimum."""
-    budget, kinds = folded.budget, made(planned.frontiers).kinds
+    budget, model, known = folded.budget, planned.training, planned.frontiers
+    assert model is not None
+    assert known is not None
     rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(made(planned.training), kinds, budget.batch, seq)
+        found = frontiers(model, known.kinds, budget.batch, seq)
         return found.plan(dataclasses.replace(budget, seq=seq))
 
     def at_degree(degree: int) -> AtDegree:
-        state, then = dataclasses.replace(folded, tp=degree), dataclasses.replace(setup, tp=degree)
+        state, then = folded.having(tp=degree), dataclasses.replace(setup, tp=degree)
         found = planned if degree == folded.tp else _planned(state, setup.recipes)
         peak = peak_moment(found, then)
         return AtDegree(_formulas(found, state, then), storage_key(found), peak)
@@ -184,7 +217,9 @@ def _with_regions(
     if rank is not None:
 
         def at_rank(other: int) -> MemoryPlan:
-            return made(_planned(folded, with_rank(setup.recipes, other)).plan)  # type: ignore[no-any-return]
+            plan = _planned(folded, with_rank(setup.recipes, other)).plan
+            assert plan is not None
+            return plan
 
         ranks = valid_range(at_rank, rank, MOST_RANK)
     return dataclasses.replace(
@@ -196,45 +231,46 @@ def _with_regions(
     )
 
 
-def _formulas(planned: PlannedModel, folded: Compilation, setup: Setup) -> dict[str, sympy.Expr]:
+def _formulas(planned: PlannedModel, folded: _Folded, setup: Setup) -> dict[str, sympy.Expr]:
     """The bytes of a step in B and S, and in the rank where there is one, with the same kept."""
     rank = rank_of(setup.recipes)
     if rank is None:
         return step_formulas(planned, setup)
     # The plan is given, and need not be within the budget at other ranks.
-    state = dataclasses.replace(folded, budget=MemoryBudget(batch=setup.batch, seq=setup.seq))
+    state = folded.having(memory_budget=None, batch=setup.batch, seq=setup.seq)
 
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
         if other == rank:
             return step_formulas(planned, setup)
         found = _planned(state, with_rank(setup.recipes, other))
-        plan = replanned(made(planned.plan), made(found.frontiers))
+        assert planned.plan is not None
+        assert found.frontiers is not None
+        plan = replanned(planned.plan, found.frontiers)
         if plan is None:
             return None
-        return step_formulas(dataclasses.replace(found, plan=plan), setup)
+        return step_formulas(dataclasses.replace(found, plan=in_order(plan)), setup)
 
-    return made(in_rank(at_rank, rank))  # type: ignore[no-any-return]
+    formulas = in_rank(at_rank, rank)
+    assert formulas is not None
+    return formulas
 
 
 def _parallel_regions(
-    folded: Compilation, recipes: Mapping[str, Recipe]
+    folded: _Folded, recipes: Mapping[str, Recipe]
 ) -> dict[str, list[dict[str, Any]]]:
     """Where the best strategies change with tokens: as asked, and with one thing otherwise."""
 
-    def at(state: Compilation, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
-        bypasses = _use_of(state, then)
-        attached = run_passes(
-            dataclasses.replace(state, bypasses=lambda base: bypasses(base).bypasses),
-            first="raise",
-            last="attach",
-        )
-        pairs = zip(made(attached.training_model).blocks, made(attached.base).blocks, strict=True)
-        layers = list(pairs)
+    def at(state: _Folded, then: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+        passes, _, attached = state.attached(then)
+        prepared = passes.parallelize.until(Shard).run(attached)
+        model, machine = prepared.training, state.settings.costs
+        assert model is not None
+        assert machine is not None
 
-        def searches_at(tokens: int, context: int) -> list[Search]:
-            costs = state.device_costs_at(made(state.costs), tokens, context)
-            given = (state.tp, costs, True, state.tp_plan, state.sequence_parallel)
-            return [search_layer(block, plain, *given) for block, plain in layers]
+        def searches_at(tokens: int, context: int) -> Sequence[Search]:
+            costs = state.settings.device_costs_at(machine, tokens, context)
+            sharding = Shard(state.tp, costs, state.settings.options.sequence_parallel)
+            return sharding.searches(model, prepared, trains=True)
 
         return token_regions(searches_at, state.budget.seq)
 
@@ -246,59 +282,52 @@ def _parallel_regions(
     for degree in (2, 4, 8):
         if degree != folded.tp:
             try:
-                found[f"tp {degree}"] = at(dataclasses.replace(folded, tp=degree), recipes)
+                found[f"tp {degree}"] = at(folded.having(tp=degree), recipes)
             except ParallelError:
                 continue  # it does not divide the model
-    model = folded.costs
+    model = folded.settings.costs
     if isinstance(model, SheetModel):
         for link in model.sheet.links:
             if link != model.link_name:
                 costs = SheetModel(model.name, model.sheet, link, model.achieved)
-                found[link] = at(dataclasses.replace(folded, costs=costs), recipes)
+                settings = dataclasses.replace(folded.settings, costs=costs)
+                found[link] = at(dataclasses.replace(folded, settings=settings), recipes)
     return found
 
 
-def _planned(
-    folded: Compilation, recipes: Mapping[str, Recipe], windows: bool = False
-) -> PlannedModel:
+def _planned(folded: _Folded, recipes: Mapping[str, Recipe], windows: bool = False) -> PlannedModel:
     """What a report of a folded model and recipes accounts for; with windows, of these too."""
-    use_of = _use_of(folded, recipes)
-    state = dataclasses.replace(folded, bypasses=lambda base: use_of(base).bypasses)
-    attached = run_passes(state, first="raise", last="parallelize")
+    passes, base, attached = folded.attached(recipes)
+    sharded = passes.parallelize.run(attached)
     refusal = ""
     kinds: tuple[LayerKind, ...] = ()
     windowed: MemoryPlan | None = None
+    trained: TrainedModel | None = None
     try:
-        attached = run_passes(attached, first="differentiate", last="prune")
-        kinds = attached.kinds
+        pruned = passes.prune.run(passes.differentiate.run(sharded))
+        kinds = () if pruned.training is None else pruned.training.kinds
         if windows:
-            through_cache = dataclasses.replace(attached, windows=True)
-            windowed = run_passes(through_cache, first="compress", last="rematerialize").plan
-        attached = run_passes(attached, first="compress", last="rematerialize")
+            through_cache = pipeline(dataclasses.replace(folded.settings, windows=True))
+            compressed = through_cache.compress.run(pruned)
+            found = through_cache.rematerialize.run(compressed).training
+            windowed = None if found is None else found.plan
+        trained = passes.rematerialize.run(passes.compress.run(pruned)).training
     except UnsupportedError as error:
         refusal = str(error)
-    unraised = made(folded.base)
+    unraised = folded.base.model
     return PlannedModel(
         unraised,
-        made(attached.base),
-        made(attached.local_base),
-        attached.training_model,
+        base.model,
+        sharded.base,
+        sharded.training,
         kinds,
-        attached.frontiers,
-        attached.plan,
-        attached.training_epilogue[0] if attached.training_epilogue else None,
-        use_of(unraised),
+        None if trained is None else trained.frontiers,
+        None if trained is None else trained.plan,
+        None if trained is None else trained.epilogue,
+        folded.use_of(recipes)(unraised),
         unraised.adapter_dtype,
-        made(folded.traced).attention,
+        folded.traced.trace.attention,
         refusal,
-        attached.sharded,
+        sharded if isinstance(sharded, Sharded) else None,
         windowed,
     )
-
-
-def _use_of(
-    folded: Compilation, recipes: Mapping[str, Recipe]
-) -> Callable[[ModelGraph], AdapterUse]:
-    """What the recipes train of a base, by a function of it."""
-    model_type = str(folded.config["model_type"])
-    return lambda base: adapter_use(base, recipes, model_type, base.adapter_dtype)

@@ -14,7 +14,7 @@ from pcg.ir.layouts import layout_of
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
-from pcg.passes.sharding.parallelize import Sharded
+from pcg.passes.stages import Sharded
 
 _TOKENS = tuple(4**power for power in range(9))
 """At which the best strategies are looked for: 1 to 65,536."""

@@ -34,6 +34,7 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
 from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
+from pcg.passes.pipeline import in_order
 from pcg.peft.recipe import Recipe
 
 
@@ -118,7 +119,8 @@ def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None
     """What layers would keep without compression; None where that is more than the budget."""
     assert planned.training is not None
     try:
-        return frontiers(planned.training, planned.kinds, setup.batch, setup.seq).plan(setup.budget)
+        found = frontiers(planned.training, planned.kinds, setup.batch, setup.seq)
+        return in_order(found.plan(setup.budget))
     except MemoryBudgetError:
         return None
 
@@ -129,7 +131,8 @@ def _own_stages(
     """What pcg keeps: pruned alone, made again where cheap, compressed too, and by windows."""
     assert planned.training is not None
     assert planned.plan is not None
-    pruned = saved_memory(planned.training, keep_all(planned.training, planned.kinds))
+    every = in_order(keep_all(planned.training, planned.kinds))
+    pruned = saved_memory(planned.training, every)
     yield _stage("pruned", pruned.total, pruned.layers, setup.at)
     if plain is not None:
         remade = saved_memory(planned.training, plain)

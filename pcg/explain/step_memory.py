@@ -27,9 +27,9 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS
 from pcg.options import MemoryBudget
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
-from pcg.passes.sharding.parallelize import Sharded
-from pcg.passes.training_graphs import LayerKind
+from pcg.passes.stages import Sharded
 from pcg.peft.recipe import Recipe
 from pcg.runtime.training.optimizer_table import Optimizer
 

@@ -19,31 +19,34 @@ from collections.abc import Container, Mapping, Sequence
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
-from pcg.passes.differentiate import Differentiated
+from pcg.passes.differentiate import Differentiated, GradientPass
 
 SIGNS_PER_BYTE = 8
 
 
-def compress(gradients: Differentiated) -> Differentiated:
-    """The graph with packed values, and a backward that reads those."""
-    forward = Builder.extending(gradients.graph)
-    backward = gradients.backward
-    inputs = {value.name: value for value in backward.inputs}
-    nodes = []
-    for node in backward.nodes:
-        if node.op == "relu_backward" and _packs(node.inputs[1], inputs):
-            y = node.inputs[1]
-            signs = forward.add("pack_signs", [y], name=f"{y}_signs")
-            inputs[signs] = Value(signs, forward.types[signs])
-            node = dataclasses.replace(
-                node, op="relu_backward_packed", inputs=(node.inputs[0], signs)
-            )
-        nodes.append(node)
-    return dataclasses.replace(
-        gradients,
-        graph=gradients.graph.replace(nodes=tuple(forward.nodes)),
-        backward=_reading(backward, nodes, inputs),
-    )
+class Compress(GradientPass):
+    """Let forward make packed values, and backward read those."""
+
+    name = "compress"
+
+    def run(self, before: Differentiated) -> Differentiated:
+        forward = Builder.extending(before.graph)
+        inputs = {value.name: value for value in before.backward.inputs}
+        nodes = []
+        for node in before.backward.nodes:
+            if node.op == "relu_backward" and _packs(node.inputs[1], inputs):
+                y = node.inputs[1]
+                signs = forward.add("pack_signs", [y], name=f"{y}_signs")
+                inputs[signs] = Value(signs, forward.types[signs])
+                node = dataclasses.replace(
+                    node, op="relu_backward_packed", inputs=(node.inputs[0], signs)
+                )
+            nodes.append(node)
+        return dataclasses.replace(
+            before,
+            graph=before.graph.replace(nodes=tuple(forward.nodes)),
+            backward=_reading(before.backward, nodes, inputs),
+        )
 
 
 def uncompressed(gradients: Differentiated, kept: Container[str]) -> Graph:

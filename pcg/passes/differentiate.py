@@ -2,9 +2,9 @@
 
 Gradients flow to the adapters' parameters, to the inputs asked for, and to the frozen weights of
 matrix products, as reverse-mode differentiation has it that knows of no freezing (FlexLLM algorithm
-1, line 3); `pcg.passes.prune` drops what nobody wants of that. What the operator table's rules ask
-for (its UPDATEINPUT) is what backward reads, and nothing else; how it comes by that is decided by
-`pcg.passes.memory.rematerialize`.
+1, line 3); `pcg.passes.prune` drops what nobody wants of that. Backward reads the values that the
+operator table's rules ask for (its UPDATEINPUT), and nothing else; whether forward saves them or
+backward recomputes them is decided by `pcg.passes.memory.rematerialize`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
+from pcg.passes.pass_base import Pass
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,16 @@ class Differentiated:
             gradients of the inputs asked for, of the adapter parameters, and of frozen weights.
         wrt: the inputs whose gradients are given.
         trained: the adapter parameters whose gradients are given.
-        frozen: the frozen weights, likewise; none once pruned.
+        frozen: the frozen weights whose gradients are given; none once pruned.
+        wanted: the inputs whose gradients are wanted; of `wrt`, pruning leaves these.
     """
 
     graph: Graph
     backward: Graph
     wrt: tuple[str, ...]
     trained: tuple[str, ...]
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...]
+    wanted: tuple[str, ...]
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -48,19 +51,38 @@ def gradient_name(name: str) -> str:
     return f"d_{name}"
 
 
-def differentiate(
-    graph: Graph, wrt: Sequence[str], outputs: Sequence[str] | None = None
-) -> Differentiated:
+class GradientPass(Pass[Differentiated, Differentiated]):
+    """A pass over a graph and its backward."""
+
+
+@dataclass(frozen=True)
+class Differentiate(Pass[Graph, Differentiated]):
     """Differentiate a graph with attached bypass networks.
 
-    Args:
-        graph: the forward graph.
-        wrt: inputs whose gradients are wanted.
+    Attributes:
+        wrt: inputs whose gradients are made; every float input by default.
         outputs: outputs that gradients come from; all by default.
+        wanted: inputs whose gradients are wanted; all of `wrt` by default.
     Raises:
         UnsupportedError: an operator on the way has no gradient; it is named.
     """
-    outputs = graph.outputs if outputs is None else outputs
+
+    name = "differentiate"
+    wrt: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
+    wanted: tuple[str, ...] | None = None
+
+    def run(self, before: Graph) -> Differentiated:
+        wrt = self.wrt
+        if wrt is None:
+            wrt = tuple(value.name for value in before.inputs if value.type.is_float)
+        outputs = before.outputs if self.outputs is None else self.outputs
+        return _differentiated(before, wrt, outputs, wrt if self.wanted is None else self.wanted)
+
+
+def _differentiated(
+    graph: Graph, wrt: Sequence[str], outputs: Sequence[str], wanted: Sequence[str]
+) -> Differentiated:
     frozen = _product_weights(graph)
     active = reachable(graph, {*wrt, *trained(graph), *frozen})
     builder = Builder(f"{graph.name}_backward")
@@ -78,7 +100,9 @@ def differentiate(
     backward = builder.build(results)
     backward = _drop_unused_inputs(backward)
     backward = backward.renamed(_gradient_names(backward, gradients))
-    return Differentiated(graph, backward, tuple(wrt), tuple(adapters), tuple(frozen))
+    return Differentiated(
+        graph, backward, tuple(wrt), tuple(adapters), tuple(frozen), tuple(wanted)
+    )
 
 
 def _product_weights(graph: Graph) -> list[str]:

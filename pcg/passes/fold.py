@@ -2,8 +2,8 @@
 
 A layer's nodes are told by their module path. What depends on positions and constants alone is the
 prologue's (tables of the rotary embedding), but for views and for work on weights alone, which each
-block that reads one makes again. The layers are then renamed to a canonical form, in which layers
-of one kind are equal graphs.
+block that reads one computes itself. The layers are then renamed to a canonical form, in which
+layers of one kind are equal graphs.
 
     prologue(input_ids, position_ids) -> carried, invariants
     block(carried, invariants)        -> carried              once a layer
@@ -15,30 +15,46 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pcg.errors import TraceError
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.naming import readable_names
+from pcg.passes.pass_base import Pass
 
 PROLOGUE = -1
 
 
-def fold(graph: Graph, layers_path: str, schedule: Sequence[int]) -> ModelGraph:
-    """Fold a whole-model graph.
+@dataclass(frozen=True)
+class Fold(Pass[Graph, ModelGraph]):
+    """Fold the graph of a whole model, which takes input_ids and position_ids.
 
-    Args:
-        graph: takes input_ids and position_ids; scopes are module paths.
-        layers_path: module path of the list of layers.
-        schedule: for each layer of the model, the traced layer that equals it.
+    Attributes:
+        layers_path: module path of the list of layers; by default the outermost numbered modules.
+        schedule: for each layer of the model, the traced layer that equals it; by default, each
+            traced layer once.
     Raises:
-        TraceError: a layer reads what an earlier one than its neighbour made.
+        TraceError: there are no layers, or a layer reads what an earlier one than its neighbour
+            made.
     """
-    return _Fold(graph, layers_path).run(schedule)
+
+    name = "fold"
+    layers_path: str = ""
+    schedule: tuple[int, ...] = ()
+
+    def run(self, before: Graph) -> ModelGraph:
+        return _Folder(before, self.layers_path or _numbered(before)).run(self.schedule)
 
 
-class _Fold:
+def _numbered(graph: Graph) -> str:
+    """The path of the outermost modules of a graph that are numbered."""
+    found = (re.match(r"(.+?)\.\d+(\.|$)", node.scope) for node in graph.nodes)
+    return min((match[1] for match in found if match), key=len, default="layers")
+
+
+class _Folder:
     def __init__(self, graph: Graph, layers_path: str) -> None:
         self.graph = graph
         self.layers_path = layers_path
@@ -54,6 +70,7 @@ class _Fold:
         self._region = self._find_regions()
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
+        schedule = schedule or range(self._count)
         regions = [self._with_remade(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]

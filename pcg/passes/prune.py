@@ -16,31 +16,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from pcg.ir.graph import Graph
-from pcg.passes.differentiate import Differentiated
+from pcg.passes.differentiate import Differentiated, GradientPass
 
 
-def prune(found: Differentiated, wrt: Collection[str]) -> Differentiated:
-    """The gradients of adapters' parameters, and of these inputs alone.
+class Prune(GradientPass):
+    """Leave the gradients of adapters' parameters, and of the inputs where they are wanted."""
 
-    Args:
-        found: a graph and all its gradients.
-        wrt: the inputs whose gradients are wanted.
-    """
-    kept = {*wrt, *found.trained}
-    pairs = list(
-        zip((*found.wrt, *found.trained, *found.frozen), found.backward.outputs, strict=True)
-    )
-    outputs = tuple(gradient for name, gradient in pairs if name in kept)
-    unwanted = [gradient for name, gradient in pairs if name not in kept]
-    return dataclasses.replace(
-        found,
-        backward=_without(found.backward.replace(outputs=outputs), unwanted),
-        wrt=tuple(name for name in found.wrt if name in kept),
-        frozen=(),
-    )
+    name = "prune"
+
+    def run(self, before: Differentiated) -> Differentiated:
+        kept = {*before.wanted, *before.trained}
+        names = (*before.wrt, *before.trained, *before.frozen)
+        pairs = list(zip(names, before.backward.outputs, strict=True))
+        outputs = tuple(gradient for name, gradient in pairs if name in kept)
+        unwanted = [gradient for name, gradient in pairs if name not in kept]
+        return dataclasses.replace(
+            before,
+            backward=_without(before.backward.replace(outputs=outputs), unwanted),
+            wrt=tuple(name for name in before.wrt if name in kept),
+            frozen=(),
+        )
 
 
 def _without(graph: Graph, unwanted: Iterable[str]) -> Graph:

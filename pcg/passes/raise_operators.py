@@ -24,22 +24,36 @@ from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.passes.naming import readable_names
+from pcg.passes.pass_base import GraphPass, ModelPass
 from pcg.passes.rewrite import NewName, Rewriter, rewrite
 
 
-def raise_operators(model: ModelGraph) -> ModelGraph:
-    """The same model in fewer, larger operators, with readable names."""
-    prologue = raise_graph(model.prologue)
-    shared = dict(zip(model.prologue.outputs, prologue.outputs, strict=True))
-    return ModelGraph(
-        prologue,
-        tuple(raise_graph(block, shared) for block in model.blocks),
-        model.layers,
-        raise_graph(model.epilogue, shared),
-    )
+class RaiseOperators(ModelPass):
+    """Write a model in fewer, larger operators, with readable names."""
+
+    name = "raise"
+
+    def run(self, before: ModelGraph) -> ModelGraph:
+        prologue = _raised(before.prologue)
+        shared = dict(zip(before.prologue.outputs, prologue.outputs, strict=True))
+        return ModelGraph(
+            prologue,
+            tuple(_raised(block, shared) for block in before.blocks),
+            before.layers,
+            _raised(before.epilogue, shared),
+        )
 
 
-def raise_graph(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
+class RaiseGraph(GraphPass):
+    """Write one graph in fewer, larger operators, with readable names."""
+
+    name = "raise"
+
+    def run(self, before: Graph) -> Graph:
+        return _raised(before)
+
+
+def _raised(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
     """The same function in fewer, larger operators.
 
     Args:

@@ -13,16 +13,20 @@ from __future__ import annotations
 import dataclasses
 
 from pcg.ir.graph import Graph, Node
-from pcg.passes.differentiate import Differentiated
+from pcg.passes.differentiate import Differentiated, GradientPass
 
 
-def window_attention(gradients: Differentiated) -> Differentiated:
-    """The same with a backward that is given no keys and values for attention."""
-    backward = gradients.backward
-    nodes = tuple(_cached(node, backward) for node in backward.nodes)
-    read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
-    inputs = tuple(value for value in backward.inputs if value.name in read)
-    return dataclasses.replace(gradients, backward=backward.replace(nodes=nodes, inputs=inputs))
+class WindowAttention(GradientPass):
+    """Give backward no keys and values for attention."""
+
+    name = "window_attention"
+
+    def run(self, before: Differentiated) -> Differentiated:
+        backward = before.backward
+        nodes = tuple(_cached(node, backward) for node in backward.nodes)
+        read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
+        inputs = tuple(value for value in backward.inputs if value.name in read)
+        return dataclasses.replace(before, backward=backward.replace(nodes=nodes, inputs=inputs))
 
 
 def _cached(node: Node, backward: Graph) -> Node:

@@ -13,13 +13,14 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import MemoryBudget, PlanOptions
+from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
 from pcg.passes.bypasses import Bypasses, bypasses_of
-from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.events import EventLog
@@ -118,7 +119,7 @@ def simulated_program(
         CostModelError: the device has no sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
-    PlanOptions(tp=tp)
+    options = PlanOptions(tp=tp, seq=finetuning_tokens or 1024)
     memory_bytes = find_accelerator(device).memory_bytes
     costs = _sheet_costs(device, product_share)
     source = resolve(model)
@@ -132,18 +133,18 @@ def simulated_program(
     def bypasses(base: ModelGraph) -> Bypasses:
         return bypasses_of(base, [recipe], model_type, base.dtype)
 
-    state = Compilation(
+    settings = Settings(
+        options,
         source.name,
-        source.config,
         bypasses,
+        costs if tp > 1 else None,
         trains=bool(finetuning_tokens),
-        budget=MemoryBudget(seq=finetuning_tokens or 1024),
-        tp=tp,
-        costs=costs if tp > 1 else None,
     )
-    state = run_passes(state, last="rematerialize")
-    serving, base = made(state.serving_model), made(state.base)
-    saved_bytes, training = _training(state) if finetuning_tokens else (0, {})
+    passes = pipeline(settings)
+    base = passes.base(source.config)
+    graphs = passes.trained(passes.attach.run(base))
+    serving = graphs.serving
+    saved_bytes, training = _training(graphs.training, options) if graphs.training else (0, {})
     host_bytes_per_s = _host_bytes_per_s(costs)
     weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
     weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
@@ -161,7 +162,7 @@ def simulated_program(
         GraphCosts(costs, tp, serving, host_bytes_per_s=host_bytes_per_s, **training),
         page_bytes,
         free // page_bytes,
-        tuple(_adapted(base, bypasses(base).at)),
+        tuple(_adapted(base.model, bypasses(base.model).at)),
     )
 
 
@@ -183,15 +184,15 @@ def _host_bytes_per_s(costs: SheetModel) -> float:
     return host.bytes_per_s * costs.achieved.link
 
 
-def _training(state: Compilation) -> tuple[int, dict[str, Any]]:
+def _training(found: TrainedModel, options: PlanOptions) -> tuple[int, dict[str, Any]]:
     """Return the bytes that finetuning saves for backward, and the graphs that cost time."""
-    plan, budget = made(state.plan), state.budget
-    saved = saved_memory(made(state.training_model), plan)
+    plan = found.plan
+    saved = saved_memory(found.model, plan)
     layers = [plan.plans[index] for index in plan.layers]
     trained = sum(_trained(layer.backward, layer.trained) for layer in layers)
-    return bytes_at(saved.total, {SEQUENCES: budget.batch, CONTEXT: budget.seq}), {
+    return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq}), {
         "backward": [layer.backward for layer in layers],
-        "loss": made(state.training_epilogue)[0],
+        "loss": found.epilogue,
         "trained": trained,
     }
 

@@ -27,6 +27,7 @@ from cli.option_types import kind_of
 from cli.options import flags_of
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
+from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import SHORTHANDS
 from pcg.source import shipped
@@ -219,12 +220,13 @@ def test_compile_shows_the_passes(model: Path, tmp_path: Path) -> None:
     result = run("compile", model, "-o", tmp_path / "p", "--dump-dir", tmp_path / "dumps")
     assert result.exit_code == 0
     assert result.stdout == ""
-    passes = [name for name, _ in pcg.passes.pipeline.PIPELINE]
+    stages = pipeline(Settings()).stages
+    passes = [one.name for stage in stages for one, _ in stage.flat()]
     lines = [line.split() for line in result.stderr.splitlines() if line.strip()]
     assert [line[0] for line in lines[1 : len(passes) + 1]] == passes
     assert all(int(line[1].replace(",", "")) > 0 for line in lines[1 : len(passes) + 1])
     dumps = {path.name for path in (tmp_path / "dumps").iterdir()}
-    assert dumps == {f"{index}-{name}.pcg" for index, name in enumerate(passes)}
+    assert dumps == {f"{index:02}-{name}.pcg" for index, name in enumerate(passes)}
 
 
 def test_compile_prints_one_object(model: Path, tmp_path: Path) -> None:
@@ -237,9 +239,16 @@ def test_compile_prints_the_graphs_after_a_pass(model: Path) -> None:
     from pcg.ir.parser import parse_graphs
 
     text = output_of("compile", model, "--print-after", "raise", "--print-after", "attach")
-    graphs = parse_graphs(text)
-    names = [graph.name for graph in graphs]
-    assert names == ["prologue", "block_0", "epilogue"] * 2
+    names = [graph.name for graph in parse_graphs(text)]
+    base = ["prologue", "block_0", "epilogue"]
+    both = [f"{kind}.{name}" for kind in ("serving", "training") for name in base]
+    assert names == [*base, *both]
+    (text, again) = (output_of("compile", model, "--print-after", p) for p in ("fuse", "fuse_lora"))
+    assert "serving.block_0" in text
+    assert "training.block_0_backward" in text
+    assert "= lora_linear(" in text
+    # The pass fuses what serves; training's products are joined by a later one.
+    assert text != again
     result = run("compile", model, "--print-after", "rise")
     assert result.exit_code == 2
     assert "no pass 'rise'" in result.stderr

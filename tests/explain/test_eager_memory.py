@@ -22,8 +22,8 @@ from pcg.explain.eager.saved_storages import EagerRun
 from pcg.ir.analysis.storages import SEQUENCES, Storages
 from pcg.ir.builder import Builder
 from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, tensor
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, run_passes
+from pcg.options import PlanOptions
+from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.bitfit import BitFitConfig
 from pcg.peft.lora import LoraConfig
 from pcg.peft.recipe import Recipe
@@ -63,24 +63,23 @@ def predicted(
     dropout: float = 0.0,
     batch: int = BATCH,
 ) -> EagerMemory:
-    state = Compilation("test", config, lambda _: Bypasses(), TORCH_NAMES[SHORT_NAMES[dtype]])
-    state = run_passes(state, last="fold")
-    assert state.base is not None
-    assert state.traced is not None
-    use = adapter_use(state.base, {"a": recipe}, str(config["model_type"]), "f32")
+    passes = pipeline(Settings(PlanOptions(dtype=TORCH_NAMES[SHORT_NAMES[dtype]])))
+    traced = passes.trace.run(config)
+    base = passes.fold.run(traced).model
+    use = adapter_use(base, {"a": recipe}, str(config["model_type"]), "f32")
     # On the CPU layer norm keeps its statistics in the dtype of its input, on CUDA in fp32.
     eager = EagerRun(
         use.at,
-        state.traced.attention,
+        traced.trace.attention,
         str(config["model_type"]),
         batch,
         SEQ,
         use.bypasses.biases,
         adapter_dtype,
         dropout,
-        state.base.dtype,
+        base.dtype,
     )
-    return eager_memory(state.base, eager)
+    return eager_memory(base, eager)
 
 
 def number(formula: sympy.Expr, batch: int = BATCH, seq: int = SEQ) -> int:
@@ -255,9 +254,8 @@ def test_mixtures_of_experts_keep_what_is_predicted(config: dict[str, Any]) -> N
 
 
 def test_without_adapters_nothing_is_kept() -> None:
-    state = Compilation("test", BY_NAME["llama3"].config(2), lambda _: Bypasses())
-    base = run_passes(state, last="fold").base
-    assert base is not None
+    passes = pipeline(Settings())
+    base = passes.fold.run(passes.trace.run(BY_NAME["llama3"].config(2))).model
     assert eager_memory(base, EagerRun({}, "sdpa", "llama", BATCH, SEQ)).total == 0
 
 

@@ -8,18 +8,16 @@ import pcg
 from pcg.explain.parallel_report import strategies, token_regions
 from pcg.ir.layouts import REPLICATED
 from pcg.parallel.search import Search
-from pcg.passes.sharding.parallelize import search_layer
 from tests.support.families import BY_NAME
-from tests.support.parallelized import attached, costs
+from tests.support.parallelized import attached, costs, search_layer
 
 
 @cache
 def searches() -> tuple[Search, ...]:
     """Of the two blocks of Gemma-2, whose attention differs."""
     state = attached("gemma2")
-    assert state.training_model is not None
-    assert state.base is not None
-    pairs = zip(state.training_model.blocks, state.base.blocks, strict=True)
+    assert state.training is not None
+    pairs = zip(state.training.blocks, state.base.blocks, strict=True)
     return tuple(search_layer(block, plain, 2, costs(2)) for block, plain in pairs)
 
 

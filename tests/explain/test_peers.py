@@ -21,7 +21,7 @@ import pytest
 import pcg
 from pcg.explain.peers import peer_point
 from pcg.explain.report import Report
-from pcg.passes.memory.rematerialize import graph_flops, node_flops
+from pcg.ir.analysis.product_flops import graph_flops, node_flops
 from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
 from pcg.trace.peers import BUDGETS, MASKLESS, torch_partitioner

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 
 import pcg.compiler as compiler
 from pcg.codegen import torch_emitter, triton_emitter
+from pcg.codegen.functions import Function
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
 from pcg.ir.builder import Builder
@@ -225,7 +226,9 @@ class Layer:
         graph = self._graph()
         self.run, self.reference = (
             load_functions(
-                emitter.emit_module("A layer", "", [emitter.emit_function(emitted, "layer", "")]),
+                emitter.emit_module(
+                    "A layer", "", [emitter.emit_function(Function(emitted, "layer", ""))]
+                ),
                 "layer",
             )["layer"]
             for emitter, emitted in ((triton_emitter, lowered(graph)), (torch_emitter, graph))

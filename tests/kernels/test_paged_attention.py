@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import Span
-from pcg.kernels.triton.attention.cache_rows import CacheRows, append
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.forward import paged_attention
 from pcg.kernels.triton.attention.work import (
     KEY_BLOCK,
@@ -65,10 +66,8 @@ def check(case: Case, shape: Sequence[tuple[int, int]], seed: int = 0) -> None:
     batch = Paged(case, shape, seed)
     work = AttentionWork.build(batch.parts, case.group, torch.device(case.device))
     with sanitized():
-        append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
-        out, lse = paged_attention(
-            batch.q, batch.keys, batch.values, work, keeps=True, **case.keywords()
-        )
+        append(batch.k, batch.v, batch.slots, batch.kv)
+        out, lse = paged_attention(batch.q, batch.kv, work, case.scoring, keeps=True)
     expected, sums = batch.reference()
     assert out.dtype == case.dtype
     assert lse is not None
@@ -119,9 +118,8 @@ def test_whole_sequences_without_a_cache(case: Case, lengths: list[int]) -> None
     parts = [span(start, length) for start, length in zip(starts, lengths, strict=True)]
     work = AttentionWork.build(parts, case.group, CPU)
     with sanitized():
-        out, lse = paged_attention(
-            q, CacheRows.of_batch(k), CacheRows.of_batch(v), work, **case.keywords()
-        )
+        kv = KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
+        out, lse = paged_attention(q, kv, work, case.scoring)
     assert lse is None
     pieces = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     expected = torch.cat([reference(*piece, 0, **case.keywords())[0] for piece in pieces])
@@ -133,12 +131,12 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
     """To the bit: alone, repeated, and in a batch, in a graph's room or not."""
     case = NAMED["gqa"]
     batch = Paged(case, ((1, 540), (40, 30), (1, 20)))
-    append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
+    append(batch.k, batch.v, batch.slots, batch.kv)
 
     def run(parts: list[Span], room: Room | None = None) -> torch.Tensor:
         work = AttentionWork.build(parts, case.group, CPU, room=room)
         with sanitized():
-            out, _ = paged_attention(batch.q, batch.keys, batch.values, work, **case.keywords())
+            out, _ = paged_attention(batch.q, batch.kv, work, case.scoring)
         return out
 
     together = run(batch.parts)
@@ -192,20 +190,21 @@ def test_padding_tokens_are_not_appended() -> None:
     batch = Paged(case, [(3, 0)])
     batch.slots[1] = -1
     with sanitized():
-        append(batch.k, batch.v, batch.slots, batch.keys, batch.values)
-    base = batch.keys.base
+        append(batch.k, batch.v, batch.slots, batch.kv)
+    base = batch.kv.keys.base
     assert torch.isfinite(base).sum() == 2 * case.kv_heads * case.size
-    assert torch.equal(view(batch.keys, int(batch.slots[2])), batch.k[2])
+    assert torch.equal(view(batch.kv.keys, int(batch.slots[2])), batch.k[2])
 
 
 def test_other_heads_are_refused() -> None:
     batch = Paged(Case(size=64, value_size=64), [(3, 0)])
     work = AttentionWork.build(batch.parts, 2, CPU)
-    odd = dataclasses.replace(batch.values, size=72)
+    odd = batch.kv._replace(values=dataclasses.replace(batch.kv.values, size=72))
+    scoring = Scoring(scale=1.0)
     with pytest.raises(UnsupportedError, match="no heads of 72"):
-        paged_attention(batch.q, batch.keys, odd, work, scale=1.0)
+        paged_attention(batch.q, odd, work, scoring)
     with pytest.raises(UnsupportedError, match="2 KV heads cannot serve 3 heads"):
-        paged_attention(batch.q[:, :3], batch.keys, batch.values, work, scale=1.0)
-    keys, values = CacheRows.of_batch(batch.k), CacheRows.of_batch(batch.v)
+        paged_attention(batch.q[:, :3], batch.kv, work, scoring)
+    kv = KvRows(CacheRows.of_batch(batch.k), CacheRows.of_batch(batch.v))
     with pytest.raises(UnsupportedError, match="without pages, but block tables of 16 columns"):
-        paged_attention(batch.q, keys, values, work, scale=1.0)
+        paged_attention(batch.q, kv, work, scoring)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.batch import Span
+from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.attention.backward import paged_attention_backward
-from pcg.kernels.triton.attention.cache_rows import CacheRows, append
+from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.forward import paged_attention
 from pcg.kernels.triton.attention.work import AttentionWork
 from tests.support.attention_cases import TOLERANCE, Case, cases, reference, rows_of, span
@@ -71,10 +71,6 @@ def check_close(case: Case, found: Sequence[Tensor], wanted: Sequence[Tensor]) -
         torch.testing.assert_close(gradient.double(), exactly, rtol=0.0, atol=allowed)
 
 
-def backward_keywords(case: Case) -> dict[str, object]:
-    return {name: value for name, value in case.keywords().items() if name != "sinks"}
-
-
 def upstream(case: Case, tokens: int) -> Tensor:
     """dout."""
     shape = (tokens, case.heads, case.value_size)
@@ -88,15 +84,12 @@ def check_whole(case: Case, lengths: Sequence[int]) -> None:
     qkv = q, k, v = case.tensors(sum(lengths))
     parts = [span(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
     work = AttentionWork.build(parts, case.group, device, backward=True)
-    keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
+    kv = KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
     with sanitized():
-        out, lse = paged_attention(q, keys, values, work, keeps=True, **case.keywords())
+        out, lse = paged_attention(q, kv, work, case.scoring, keeps=True)
         dout = upstream(case, len(q))
         found = [
-            paged_attention_backward(
-                dout, out, lse, q, keys, values, work, **backward_keywords(case)
-            )
-            for _ in range(2)
+            paged_attention_backward(dout, out, lse, q, kv, work, case.scoring) for _ in range(2)
         ]
     for once, again in zip(*found, strict=True):
         assert once.dtype == case.dtype
@@ -133,7 +126,7 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
     needed = [-(-length // PAGE_TOKENS) for length in lengths]
     order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
-    keys, values = case.cache(sum(needed) + 2)
+    kv = case.cache(sum(needed) + 2)
     done = [0] * len(lengths)
     windows = []
     for step in range(max(map(len, chunks))):
@@ -149,30 +142,22 @@ def check_windows(case: Case, chunks: Sequence[Sequence[int]], seed: int = 0) ->
                 tokens += range(origins[i] + done[i], origins[i] + done[i] + length)
                 done[i] += length
         work = AttentionWork.build(parts, case.group, device, backward=True)
-        append(k[tokens], v[tokens], torch.tensor(slots, device=device), keys, values)
-        out, lse = paged_attention(q[tokens], keys, values, work, keeps=True, **case.keywords())
+        append(k[tokens], v[tokens], torch.tensor(slots, device=device), kv)
+        out, lse = paged_attention(q[tokens], kv, work, case.scoring, keeps=True)
         windows.append((tokens, work, out, lse))
-    total = tuple(torch.zeros(x.shape, device=device) for x in (k, v))
+    sums = KvGradients(k.transpose(0, 1), v.transpose(0, 1), len(k))
     found = [torch.full_like(x, float("nan")) for x in qkv]
     for tokens, work, out, lse in reversed(windows):
         with sanitized():
             own = paged_attention_backward(
-                dout[tokens],
-                out,
-                lse,
-                q[tokens],
-                keys,
-                values,
-                work,
-                sums=total,
-                **backward_keywords(case),
+                dout[tokens], out, lse, q[tokens], kv, work, case.scoring, sums
             )
         for whole, part in zip(found, own, strict=True):
             whole[tokens] = part
     wanted = exact(case, lengths, qkv, dout)
     check_close(case, found, wanted)
-    check_close(case, total, wanted[1:])
-    return [*found, *total]
+    check_close(case, (sums.keys, sums.values), wanted[1:])
+    return [*found, sums.keys, sums.values]
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -205,17 +190,17 @@ def test_what_a_sliding_window_hides_gets_nothing() -> None:
 def test_lists_and_sums_have_to_fit() -> None:
     case = Case()
     q, k, v = case.tensors(3)
-    keys, values = CacheRows.of_batch(k), CacheRows.of_batch(v)
+    kv = KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
     forward, both = (
         AttentionWork.build([span(0, 3)], case.group, q.device, backward=backward)
         for backward in (False, True)
     )
-    out, lse = paged_attention(q, keys, values, both, keeps=True, **case.keywords())
-    keywords = backward_keywords(case)
+    out, lse = paged_attention(q, kv, both, case.scoring, keeps=True)
+    sums = KvGradients(k.transpose(0, 1), v.transpose(0, 1), 3)
     with pytest.raises(UnsupportedError, match="for forward alone"):
-        paged_attention_backward(out, out, lse, q, keys, values, forward, **keywords)
+        paged_attention_backward(out, out, lse, q, kv, forward, case.scoring)
     with pytest.raises(UnsupportedError, match="sums are for keys and values in a cache"):
-        paged_attention_backward(out, out, lse, q, keys, values, both, sums=(k, v), **keywords)
+        paged_attention_backward(out, out, lse, q, kv, both, case.scoring, sums)
 
 
 @pytest.mark.gpu

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.attention.backward import key_blocks, query_blocks
-from pcg.kernels.triton.attention.forward import Blocks, split_blocks, tile_blocks
+from pcg.kernels.triton.attention.blocks import (
+    Blocks,
+    key_blocks,
+    query_blocks,
+    split_blocks,
+    tile_blocks,
+)
 from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TILE_ROWS
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 
-TEMPLATES = "pcg.kernels.triton"
+KERNELS = "pcg.kernels.triton.attention"
 SHARED_KIB = {80: 101, 90: 130}
 """Of a program at most: sm_80 has 163, sm_90 227."""
 STRIDES = dict.fromkeys(
@@ -71,7 +76,7 @@ def kernels(
                 del signature[optional]
                 constants[optional] = None
         return Kernel(
-            f"{TEMPLATES}.{module}",
+            f"{KERNELS}.{module}",
             name,
             signature,
             constants,
@@ -90,7 +95,7 @@ def kernels(
     keyed = key_blocks(largest, dtype, architecture)
     found = [
         made(
-            "paged_attention",
+            "forward_kernels",
             "attend_tiles",
             "q keys values out",
             "lse alibi sinks",
@@ -100,7 +105,7 @@ def kernels(
             tiled,
         ),
         made(
-            "paged_attention_backward",
+            "backward_kernels",
             "delta_rows",
             "dout out",
             "delta",
@@ -110,7 +115,7 @@ def kernels(
             ["count"],
         ),
         made(
-            "paged_attention_backward",
+            "backward_kernels",
             "query_gradients",
             "q keys values dout dq",
             "lse delta alibi",
@@ -120,7 +125,7 @@ def kernels(
             queries,
         ),
         made(
-            "paged_attention_backward",
+            "backward_kernels",
             "key_gradients",
             "q keys values dout dk dv",
             "lse delta keys_sum values_sum alibi",
@@ -135,7 +140,7 @@ def kernels(
     cache = {name: kind for name, kind in STRIDES.items() if name.startswith(("key_", "value_"))}
     found += [
         made(
-            "paged_attention",
+            "forward_kernels",
             "attend_splits",
             "q keys values",
             "totals highest sums alibi",
@@ -144,7 +149,7 @@ def kernels(
             split,
         ),
         made(
-            "paged_attention",
+            "forward_kernels",
             "reduce_splits",
             "out",
             "totals highest sums lse sinks",

@@ -15,7 +15,7 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitio
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.ir.verifier import verify
 from pcg.kernels.torch import ops as torch_ops
-from pcg.passes.differentiate import differentiate
+from pcg.passes.differentiate import Differentiate
 from tests.support.evaluate import evaluate
 from tests.support.held import held, joined
 from tests.support.spread import Spread
@@ -49,7 +49,7 @@ def test_a_transition_changes_how_a_tensor_is_held_and_no_number(
 ) -> None:
     x, dy = torch.randn(2, 5, 6, dtype=torch.float64).unbind()
     graph = one_node(op, 3 if before == PART else 6, with_dim=PART in (before, after))
-    found = differentiate(graph, ["x"])
+    found = Differentiate(wrt=("x",)).run(graph)
     assert found.needed == ()
     parts = held(x, before, DEGREE, "x")
     upstream = held(dy, dual(after), DEGREE, "dy")
@@ -91,7 +91,7 @@ def test_a_transition_of_tokens(
     y = builder.add(op, [value], name="y", dim=-2, degree=degree, **flag)
     graph = builder.build([y])
     verify(graph)
-    found = differentiate(graph, ["x"])
+    found = Differentiate(wrt=("x",)).run(graph)
     parts = rows_held(x, before, degree, "x")
     upstream = rows_held(dy, dual(after), degree, "dy")
 
@@ -143,7 +143,7 @@ def test_the_loss_of_parted_logits(degree: int) -> None:
     names = [builder.input("logits", tensor("f64", TOKENS, 8 // degree))]
     names.append(builder.input("targets", tensor("i64", TOKENS)))
     graph = builder.build([builder.add("cross_entropy_part", names, name="loss")])
-    found = differentiate(graph, ["logits"])
+    found = Differentiate(wrt=("logits",)).run(graph)
 
     def on_rank(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
         own = logits.detach().chunk(degree, -1)[ranks.rank]
@@ -197,7 +197,7 @@ def test_one_message_of_several_tensors_is_as_several_messages(op: str) -> None:
         found = []
         for graph in (together, several):
             ys = evaluate(graph, values[ranks.rank], batch)
-            back = differentiate(graph, names)
+            back = Differentiate(wrt=tuple(names)).run(graph)
             upstream = {f"d_{n}": y.cos() for n, y in zip(graph.outputs, ys, strict=True)}
             found.append([*ys, *evaluate(back.backward, upstream, batch)])
         assert ranks.messages[one] == 1 + len(widths)

@@ -40,8 +40,8 @@ from pcg.parallel.costs.device_profile import (
 )
 from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.work import is_free, work_of
-from pcg.passes.differentiate import differentiate
-from pcg.passes.prune import prune
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.prune import Prune
 from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")
@@ -279,10 +279,10 @@ def local_graphs() -> list[Graph]:
     """Forward and backward of one rank of two."""
     graphs = []
     for name in ("llama3", "gemma2", "bloom", "opt"):
-        model = sharded(name, 2).local
+        model = sharded(name, 2).training
         for graph in model.blocks:
             carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-            graphs += [graph, prune(differentiate(graph, carried), carried).backward]
+            graphs += [graph, Prune().run(Differentiate(wrt=tuple(carried)).run(graph)).backward]
         graphs += [model.prologue, model.epilogue]
     return graphs
 

@@ -21,12 +21,10 @@ from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Search, SearchResult
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, run_passes
-from pcg.passes.sharding.parallelize import search_layer
 from pcg.peft.vera import VeraBypass
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
-from tests.support.parallelized import RANK, Machine, attached, costs
+from tests.support.parallelized import RANK, Machine, attached, attached_to, costs, search_layer
 from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
@@ -36,11 +34,8 @@ OTHERS = ("fully sharded, weights gathered", "fully replicated")
 @cache
 def searched(name: str, degree: int = 2) -> tuple[Search, SearchResult]:
     state = attached(name, "float64")
-    assert state.training_model is not None
-    assert state.base is not None
-    search = search_layer(
-        state.training_model.blocks[0], state.base.blocks[0], degree, costs(degree)
-    )
+    assert state.training is not None
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], degree, costs(degree))
     return search, search.find()
 
 
@@ -117,12 +112,10 @@ def test_nothing_costs_less_with_neighbours_in_one_message(alpha: float) -> None
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "k_proj"))]
         return lora(dict.fromkeys(sites, RANK), dtype="f64")
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float64")
+    assert state.training is not None
     machine = DeviceCosts(Machine(alpha), 2, sum(LENGTHS), 1024)
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], 2, machine)
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], 2, machine)
     weights = [name for site in search.sites for name in site.weights]
     least = None
     for held in itertools.product((WHOLE, REPLICATED, COLUMN, ROW), repeat=len(weights)):
@@ -176,8 +169,8 @@ def test_flexllms_best_sends_the_bases_alone() -> None:
         # facts: the copy's gradient is summed once a step, r · h
         (copy,) = (n for n, layout in best.layouts.items() if not layout.dim)
         state = attached("llama2", "float64")
-        assert state.training_model is not None
-        size = size_bytes(state.training_model.blocks[0].types[copy], 1)
+        assert state.training is not None
+        size = size_bytes(state.training.blocks[0].types[copy], 1)
         assert best.added.step_bytes == ring_bytes("all_reduce", size, 4)
 
 
@@ -202,9 +195,8 @@ def test_a_search_names_what_each_site_is() -> None:
 def test_what_is_best_changes_with_tokens() -> None:
     """Few tokens: no messages. Very many: to compute what is parted once is worth them."""
     state = attached("llama3")
-    assert state.training_model is not None
-    assert state.base is not None
-    layer, base = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    layer, base = state.training.blocks[0], state.base.blocks[0]
     names, messages = [], []
     for tokens in (1, 10**7):
         search = search_layer(layer, base, 2, DeviceCosts(Machine(1e-5, 1e15), 2, tokens, 1024))
@@ -219,9 +211,8 @@ def test_what_is_best_changes_with_tokens() -> None:
 def test_batches_of_an_optimizer_step_share_the_sums_of_gradients() -> None:
     """A copy costs a batch its share, so that copies win where a step has many batches."""
     state = attached("llama3")
-    assert state.training_model is not None
-    assert state.base is not None
-    pair = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    pair = state.training.blocks[0], state.base.blocks[0]
     machine = Machine(alpha=0.0, link=1e6)
     found = {}
     for batches in (1, 4, 4096):
@@ -255,9 +246,7 @@ def test_a_type_error_names_operator_layouts_and_ways() -> None:
 def test_serving_pays_for_no_backward() -> None:
     """What it sends is what its graph sends forward, and every second is one of forward."""
     state = attached("llama3", "float64")
-    assert state.serving_model is not None
-    assert state.base is not None
-    layers = state.serving_model.blocks[0], state.base.blocks[0]
+    layers = state.serving.blocks[0], state.base.blocks[0]
     search = search_layer(*layers, 2, costs(2), trains=False)
     plan = search.plan()
     bill = plan.cost
@@ -285,11 +274,9 @@ def test_what_is_shared_and_not_trained_costs_no_sum() -> None:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
         return Bypasses(dict.fromkeys(sites, (VeraBypass(RANK),)))
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float32")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
-    block = state.training_model.blocks[0]
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float32")
+    assert state.training is not None
+    block = state.training.blocks[0]
     vectors = set(trained(block))
     adapters = {p.name for p in block.parameters if p.role == "adapter"}
     assert adapters - vectors == {"vera_A", "vera_B"}
@@ -309,11 +296,9 @@ def test_every_reader_gathers_or_none() -> None:
         sites = [site for site in base.linear_sites() if site.endswith(("q_proj", "down_proj"))]
         return lora(dict.fromkeys(sites, RANK), use_dora=True, dtype="f64")
 
-    state = Compilation("llama3", BY_NAME["llama3"].config(2), bypasses, "float64")
-    state = run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
-    search = search_layer(state.training_model.blocks[0], state.base.blocks[0], 2, costs(2))
+    state = attached_to(BY_NAME["llama3"].config(2), bypasses, "float64")
+    assert state.training is not None
+    search = search_layer(state.training.blocks[0], state.base.blocks[0], 2, costs(2))
     best = search.plan()
     seen = set()
     for site in search.sites:

@@ -20,13 +20,19 @@ from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
-from pcg.passes.sharding.parallelize import Sharded, parallelize, search_layer
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.example import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.families import BY_NAME
-from tests.support.parallelized import attached, costs, transitions
+from tests.support.parallelized import (
+    attached,
+    base_over_ranks,
+    costs,
+    search_layer,
+    sharded,
+    transitions,
+)
 from tests.support.ranked import (
     JOB,
     METHODS,
@@ -47,13 +53,6 @@ ODD = (6, 5)
 """Lengths of sequences, of 11 tokens together."""
 
 
-def sharded(name: str, degree: int) -> Sharded:
-    state = attached(name)
-    assert state.training_model is not None
-    assert state.base is not None
-    return parallelize(state.training_model, state.base, degree, sequence_parallel=True)
-
-
 # -------------------------------------------------------------------------------------- the plan
 
 
@@ -63,9 +62,8 @@ def sharded(name: str, degree: int) -> Sharded:
 )
 def test_sums_become_parts_and_products_gather_them(name: str, words: int, degree: int) -> None:
     base = attached(name).base
-    assert base is not None
-    found = parallelize(base, base, degree, sequence_parallel=True)
-    for graph in (*found.typed.graphs, *found.local.graphs):
+    found = base_over_ranks(base, degree, sequence_parallel=True)
+    for graph in (*found.typed.graphs, *found.base.graphs):
         verify(graph)
         assert parse_graph(print_graph(graph)) == graph
     for block in found.typed.blocks:
@@ -78,7 +76,7 @@ def test_sums_become_parts_and_products_gather_them(name: str, words: int, degre
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
-    found = sharded(name, 2)
+    found = sharded(name, 2, sequence_parallel=True)
     for block in (*found.typed.blocks, found.typed.epilogue):
         hidden = block.inputs[0].type
         assert str(hidden).endswith(f"[T|2, {hidden.shape[-1]}]")
@@ -91,13 +89,10 @@ def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
 
 
 def test_without_the_option_no_value_is_parted_by_tokens() -> None:
-    state = attached("llama3")
-    assert state.training_model is not None
-    assert state.base is not None
-    plain = parallelize(state.training_model, state.base, 2)
+    plain = sharded("llama3", 2)
     assert not plain.parts_tokens
     assert "T|" not in "".join(map(print_graph, plain.typed.graphs))
-    assert sharded("llama3", 2).parts_tokens
+    assert sharded("llama3", 2, sequence_parallel=True).parts_tokens
 
 
 # ------------------------------------------------------------------------------- rows of the ranks
@@ -220,9 +215,8 @@ def test_every_candidate_is_right_and_sends_what_it_says(
     name: str, site: str, degree: int, lengths: tuple[int, ...]
 ) -> None:
     state = attached(name, "float64")
-    assert state.training_model is not None
-    assert state.base is not None
-    pair = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    pair = state.training.blocks[0], state.base.blocks[0]
     device = costs(degree, sum(lengths))
     search = search_layer(*pair, degree, device, sequence_parallel=True)
     check_candidates(search, search.find(), site, lengths)
@@ -231,9 +225,8 @@ def test_every_candidate_is_right_and_sends_what_it_says(
 def test_a_part_of_a_copy_is_taken_again_where_the_copy_is_gathered_again() -> None:
     """Of a copy that nothing else has to have: backward gathers it for the part of its columns."""
     state = attached("opt", "float64")
-    assert state.training_model is not None
-    assert state.base is not None
-    pair = state.training_model.blocks[0], state.base.blocks[0]
+    assert state.training is not None
+    pair = state.training.blocks[0], state.base.blocks[0]
     search = search_layer(*pair, 2, costs(2, sum(ODD)), sequence_parallel=True)
     plan = search.plan()
     (site,) = (site for site in search.sites if site.name.endswith("fc1"))

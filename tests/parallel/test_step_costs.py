@@ -15,8 +15,7 @@ from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphSeconds, SequenceChunk, StepShape
 from pcg.parallel.costs.work import work_of
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, made, run_passes
+from pcg.passes.pipeline import Settings, pipeline
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.source import resolve
 
@@ -38,15 +37,14 @@ def program(tp: int = 1) -> SimulatedProgram:
 @cache
 def base_layer() -> GraphSeconds:
     source = resolve(MODEL)
-    state = Compilation(source.name, source.config, lambda base: Bypasses(), trains=False)
-    return GraphSeconds(made(run_passes(state, last="raise").base).blocks[0], a100(), 1)
+    base = pipeline(Settings()).base(source.config).model
+    return GraphSeconds(base.blocks[0], a100(), 1)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
 def test_a_whole_sequence_costs_what_the_model_says(tokens: int) -> None:
     source = resolve(MODEL)
-    state = Compilation(source.name, source.config, lambda base: Bypasses(), trains=False)
-    block = made(run_passes(state, last="raise").base).blocks[0]
+    block = pipeline(Settings()).base(source.config).model.blocks[0]
     wanted = 0.0
     for node in block.nodes:
         ins: Types = tuple(block.types[name] for name in node.inputs)

@@ -7,7 +7,7 @@ import torch
 
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
+from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
 from tests.support.evaluate import evaluate
 from tests.support.spread import Spread
 from tests.support.threads import ThreadRanks, run_ranks
@@ -61,16 +61,16 @@ graph @g(%x: f32[T, 8], %y: f32[T, 8]) {
 
 
 def test_neighbours_are_one_message_where_the_last_of_them_stood() -> None:
-    found = coalesce_collectives(parse_graph(NEIGHBOURS))
+    found = CoalesceCollectives().run(parse_graph(NEIGHBOURS))
     verify(found)
     assert found == parse_graph(JOINED)
-    assert coalesce_collectives(found) == found
+    assert CoalesceCollectives().run(found) == found
 
 
 @pytest.mark.parametrize("text", APART.values(), ids=APART)
 def test_others_stay_apart(text: str) -> None:
     graph = parse_graph(text)
-    assert coalesce_collectives(graph) == graph
+    assert CoalesceCollectives().run(graph) == graph
 
 
 def test_numbers_and_bytes_stay_the_same() -> None:
@@ -81,7 +81,7 @@ def test_numbers_and_bytes_stay_the_same() -> None:
         batch = Spread(ranks)
         apart = evaluate(graph, {"x": x[ranks.rank]}, batch)
         sent, messages = dict(ranks.moved_bytes), dict(ranks.messages)
-        together = evaluate(coalesce_collectives(graph), {"x": x[ranks.rank]}, batch)
+        together = evaluate(CoalesceCollectives().run(graph), {"x": x[ranks.rank]}, batch)
         assert torch.equal(apart[0], together[0])
         assert ranks.moved_bytes == {kind: 2 * size for kind, size in sent.items()}
         assert messages["all_gather"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from pcg import compiler
 from pcg.compiler import compile_program
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
-from pcg.passes import pipeline
-from pcg.passes.fusion.defer_residual_add import defer_residual_add
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
+from pcg.passes.pass_base import On
+from pcg.passes.pipeline import Pipeline, Settings, pipeline
+from pcg.passes.stage import Stage
+from pcg.passes.stages import Trained
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
@@ -25,7 +28,7 @@ def model_of(name: str, **options: Any) -> ModelGraph:
 
 
 def handed_on(model: ModelGraph) -> ModelGraph:
-    found = defer_residual_add(model)
+    found = DeferResidualAdd().run(model)
     for graph in found.graphs:
         verify(graph)
     return found
@@ -63,13 +66,13 @@ def test_the_sum_is_in_the_kernel_of_the_next_norm() -> None:
 )
 def test_what_a_kernel_makes_anyway_stays(name: str) -> None:
     model = model_of(name)
-    assert defer_residual_add(model) is model
+    assert DeferResidualAdd().run(model) is model
 
 
 def test_parts_of_tokens_stay() -> None:
     model = model_of("llama3", tp=2, sequence_parallel=True)
-    assert defer_residual_add(model) is model
-    assert defer_residual_add(model_of("llama3", tp=2)) != model
+    assert DeferResidualAdd().run(model) is model
+    assert DeferResidualAdd().run(model_of("llama3", tp=2)) != model
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gpt_neox-serial", "mpt", "qwen2.5-windows"])
@@ -77,7 +80,14 @@ def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch)
     base = oracle.random_model(BY_NAME[name].config(2))
     sequences = prompts((5, 1, 9))
     expected = compiler.compile(base).logits(sequences)
-    monkeypatch.setattr(pipeline, "fuse", lambda model: handed_on(fuse(model)))
+
+    def deferring(settings: Settings) -> Pipeline:
+        found = pipeline(settings)
+        deferred = On(Trained.map_serving, DeferResidualAdd())
+        fuse = Stage[Trained, Trained]("fuse", (*found.fuse.passes, deferred))
+        return dataclasses.replace(found, fuse=fuse)
+
+    monkeypatch.setattr(compiler, "pipeline", deferring)
     executor = compiler.compile(base)
     assert len(executor.serving.runner.model.blocks[0].outputs) == 2
     for ours, theirs in zip(executor.logits(sequences), expected, strict=True):

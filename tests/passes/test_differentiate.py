@@ -18,15 +18,13 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.differentiate import Differentiated, differentiate
-from pcg.passes.prune import prune
-from pcg.passes.training_graphs import (
-    LayerKind,
-    layer_kinds,
-    plan_layer,
-    train_epilogue,
-    train_prologue,
-)
+from pcg.passes.differentiate import Differentiate, Differentiated
+from pcg.passes.differentiate_model import layer_kinds
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.prune import Prune
+from pcg.passes.stages import Attached, TrainedModel
 from pcg.peft.lora import LoraBypass
 from pcg.peft.prompt import PromptBypass
 from tests.support.bypasses import lora
@@ -39,7 +37,7 @@ UP, DOWN, HEAD = "model.layers.{layer}.up", "model.layers.{layer}.down", "head"
 
 def pruned_kinds(model: ModelGraph) -> list[LayerKind]:
     return [
-        dataclasses.replace(kind, gradients=prune(kind.gradients, kind.wrt))
+        dataclasses.replace(kind, gradients=Prune().run(kind.gradients))
         for kind in layer_kinds(model)
     ]
 
@@ -49,7 +47,13 @@ def adapted(*sites: str) -> Graph:
 
 
 def pruned(graph: Graph, wrt: Sequence[str]) -> Differentiated:
-    return prune(differentiate(graph, wrt), wrt)
+    return Prune().run(Differentiate(wrt=tuple(wrt)).run(graph))
+
+
+def trained_model(model: ModelGraph) -> TrainedModel:
+    found = pipeline(Settings()).trained(Attached(model, model, model)).training
+    assert found is not None
+    return found
 
 
 def test_text() -> None:
@@ -83,7 +87,7 @@ graph @block_0_backward(%d_add: f32[T, 4], %down_s: f32[T, 2], %relu: f32[T, 6],
 
 
 def test_without_the_inputs_gradient_the_chain_ends_at_the_adapter() -> None:
-    found = prune(differentiate(adapted(DOWN), ["x"]), [])
+    found = Prune().run(Differentiate(wrt=("x",), wanted=()).run(adapted(DOWN)))
     ops = [node.op for node in found.backward.nodes]
     assert ops == ["expand_backward", "scaled_outer", "outer"]
     assert found.needed == ("down_s", "relu")
@@ -125,15 +129,16 @@ graph @router(%x: f32[T, 8]) {
 """
     )
     with pytest.raises(UnsupportedError, match="operator 'topk' has no gradient"):
-        differentiate(graph, ["x"])
+        Differentiate(wrt=("x",)).run(graph)
 
 
 def test_what_is_trained_before_the_first_layer_asks_all_layers_for_gradients() -> None:
     model = attach(mlp_model(), Bypasses({UP: (LoraBypass(2),), WHOLE_MODEL: (PromptBypass(3),)}))
     (kind,) = layer_kinds(model)
-    assert kind.wrt == ("x",)
-    backward, trained = train_prologue(model)
-    assert trained == ("prompt_embeddings",)
+    assert kind.gradients.wanted == ("x",)
+    found = trained_model(model)
+    backward = found.prologue
+    assert found.prologue_trained == ("prompt_embeddings",)
     node = "virtual_tokens_backward(%d_embed_prompted, %prompt_embeddings)  @embed"
     text = f"""
 graph @prologue_backward(%input_ids: i64[T], %position_ids: i64[T], %d_embed_prompted: f32[T, 4]) {{
@@ -148,7 +153,8 @@ graph @prologue_backward(%input_ids: i64[T], %position_ids: i64[T], %d_embed_pro
 
 
 def test_nothing_is_trained_before_the_first_layer_of_plain_lora() -> None:
-    assert train_prologue(attach(mlp_model(), lora({UP: 2}))) == (None, ())
+    found = trained_model(attach(mlp_model(), lora({UP: 2})))
+    assert (found.prologue, found.prologue_trained) == (None, ())
 
 
 # ---------------------------------------------------------------------------------------- numbers
@@ -171,9 +177,9 @@ def test_gradients_are_those_of_autograd(
     sites: tuple[str, ...], wrt: tuple[str, ...], is_pruned: bool
 ) -> None:
     graph = adapted(*sites)
-    found = differentiate(graph, wrt)
+    found = Differentiate(wrt=tuple(wrt)).run(graph)
     if is_pruned:
-        found = prune(found, wrt)
+        found = Prune().run(found)
     values = in_fp64(random_values(graph, tokens=5))
     names = [*wrt, *found.trained, *found.frozen]
     assert ("up.weight" in names) != is_pruned
@@ -193,8 +199,8 @@ def test_gradients_are_those_of_autograd(
 
 
 def test_loss_with_an_adapter_on_the_head() -> None:
-    model = attach(mlp_model(), lora({HEAD: 2}))
-    both, loss, trained = train_epilogue(model)
+    found = trained_model(attach(mlp_model(), lora({HEAD: 2})))
+    both, loss, trained = found.epilogue, found.loss, found.epilogue_trained
     for graph in (both, loss):
         verify(graph)
     assert trained == ("head.lora_A", "head.lora_B")
@@ -208,16 +214,16 @@ def test_loss_with_an_adapter_on_the_head() -> None:
     assert per_token[1] == per_token[4] == 0
     expected = torch.autograd.grad(per_token, [values[n] for n in names], values["d_loss"])
     with torch.no_grad():
-        found = evaluate(both, values)
-    torch.testing.assert_close(found[0], per_token.detach())
-    for gradient, wanted in zip(found[1:], expected, strict=True):
+        ours = evaluate(both, values)
+    torch.testing.assert_close(ours[0], per_token.detach())
+    for gradient, wanted in zip(ours[1:], expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
 
 
 @given(STEPS)
 def test_any_chain_of_operators(steps: list[str]) -> None:
     graph = chain(steps)
-    found = differentiate(graph, ["x"])
+    found = Differentiate(wrt=("x",)).run(graph)
     verify(found.backward)
     values = random_values(graph, tokens=3)
     names = ["x", *found.trained, *found.frozen]

@@ -13,8 +13,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.fold import fold
-from pcg.passes.raise_operators import raise_graph
+from pcg.passes.fold import Fold
+from pcg.passes.raise_operators import RaiseGraph
+from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support import oracle
 from tests.support.evaluate import evaluate, random_values
@@ -65,14 +66,15 @@ graph @epilogue(%x: f32[T, 4]) {
 
 
 def test_text() -> None:
-    model = fold(parse_graph(MODEL), "layers", (0,) * 5)
+    assert run_text(MODEL, "fold") == print_graphs(parse_graphs(FOLDED))
+    model = Fold("layers", (0,) * 5).run(parse_graph(MODEL))
     assert print_graphs(model.graphs) == print_graphs(parse_graphs(FOLDED))
     assert model.layers == (0, 0, 0, 0, 0)
 
 
 def test_layers_with_other_attributes_are_other_blocks() -> None:
     text = MODEL.replace("mul(%linear_1, %cos)", "relu(%linear_1)")
-    model = fold(parse_graph(text), "layers", (1, 0, 1))
+    model = Fold("layers", (1, 0, 1)).run(parse_graph(text))
     assert [[node.op for node in block.nodes] for block in model.blocks] == [
         ["linear", "mul"],
         ["linear", "relu"],
@@ -83,12 +85,12 @@ def test_layers_with_other_attributes_are_other_blocks() -> None:
 def test_a_layer_that_reads_past_its_neighbour_is_refused() -> None:
     text = MODEL.replace("linear(%mul_1, %embed)", "linear(%linear, %embed)")
     with pytest.raises(TraceError, match=r"%linear, made by layer 0, is read by a later layer"):
-        fold(parse_graph(text), "layers", (0, 1))
+        run_text(text, "fold")
 
 
 def test_a_graph_without_layers_is_refused() -> None:
     with pytest.raises(TraceError, match=r"no node of the graph comes from a layer of decoder\.h"):
-        fold(parse_graph(MODEL), "decoder.h", (0,))
+        run_text(MODEL, "fold{layers_path=decoder.h}")
 
 
 # ------------------------------------------------------------------------------ whole against few
@@ -144,7 +146,7 @@ def test_the_unfolded_graph_computes_the_same(name: str) -> None:
     batch = whole_sequences([[3, 1, 4, 1, 5, 9], [2, 6, 5]], torch.device("cpu"))
     values |= {"input_ids": batch.input_ids, "position_ids": batch.positions, **trace.constants}
     (expected,) = evaluate(trace.graph, values, batch)
-    (found,) = evaluate(raise_graph(trace.graph), values, batch)
+    (found,) = evaluate(RaiseGraph().run(trace.graph), values, batch)
     assert oracle.relative_error(found, expected) < 1e-5
     for model in (folded(name), raised(name)):
         assert oracle.relative_error(run_folded(model, by_source, batch), expected) < 1e-5

@@ -8,9 +8,8 @@ import pytest
 
 from pcg.errors import VerifyError
 from pcg.ir.parser import parse_graph
-from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
-from pcg.passes.fusion.fuse import fuse_linears, fuse_lora
+from pcg.passes.registry import run_text
 
 Q_AND_V = """\
 graph @g(%x: f32[T, 8]) {
@@ -39,10 +38,7 @@ FUSED = (
 
 
 def fused(text: str) -> str:
-    graph = fuse_lora(fuse_linears(parse_graph(text)))
-    verify(graph)
-    assert parse_graph(print_graph(graph)) == graph
-    return print_graph(graph)
+    return run_text(text, "fuse_linears,fuse_lora")
 
 
 def body(text: str) -> str:

@@ -12,7 +12,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.fusion.fuse_gradients import fuse_gradients
+from pcg.passes.fusion.fuse_gradients import FuseGradients
 from tests.support.families import BY_NAME
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
@@ -34,7 +34,7 @@ def counts(graph: Graph) -> Counter[str]:
 
 def test_every_site_of_llama() -> None:
     first, rest = backwards("llama3", LORA)
-    fused = fuse_gradients(rest)
+    fused = FuseGradients().run(rest)
     verify(fused)
     before, after = counts(rest), counts(fused)
     assert after["lora_linear_backward"] == before["linear_backward"] == LAYER
@@ -51,8 +51,8 @@ def test_every_site_of_llama() -> None:
             types = tuple(fused.types[name] for name in node.inputs)
             assert operator(node.op).infer(types, {}) == tuple(v.type for v in node.outputs)
     # Nobody asks below q, k and v of the first layer, where there is no base's product.
-    assert counts(fuse_gradients(first))["lora_linear_backward"] == LAYER - 3
-    assert counts(fuse_gradients(first))["expand_backward"] == 3
+    assert counts(FuseGradients().run(first))["lora_linear_backward"] == LAYER - 3
+    assert counts(FuseGradients().run(first))["expand_backward"] == 3
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_every_site_of_llama() -> None:
 )
 def test_where_there_is_something_to_fuse(name: str, recipe: dict[str, Any], fused: int) -> None:
     graph = backwards(name, recipe)[-1]
-    found = fuse_gradients(graph)
+    found = FuseGradients().run(graph)
     verify(found)
     assert counts(found)["lora_linear_backward"] == fused
     sums = {op: counts(graph)[op] for op in ("inner", "sum_tokens")}
@@ -93,7 +93,7 @@ def test_bottlenecks(function: str, fused: int) -> None:
     """Of a tanh what it made is kept, and nothing is left to make anew."""
     recipe = {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 8}
     graph = backwards("llama3", {**recipe, "non_linearity": function})[-1]
-    found = fuse_gradients(graph)
+    found = FuseGradients().run(graph)
     verify(found)
     assert counts(found)["bottleneck_backward"] == fused
     assert counts(found)["asked_outer"] == fused
@@ -158,10 +158,10 @@ graph @backward(%d: bf16[T, 8], %x: bf16[T, 16], %s: f32[T, 4]) {
 
 
 def test_what_it_makes_of_a_site() -> None:
-    fused = fuse_gradients(parse_graph(BEFORE))
+    fused = FuseGradients().run(parse_graph(BEFORE))
     assert str(fused).split() == str(parse_graph(AFTER)).split()
 
 
 def test_a_sum_that_is_read_elsewhere_stays() -> None:
     graph = parse_graph(BEFORE.replace("return %dx,", "return %dx, %c,"))
-    assert fuse_gradients(graph) == graph
+    assert FuseGradients().run(graph) == graph

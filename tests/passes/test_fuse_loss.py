@@ -7,7 +7,7 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.passes.fusion.fuse_loss import fuse_loss
+from pcg.passes.fusion.fuse_loss import FuseLoss
 from tests.support.families import BY_NAME
 
 LORA = {"peft_type": "LORA", "r": 4}
@@ -31,7 +31,7 @@ def epilogue(name: str, peft: object = "lora") -> Graph:
 )
 def test_what_is_done_to_the_logits(name: str, bias: bool, scale: float, softcap: float) -> None:
     before = epilogue(name)
-    fused = fuse_loss(before)
+    fused = FuseLoss().run(before)
     assert fused.outputs == before.outputs
     (node,) = [node for node in fused.nodes if node.op == "linear_cross_entropy"]
     assert node.attribute("bias") is bias
@@ -49,6 +49,6 @@ def test_what_is_done_to_the_logits(name: str, bias: bool, scale: float, softcap
 
 def test_a_head_that_is_adapted_stays_as_it_is() -> None:
     adapted = epilogue("llama3", {**LORA, "target_modules": ["lm_head", "q_proj"]})
-    assert fuse_loss(adapted) == adapted
+    assert FuseLoss().run(adapted) == adapted
     block = compile_program(BY_NAME["llama3"].config(2)).serving.model.blocks[0]
-    assert fuse_loss(block) is block
+    assert FuseLoss().run(block) is block

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pcg.codegen.functions import Function
 from pcg.codegen.torch_emitter import emit_function
 from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.analysis.saved_memory import transient
@@ -14,7 +15,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, tensor
 from pcg.ir.verifier import verify
-from pcg.passes.sharding.overlap import MORE, overlap
+from pcg.passes.sharding.overlap import MORE, Overlap
 
 BACKWARD = """\
 graph @g(%dy: f32[T, 8], %s: f32[T, 8], %x: f32[T, 8]) {
@@ -76,19 +77,19 @@ graph @g(%x: f32[T, 8], %y: f32[T, 64]) {
 
 
 def test_what_need_not_wait_runs_beside_it() -> None:
-    found = overlap(parse_graph(BACKWARD))
+    found = Overlap().run(parse_graph(BACKWARD))
     verify(found)
     assert found == parse_graph(BESIDE)
-    assert overlap(found) == found
+    assert Overlap().run(found) == found
 
 
 def test_it_is_begun_and_waited_for() -> None:
-    source = emit_function(parse_graph(BESIDE), "g", "It.", free=True)
+    source = emit_function(Function(parse_graph(BESIDE), "g", "It.", free=True))
     assert source.endswith(EMITTED)
 
 
 def test_with_nothing_beside_it_it_is_one_statement() -> None:
-    source = emit_function(parse_graph(STAY["nothing is free"]), "g", "It.", free=True)
+    source = emit_function(Function(parse_graph(STAY["nothing is free"]), "g", "It.", free=True))
     assert "    b = K.all_reduce(a_, batch)\n    del a_\n    c = -b\n" in source
 
 
@@ -101,7 +102,7 @@ graph @g(%x: f32[T, 8], %y: f32[T, 4]) {
   return %c, %d
 }
 """)
-    source = emit_function(graph, "g", "It.", free=True)
+    source = emit_function(Function(graph, "g", "It.", free=True))
     assert source.endswith("""\
     p = K.all_reduces.begin([x, y], batch)
     del y
@@ -117,7 +118,7 @@ graph @g(%x: f32[T, 8], %y: f32[T, 4]) {
 @pytest.mark.parametrize("text", STAY.values(), ids=STAY)
 def test_others_stay_as_they_are(text: str) -> None:
     graph = parse_graph(text)
-    assert overlap(graph) == graph
+    assert Overlap().run(graph) == graph
 
 
 def test_a_gather_begins_before_the_product_that_is_not_of_it() -> None:
@@ -134,7 +135,7 @@ graph @g(%x: f32[T, 8], %y: f32[T, 8192]) {
   return %f
 }
 """)
-    names = [node.name for node in overlap(graph).nodes]
+    names = [node.name for node in Overlap().run(graph).nodes]
     assert names == ["a", "b", "d", "c", "e", "f"]
 
 
@@ -181,7 +182,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 @settings(max_examples=40)
 @given(graphs())
 def test_collectives_keep_their_order_and_memory_its_bound(graph: Graph) -> None:
-    found = overlap(graph)
+    found = Overlap().run(graph)
     verify(found)
     assert sorted(n.name for n in found.nodes) == sorted(n.name for n in graph.nodes)
     before, after = (
@@ -190,5 +191,5 @@ def test_collectives_keep_their_order_and_memory_its_bound(graph: Graph) -> None
     assert before == after
     per_token = transient(found, 2**24, 1).per_token
     assert per_token <= (1 + MORE) * transient(graph, 2**24, 1).per_token
-    source = emit_function(found, "g", "It.", free=True)
+    source = emit_function(Function(found, "g", "It.", free=True))
     assert source.count(".begin(") == len(waits(found.nodes))

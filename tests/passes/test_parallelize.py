@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pcg
-import pcg.passes.pipeline as pipeline
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
@@ -28,14 +27,21 @@ from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import plan_graph
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.parallelize import parallelize
-from pcg.passes.sharding.repeat_heads import repeat_heads
-from pcg.passes.sharding.split_fused_projections import split_fused_projections
+from pcg.passes.sharding.repeat_heads import RepeatHeads
+from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.source import resolve
 from tests.support.bypasses import lora
 from tests.support.evaluate import random_values
 from tests.support.families import BY_NAME, FAMILIES
-from tests.support.parallelized import PLAN, attached, sharded, transitions
+from tests.support.parallelized import (
+    PLAN,
+    attached,
+    attached_to,
+    base_over_ranks,
+    parallelized,
+    sharded,
+    transitions,
+)
 from tests.support.sharded import LENGTHS, errors, layer_errors, run
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
@@ -43,7 +49,6 @@ LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
 
 def test_llamas_plan_is_megatrons() -> None:
     base = attached("llama3").base
-    assert base is not None
     layouts = base_plan(base.blocks[0], 2)
     names = {name.removesuffix(".weight").rpartition(".")[2]: v for name, v in layouts.items()}
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMN)
@@ -58,8 +63,7 @@ def test_plans_are_those_of_transformers(name: str) -> None:
     config = BY_NAME[name].config(2)
     theirs = AutoConfig.for_model(**config).base_model_tp_plan
     base = attached(name).base
-    assert base is not None
-    ours = base_plan(split_fused_projections(base.blocks[0]), 2)
+    ours = base_plan(SplitFusedProjections().run(base.blocks[0]), 2)
     styles = {COLUMN: "colwise", ROW: "rowwise"}
     for module, style in theirs.items():
         kind = module.removeprefix("layers.*.")
@@ -75,12 +79,11 @@ def test_plans_are_those_of_transformers(name: str) -> None:
 def test_a_base_layer_says_two_words_to_the_others(name: str, degree: int) -> None:
     """One sum after attention and one after the MLP, or one after both, and no more."""
     base = attached(name).base
-    assert base is not None
     try:
-        found = parallelize(base, base, degree)
+        found = base_over_ranks(base, degree)
     except ParallelError:
         pytest.skip("the degree divides neither heads nor products")
-    for graph in found.local.graphs:
+    for graph in found.training.graphs:
         verify(graph)
         assert parse_graph(print_graph(graph)) == graph
     if "norm" in name or name == "olmo2":
@@ -99,9 +102,9 @@ def test_a_base_layer_says_two_words_to_the_others(name: str, degree: int) -> No
 )
 def test_outputs_and_gradients_are_those_of_one_rank(name: str, degree: int) -> None:
     state = attached(name)
-    assert state.training_model is not None
+    assert state.training is not None
     found = sharded(name, degree)
-    pairs = zip(state.training_model.blocks, found.local.blocks, strict=True)
+    pairs = zip(state.training.blocks, found.training.blocks, strict=True)
     for whole, local in pairs:
         worst = layer_errors(whole, local, degree)
         assert max(worst.values()) < 1e-5, worst
@@ -110,12 +113,11 @@ def test_outputs_and_gradients_are_those_of_one_rank(name: str, degree: int) -> 
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(LAYOUTS, repeat=2)], ids=str)
 def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     state = attached("llama3")
-    assert state.base is not None
-    assert state.training_model is not None
+    assert state.training is not None
     base = state.base.blocks[0]
     layouts = dict(base_plan(base, 2))
     heads = partitioned_attentions(base, layouts)
-    block = repeat_heads(state.training_model.blocks[0], 2, heads)
+    block = RepeatHeads(2, tuple(heads)).run(state.training.blocks[0])
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
@@ -126,10 +128,9 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
 
 def test_a_fused_projection_is_split_by_its_rows() -> None:
     base = attached("gpt2").base
-    assert base is not None
     rows = [
         p.rows
-        for p in split_fused_projections(base.blocks[0]).parameters
+        for p in SplitFusedProjections().run(base.blocks[0]).parameters
         if p.name.startswith("attn.c_attn.w")
     ]
     assert rows == [(0, 64), (64, 128), (128, 192)]
@@ -137,18 +138,17 @@ def test_a_fused_projection_is_split_by_its_rows() -> None:
 
 def test_the_users_plan_is_taken(tmp_path: Path) -> None:
     base = attached("llama2").base
-    assert base is not None
-    megatron = parallelize(base, base, 2).typed
-    assert parallelize(base, base, 2, tp_plan=PLAN).typed == megatron
+    megatron = base_over_ranks(base, 2).typed
+    assert base_over_ranks(base, 2, tp_plan=PLAN).typed == megatron
     without_mlp = {module: style for module, style in PLAN.items() if "mlp" not in module}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(without_mlp))
     given = PlanOptions(tp=2, tp_plan=path).styles
     assert given == without_mlp
-    found = parallelize(base, base, 2, tp_plan=given)
+    found = base_over_ranks(base, 2, tp_plan=given)
     # The MLP is whole on each rank: its sum is gone.
     assert transitions(found.typed.blocks[0])["reduce"] == 1
-    for whole, local in zip(base.blocks, found.local.blocks, strict=True):
+    for whole, local in zip(base.blocks, found.training.blocks, strict=True):
         assert max(layer_errors(whole, local, 2).values()) < 1e-5
 
 
@@ -185,16 +185,15 @@ MLP = {**dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"), "mlp.down_p
 def test_what_a_plan_leaves_whole_need_not_be_divided() -> None:
     """An MLP alone over more ranks than there are heads."""
     base = attached("llama3").base
-    assert base is not None
     block = base.blocks[0]
     (attention,) = (node for node in block.nodes if node.op == "attention")
     heads = block.types[attention.inputs[0]].features[-2]
     degree = 2 * heads
     with pytest.raises(ParallelError, match=f"num_attention_heads={heads}"):
-        parallelize(base, base, degree)
-    found = parallelize(base, base, degree, tp_plan=MLP)
-    assert "repeat_interleave" not in {node.op for node in found.local.blocks[0].nodes}
-    assert max(layer_errors(block, found.local.blocks[0], degree).values()) < 1e-5
+        base_over_ranks(base, degree)
+    found = base_over_ranks(base, degree, tp_plan=MLP)
+    assert "repeat_interleave" not in {node.op for node in found.training.blocks[0].nodes}
+    assert max(layer_errors(block, found.training.blocks[0], degree).values()) < 1e-5
 
 
 def test_every_degree_that_fits_is_named() -> None:
@@ -259,21 +258,20 @@ def test_64_ranks_by_shapes() -> None:
     def bypasses(base: ModelGraph) -> Bypasses:
         return lora(dict.fromkeys((s for s in base.linear_sites() if "{layer}" in s), 64))
 
-    state = pipeline.Compilation("70b", config, bypasses, "float32")
-    state = pipeline.run_passes(state, last="attach")
-    assert state.training_model is not None
-    assert state.base is not None
-    found = parallelize(state.training_model, state.base, degree)
-    for graph in found.local.graphs:
+    state = attached_to(config, bypasses)
+    assert state.training is not None
+    found = parallelized(state, degree)
+    assert found.training is not None
+    for graph in found.training.graphs:
         verify(graph)
-    for whole, local in zip(state.training_model.graphs, found.local.graphs, strict=True):
+    for whole, local in zip(state.training.graphs, found.training.graphs, strict=True):
         for parameter in whole.parameters:
             pieces = [p for p in local.parameters if p.source == parameter.source]
             assert pieces
             for piece in pieces:
                 ranks = degree if piece.part.dim else 1
                 assert ranks * piece.type.size_bytes == parameter.type.size_bytes
-    (block,) = found.local.blocks
+    (block,) = found.training.blocks
     dist.init_process_group("fake", rank=5, world_size=degree, store=FakeStore())
     try:
         ranks = ProcessRanks(dist.group.WORLD, torch.device("cpu"))

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
+from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
-from pcg.passes.differentiate import Differentiated, differentiate
-from pcg.passes.prune import prune
+from pcg.passes.differentiate import Differentiate, Differentiated
+from pcg.passes.prune import Prune
 from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model
@@ -20,14 +21,15 @@ UP = "model.layers.{layer}.up"
 
 
 def all_gradients() -> Differentiated:
-    return differentiate(attach(mlp_model(), lora({UP: 2})).blocks[0], ["x"])
+    graph = attach(mlp_model(), lora({UP: 2})).blocks[0]
+    return Differentiate(wrt=("x",), wanted=()).run(graph)
 
 
 def test_text() -> None:
     found = all_gradients()
     assert found.frozen == ("up.weight", "down.weight", "down.bias")
     verify(found.backward)
-    pruned = prune(found, [])
+    pruned = Prune().run(found)
     verify(pruned.backward)
     # Neither a frozen weight's gradient is left, nor what only the layer below would want.
     after = """
@@ -42,7 +44,7 @@ graph @block_0_backward(%d_add: f32[T, 4], %relu: f32[T, 6], %up_s: f32[T, 2], %
   return %d_up.lora_A, %d_up.lora_B
 }
 """
-    assert str(pruned.backward) == str(parse_graph(after))
+    assert print_graph(pruned.backward) == print_graph(parse_graph(after))
     assert (pruned.wrt, pruned.frozen) == ((), ())
     assert pruned.trained == ("up.lora_A", "up.lora_B")
 
@@ -50,9 +52,9 @@ graph @block_0_backward(%d_add: f32[T, 4], %relu: f32[T, 6], %up_s: f32[T, 2], %
 def test_the_relu_that_only_the_frozen_product_read_is_no_longer_needed() -> None:
     down = "model.layers.{layer}.down"
     graph = attach(mlp_model(), lora({down: 2})).blocks[0]
-    found = differentiate(graph, ["x"])
+    found = Differentiate(wrt=("x",)).run(graph)
     assert "norm" in found.needed  # the gradient of up.weight reads it
-    assert "norm" not in prune(found, ["x"]).needed
+    assert "norm" not in Prune().run(found).needed
 
 
 def ancestors(graph: Graph) -> set[str]:
@@ -69,8 +71,9 @@ def ancestors(graph: Graph) -> set[str]:
 
 @given(STEPS, st.booleans())
 def test_what_is_left_is_what_wanted_gradients_depend_on(steps: list[str], passes_on: bool) -> None:
-    found = differentiate(chain(steps), ["x"])
-    pruned = prune(found, ["x"] if passes_on else [])
+    wanted_inputs = ("x",) if passes_on else ()
+    found = Differentiate(wrt=("x",), wanted=wanted_inputs).run(chain(steps))
+    pruned = Prune().run(found)
     verify(pruned.backward)
     wanted = ancestors(found.backward.replace(outputs=pruned.backward.outputs))
     assert set(pruned.backward.types) == wanted

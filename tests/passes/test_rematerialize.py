@@ -10,18 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pcg.ir.analysis.product_flops import graph_flops, node_flops
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.verifier import verify
 from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
-from pcg.passes.compress import compress
-from pcg.passes.differentiate import differentiate
+from pcg.passes.compress import Compress
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.budget import mixed, mixes, spread
-from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops, node_flops
-from pcg.passes.prune import prune
-from pcg.passes.training_graphs import LayerKind, plan_layer
+from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.memory.save_problem import Choice, SaveProblem
+from pcg.passes.prune import Prune
 from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values
@@ -32,7 +34,8 @@ TOKENS_HERE = 3
 
 
 def kind_of(graph: Graph) -> LayerKind:
-    return LayerKind(graph.name, 0, (0,), (), ("x",), prune(differentiate(graph, ["x"]), ["x"]))
+    gradients = Prune().run(Differentiate(wrt=("x",)).run(graph))
+    return LayerKind(graph.name, 0, (0,), (), gradients)
 
 
 def problem(kind: LayerKind) -> SaveProblem:
@@ -175,7 +178,7 @@ graph @block_0(%x: f32[T, 4]) {{
 
 def test_signs_are_kept_for_relu_alone() -> None:
     kind = kind_of(relu_layer(16))
-    packed = dataclasses.replace(kind, gradients=compress(kind.gradients))
+    packed = dataclasses.replace(kind, gradients=Compress().run(kind.gradients))
     plain, compressed = (problem(k).choose(1, None) for k in (kind, packed))
     assert (plain.saved, compressed.saved) == (("relu",), ("relu_signs",))
     assert plain.size_bytes == 32 * compressed.size_bytes
@@ -190,7 +193,7 @@ def test_signs_are_kept_for_relu_alone() -> None:
 
 def test_signs_that_fill_no_byte_stay() -> None:
     kind = kind_of(relu_layer(12))
-    assert compress(kind.gradients).graph == kind.gradients.graph
+    assert Compress().run(kind.gradients).graph == kind.gradients.graph
 
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=16, max_size=16))

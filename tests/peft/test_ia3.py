@@ -15,7 +15,7 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.printer import print_graph
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.registry import run_graphs
 from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Bypass, IA3Config
 from pcg.peft.lora import LoraBypass
 from pcg.peft.registry import recipe_from
@@ -75,11 +75,12 @@ def test_attached_as_text() -> None:
 def test_lora_stays_fused_where_other_methods_meet_it() -> None:
     """And serves LoRA alone without a call more."""
     both = Bypasses({UP: (LoraBypass(None), IA3), DOWN: (LoraBypass(None), IN)})
-    (block,) = fuse(attach(mlp_model(), both)).blocks
+    (block,) = run_graphs(attach(mlp_model(), both).blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "scale", "relu", "scale", "lora_linear", "add",
     ]  # fmt: skip
-    (block,) = fuse(attach(mlp_model(), lora({UP: None, DOWN: None}))).blocks
+    attached = attach(mlp_model(), lora({UP: None, DOWN: None}))
+    (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == [
         "rms_norm", "lora_linear", "relu", "lora_linear", "add",
     ]  # fmt: skip

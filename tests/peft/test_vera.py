@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.registry import run_graphs
 from pcg.peft.registry import recipe_from
 from pcg.peft.vera import VeraBypass, VeraConfig
 from pcg.runtime.training.example import Example
@@ -49,7 +49,8 @@ def test_the_matrices_are_as_large_as_the_largest_site() -> None:
 
 
 def test_serving_has_lora_in_its_place() -> None:
-    (block,) = fuse(attach(mlp_model(), Bypasses({DOWN: VERA}).for_serving())).blocks
+    attached = attach(mlp_model(), Bypasses({DOWN: VERA}).for_serving())
+    (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == ["rms_norm", "linear", "relu", "lora_linear", "add"]
 
 

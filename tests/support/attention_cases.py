@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pcg.kernels.batch import Span
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.attention.cache_rows import CacheRows
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
 from pcg.runtime.memory.pool import PageTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +51,10 @@ class Case:
             "sinks": torch.linspace(-1, 2, self.heads, device=self.device) if self.sinks else None,
         }
 
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(**self.keywords())
+
     def tensors(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as views of one product, [tokens, heads, size]."""
         shapes = (
@@ -66,7 +71,7 @@ class Case:
         )
         return q, k, v
 
-    def cache(self, pages: int) -> tuple[CacheRows, CacheRows]:
+    def cache(self, pages: int) -> KvRows:
         """Of NaNs: what no sequence wrote is not to be used."""
         nan, kind = float("nan"), {"dtype": self.dtype, "device": self.device}
         if not self.arena:
@@ -74,12 +79,12 @@ class Case:
                 torch.full((self.kv_heads, pages * PAGE_TOKENS, size), nan, **kind)
                 for size in (self.size, self.value_size)
             )
-            return CacheRows.of_cache(k), CacheRows.of_cache(v)
+            return KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
         both = self.size + self.value_size
         shape = (pages, PAGE_TOKENS, self.kv_heads, both)
         arena = torch.full(shape, nan, **kind)
         page, token, head, _ = arena.stride()
-        return (
+        return KvRows(
             CacheRows(arena, self.kv_heads, self.size, page, head, token),
             CacheRows(arena[..., self.size :], self.kv_heads, self.value_size, page, head, token),
         )
@@ -142,7 +147,7 @@ class Paged:
     Attributes:
         parts: of the batch.
         q: of it; k, v: likewise, which the cache does not hold yet.
-        keys: of the cache; values: likewise.
+        kv: the cache.
         slots: where the batch's tokens go.
         wanted: keys and values of each part, context and new ones.
     """
@@ -153,7 +158,7 @@ class Paged:
         needed = [-(-(length + context) // PAGE_TOKENS) for length, context in shape]
         generator = torch.Generator().manual_seed(seed)
         free = torch.randperm(sum(needed) + 3, generator=generator).tolist()
-        self.keys, self.values = case.cache(len(free))
+        self.kv = case.cache(len(free))
         self.parts: list[Span] = []
         self.wanted: list[tuple[Tensor, Tensor]] = []
         slots = []
@@ -168,8 +173,8 @@ class Paged:
             rows = rows_of(part)
             _, old_k, old_v = case.tensors(part.context, seed + 1 + number)
             for at, token in enumerate(rows[: part.context]):
-                view(self.keys, token).copy_(old_k[at])
-                view(self.values, token).copy_(old_v[at])
+                view(self.kv.keys, token).copy_(old_k[at])
+                view(self.kv.values, token).copy_(old_v[at])
             slots += rows[part.context :]
             new = slice(part.start, part.start + part.length)
             self.wanted.append((torch.cat((old_k, self.k[new])), torch.cat((old_v, self.v[new]))))

@@ -6,9 +6,10 @@ import dataclasses
 
 from pcg.ir.parser import parse_graph
 from pcg.ir.program.program import ModelGraph, TrainingGraph
-from pcg.passes.memory.rematerialize import SaveProblem
-from pcg.passes.prune import prune
-from pcg.passes.training_graphs import layer_kinds, plan_layer
+from pcg.passes.differentiate_model import layer_kinds
+from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.memory.save_problem import SaveProblem
+from pcg.passes.prune import Prune
 
 MLP = """
 graph @block_0(%x: f32[T, 4]) {
@@ -50,7 +51,7 @@ def mlp_model() -> ModelGraph:
 def inner_plan(model: ModelGraph) -> TrainingGraph:
     """How the second layer is trained where no product is made again."""
     kind = layer_kinds(model)[-1]
-    gradients = prune(kind.gradients, kind.wrt)
+    gradients = Prune().run(kind.gradients)
     kind = dataclasses.replace(kind, gradients=gradients)
     choice = SaveProblem(gradients.graph, gradients.needed, kind.shared, 1, 8).choose(1, None)
     return plan_layer(kind, choice.saved, "layer")

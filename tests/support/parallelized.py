@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import pcg.passes.pipeline as pipeline
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
-from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes, size_bytes
+from pcg.options import PlanOptions
+from pcg.parallel.costs.layer_costs import DeviceCosts, LayerCosts, ring_bytes, size_bytes
+from pcg.parallel.search import Search
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.parallelize import Sharded, parallelize
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.sharding.shard import Shard
+from pcg.passes.stages import Attached, Sharded
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.sharded import LENGTHS
@@ -22,22 +26,54 @@ RANK = 4
 
 
 @cache
-def attached(name: str, dtype: str = "float32") -> pipeline.Compilation:
+def attached(name: str, dtype: str = "float32") -> Attached:
     """A family's model of two layers with LoRA on every linear of them."""
 
     def bypasses(base: ModelGraph) -> Bypasses:
         sites = (site for site in base.linear_sites() if "{layer}" in site)
         return lora(dict.fromkeys(sites, RANK), dtype="f64" if dtype == "float64" else "f32")
 
-    state = pipeline.Compilation(name, BY_NAME[name].config(2), bypasses, dtype)
-    return pipeline.run_passes(state, last="attach")
+    return attached_to(BY_NAME[name].config(2), bypasses, dtype)
 
 
-def sharded(name: str, degree: int) -> Sharded:
-    state = attached(name)
-    assert state.training_model is not None
-    assert state.base is not None
-    return parallelize(state.training_model, state.base, degree)
+def attached_to(
+    config: Mapping[str, Any], bypasses: Callable[[ModelGraph], Bypasses], dtype: str = "float32"
+) -> Attached:
+    """The model of a config with some bypass networks."""
+    passes = pipeline(Settings(PlanOptions(dtype=dtype), bypasses=bypasses))
+    return passes.attach.run(passes.base(config))
+
+
+def parallelized(model: Attached, degree: int, **options: Any) -> Sharded:
+    """A model over so many ranks; its training graphs are those of one rank."""
+    found = pipeline(Settings(PlanOptions(tp=degree, **options))).parallelize.run(model)
+    assert isinstance(found, Sharded)
+    return found
+
+
+def base_over_ranks(base: ModelGraph, degree: int, **options: Any) -> Sharded:
+    """A model without bypass networks over so many ranks."""
+    return parallelized(Attached(base, base, base), degree, **options)
+
+
+def sharded(name: str, degree: int, **options: Any) -> Sharded:
+    return parallelized(attached(name), degree, **options)
+
+
+def search_layer(
+    block: Graph,
+    plain: Graph,
+    degree: int,
+    costs: LayerCosts,
+    trains: bool = True,
+    sequence_parallel: bool = False,
+) -> Search:
+    """The search over one layer, with its bypass networks and without."""
+    models = [ModelGraph(graph, (graph,), (0,), graph) for graph in (plain, block, block)]
+    passes = pipeline(Settings(PlanOptions(tp=degree))).parallelize.until(Shard)
+    prepared = passes.run(Attached(*models))
+    sharding = Shard(degree, costs, sequence_parallel)
+    return sharding.searches(prepared.serving, prepared, trains)[0]
 
 
 def transitions(graph: Graph) -> Counter[str]:

@@ -14,12 +14,14 @@ from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
-from pcg.passes.differentiate import differentiate
-from pcg.passes.memory.rematerialize import SaveProblem
-from pcg.passes.prune import prune
-from pcg.passes.sharding.coalesce_collectives import coalesce_collectives
-from pcg.passes.sharding.localize import localize
-from pcg.passes.training_graphs import LayerKind, plan_layer
+from pcg.passes.differentiate import Differentiate
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.memory.save_problem import SaveProblem
+from pcg.passes.pipeline import LAYER_ORDER
+from pcg.passes.prune import Prune
+from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
+from pcg.passes.sharding.localize import Localize
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.threads import ThreadRanks, run_ranks
@@ -62,18 +64,20 @@ def run(
     if ranks is not None:
         batch.ranks = ranks  # type: ignore[attr-defined]
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
-    found = prune(differentiate(graph, carried), carried)
+    found = Prune().run(Differentiate(wrt=tuple(carried)).run(graph))
     forward, backward = graph.replace(outputs=(*graph.outputs, *found.needed)), found.backward
     count = len(graph.outputs)
     if parts_tokens(graph):
         shared = tuple(value.name for value in graph.inputs[count:])
-        kind = LayerKind("layer", 0, (0,), shared, tuple(carried), found)
+        kind = LayerKind("layer", 0, (0,), shared, found)
         problem = SaveProblem(graph, found.needed, shared, len(lengths), max(lengths))
         layer = plan_layer(kind, problem.frontier()[0].saved, "layer")
+        for one in LAYER_ORDER:
+            layer = one.run(layer)
         assert layer.backward is not None
         forward, backward = layer.forward, layer.backward
     else:
-        forward, backward = coalesce_collectives(forward), coalesce_collectives(backward)
+        forward, backward = CoalesceCollectives().run(forward), CoalesceCollectives().run(backward)
     verify(forward)
     verify(backward)
     results = evaluate(forward, values, batch)
@@ -124,7 +128,7 @@ def errors(
     tokens = sum(lengths)
     values = random_values(graph, tokens)
     outputs, gradients = run(graph, values, lengths=lengths)
-    local = localize(shard(graph, degree, plan), degree)
+    local = Localize(degree).run(shard(graph, degree, plan))
     verify(local)
     parted = {value.name for value in local.inputs if value.type.shape[0] != TOKENS}
 

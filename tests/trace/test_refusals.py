@@ -11,8 +11,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.pipeline import Compilation, run_passes
+from pcg.passes.pipeline import Settings, pipeline
 from tests.support import oracle
 
 SMALL = {
@@ -134,10 +133,7 @@ def test_code_of_its_own_is_not_needed_where_transformers_has_the_model() -> Non
 
 
 def raised(config: dict[str, Any]) -> ModelGraph:
-    state = Compilation("moe", config, lambda _: Bypasses(), trains=False)
-    base = run_passes(state, last="raise").base
-    assert base is not None
-    return base
+    return pipeline(Settings()).base(config).model
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import HEAD_SIZES, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.attention_math import Scoring
 from pcg.kernels.triton.adapters import segmented_lora, trained_adapters
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.segmented_activate import segmented_activate
@@ -42,7 +44,7 @@ from pcg.kernels.triton.adapters.trained_vectors import (
     sum_tokens,
 )
 from pcg.kernels.triton.attention.backward import paged_attention_backward
-from pcg.kernels.triton.attention.cache_rows import CacheRows, append
+from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.decode_lists import DecodeLists, decode_room
 from pcg.kernels.triton.attention.forward import paged_attention
 from pcg.kernels.triton.attention.work import AttentionWork
@@ -87,38 +89,43 @@ def __getattr__(name: str) -> Any:
     return getattr(torch_ops, name)
 
 
-def attention(
-    batch: Any,
+def attention(  # emitted programs name each of its nine parameters
+    batch: ProgramBatch,
     q: Tensor,
     k: Tensor | CacheRows,
     v: Tensor | CacheRows,
     *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence, past ones in the cache included.
 
     k and v are the tokens' own, or the cache that these were appended to already.
     """
+    scoring = Scoring(scale, window, softcap, alibi, sinks)
     if isinstance(k, CacheRows) and isinstance(v, CacheRows):
-        keys, values = k, v
+        kv = KvRows(k, v)
     else:
         assert isinstance(k, Tensor)
         assert isinstance(v, Tensor)
         if not _has_kernels(batch, q, v.shape[-1]):
-            return torch_ops.attention(batch, q, k, v, alibi=alibi, sinks=sinks, **options)
-        keys, values = _seen(batch, k, v)
-        if keys.paged:
-            append(k, v, batch.rows, keys, values)
-    work = _work(batch, q.shape[1] // keys.heads, backward=False)
-    return paged_attention(
-        q, keys, values, work, alibi=alibi, sinks=sinks, keeps=batch.keeps, **options
-    )
+            return torch_ops.attention(
+                batch, q, k, v,
+                scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
+            )  # fmt: skip
+        kv = _seen(batch, k, v)
+        if kv.keys.paged:
+            assert batch.rows is not None
+            append(k, v, batch.rows, kv)
+    work = _work(batch, q.shape[1] // kv.keys.heads, backward=False)
+    return paged_attention(q, kv, work, scoring, batch.keeps)
 
 
-def attention_backward(
-    batch: Any,
+def attention_backward(  # emitted programs name each of its twelve parameters
+    batch: ProgramBatch,
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -126,26 +133,26 @@ def attention_backward(
     k: Tensor | None,
     v: Tensor | None,
     *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
     alibi: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
+    scoring = Scoring(scale, window, softcap, alibi, sinks)
     if not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(
-            batch, dout, out, lse, q, k, v, alibi=alibi, sinks=sinks, **options
-        )
-    keys, values = _seen(batch, k, v)
-    sums = None if batch.gradients is None else (batch.gradients.keys, batch.gradients.values)
-    work = _work(batch, q.shape[1] // keys.heads, backward=True)
-    # What sinks took of the softmax is in the log-sum-exp.
-    return paged_attention_backward(
-        dout, out, lse, q, keys, values, work, alibi=alibi, sums=sums, **options
-    )
+            batch, dout, out, lse, q, k, v,
+            scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
+        )  # fmt: skip
+    kv = _seen(batch, k, v)
+    work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
+    return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
 
 
-def _has_kernels(batch: Any, q: Tensor, value_size: int) -> bool:
-    """Whether attention's kernels know the sizes of heads, and the dtype.
+def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
+    """Return whether attention's kernels know the sizes of heads, and the dtype.
 
     Raises:
         UnsupportedError: they do not, and nothing else reads the cache's pages.
@@ -161,17 +168,16 @@ def _has_kernels(batch: Any, q: Tensor, value_size: int) -> bool:
     return known
 
 
-def _seen(batch: Any, k: Tensor | None, v: Tensor | None) -> tuple[CacheRows, CacheRows]:
+def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
     """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
-    cached = batch.cached
-    if cached is not None:
-        return CacheRows.of_layer(cached[0]), CacheRows.of_layer(cached[1])
+    if batch.cached is not None:
+        return KvRows(*map(CacheRows.of_layer, batch.cached))
     assert k is not None
     assert v is not None
-    return CacheRows.of_batch(k), CacheRows.of_batch(v)
+    return KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
 
 
-def _work(batch: Any, group: int, backward: bool) -> AttentionWork:
+def _work(batch: ProgramBatch, group: int, backward: bool) -> AttentionWork:
     """The batch's lists, made once for all layers of so many heads a KV head."""
     recorded: AttentionWork | None = batch.known.get("decoding")
     if recorded is not None:

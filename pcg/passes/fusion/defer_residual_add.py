@@ -16,31 +16,38 @@ from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.passes.fusion.group_kernels import is_fusible
+from pcg.passes.pass_base import ModelPass
 
 
-def defer_residual_add(model: ModelGraph) -> ModelGraph:
-    """The model, where every layer ends in such a sum, with the sums where they are read."""
-    sums = [_last_sum(block) for block in model.blocks]
-    # Where ranks hold parts of the tokens, what is handed on is gathered: once, not twice.
-    if model.epilogue.inputs[0].type.shape[0] != TOKENS:
-        return model
-    blocks = []
-    for block, last in zip(model.blocks, sums, strict=True):
-        if last is None:
-            return model
-        nodes = tuple(node for node in block.nodes if node is not last)
-        blocks.append(_summed(block.replace(nodes=nodes, outputs=last.inputs)))
-    prologue = model.prologue
-    first = prologue.outputs[0]
-    zeros = Node("sub", (first, first), (Value(_fresh(prologue, "zeros"), prologue.types[first]),))
-    return dataclasses.replace(
-        model,
-        prologue=prologue.replace(
-            nodes=(*prologue.nodes, zeros), outputs=(first, zeros.name, *prologue.outputs[1:])
-        ),
-        blocks=tuple(blocks),
-        epilogue=_summed(model.epilogue),
-    )
+class DeferResidualAdd(ModelPass):
+    """Make the sums where they are read, where every layer ends in such a sum."""
+
+    name = "defer_residual_add"
+
+    def run(self, before: ModelGraph) -> ModelGraph:
+        sums = [_last_sum(block) for block in before.blocks]
+        # Where ranks hold parts of the tokens, what is handed on is gathered: once, not twice.
+        if before.epilogue.inputs[0].type.shape[0] != TOKENS:
+            return before
+        blocks = []
+        for block, last in zip(before.blocks, sums, strict=True):
+            if last is None:
+                return before
+            nodes = tuple(node for node in block.nodes if node is not last)
+            blocks.append(_summed(block.replace(nodes=nodes, outputs=last.inputs)))
+        prologue = before.prologue
+        first = prologue.outputs[0]
+        zeros = Node(
+            "sub", (first, first), (Value(_fresh(prologue, "zeros"), prologue.types[first]),)
+        )
+        return dataclasses.replace(
+            before,
+            prologue=prologue.replace(
+                nodes=(*prologue.nodes, zeros), outputs=(first, zeros.name, *prologue.outputs[1:])
+            ),
+            blocks=tuple(blocks),
+            epilogue=_summed(before.epilogue),
+        )
 
 
 def _last_sum(block: Graph) -> Node | None:

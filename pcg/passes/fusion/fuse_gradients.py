@@ -25,19 +25,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pcg.ir.analysis.in_flight import waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators.bypass import Activate
+from pcg.passes.pass_base import GraphPass
 
 
-def fuse_gradients(graph: Graph) -> Graph:
-    """A layer's backward with such operators, where there can be some."""
-    before = graph
-    for name in [node.name for node in graph.nodes if node.op == "linear_backward"]:
-        graph = _fused(graph, graph.producers[name])
-    for name in [node.name for node in graph.nodes if node.op == "activate"]:
-        graph = _with_bottleneck(graph, graph.producers[name])
-    nodes = [_asked(graph, node) for node in graph.nodes]
-    if graph is before and nodes == [*graph.nodes]:
-        return graph
-    return graph.replace(nodes=_in_order(nodes))
+class FuseGradients(GraphPass):
+    """Put such gradients of a layer's backward in one operator each, where that is possible."""
+
+    name = "fuse_gradients"
+
+    def run(self, before: Graph) -> Graph:
+        graph = before
+        for name in [node.name for node in graph.nodes if node.op == "linear_backward"]:
+            graph = _fused(graph, graph.producers[name])
+        for name in [node.name for node in graph.nodes if node.op == "activate"]:
+            graph = _with_bottleneck(graph, graph.producers[name])
+        nodes = [_asked(graph, node) for node in graph.nodes]
+        if graph is before and nodes == [*graph.nodes]:
+            return graph
+        return graph.replace(nodes=_in_order(nodes))
 
 
 def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:

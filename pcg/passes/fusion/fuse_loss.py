@@ -14,10 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pcg.ir.graph import Graph, Node
+from pcg.passes.pass_base import GraphPass
 
 
-def fuse_loss(graph: Graph) -> Graph:
-    """The epilogue with its loss, and gradient where it has one, in one operator."""
+class FuseLoss(GraphPass):
+    """Put a head and its loss, with the gradient where there is one, in one operator."""
+
+    name = "fuse_loss"
+
+    def run(self, before: Graph) -> Graph:
+        return _fused(before)
+
+
+def _fused(graph: Graph) -> Graph:
     loss = next((node for node in graph.nodes if node.op == "cross_entropy"), None)
     if loss is None:
         return graph

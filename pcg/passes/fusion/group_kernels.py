@@ -36,10 +36,10 @@ class GroupKernels(GraphPass):
 
     name = "group_kernels"
 
-    def run(self, graph: Graph) -> KernelGraph:
-        kernels = tuple(map(names_of, _Grouping(graph).run()))
+    def run(self, before: Graph) -> KernelGraph:
+        kernels = tuple(map(names_of, _Grouping(before).run()))
         return KernelGraph(
-            graph.name, graph.inputs, graph.parameters, graph.nodes, graph.outputs, kernels
+            before.name, before.inputs, before.parameters, before.nodes, before.outputs, kernels
         )
 
 

@@ -16,8 +16,8 @@ class OrderKernels(GraphPass):
 
     name = "order_kernels"
 
-    def run(self, graph: Graph) -> KernelGraph:
-        graph = grouped(graph, self.name)
+    def run(self, before: Graph) -> KernelGraph:
+        graph = grouped(before, self.name)
         items = [i.nodes if isinstance(i, KernelGroup) else (i,) for i in items_of(graph)]
         place_of = {node.name: place for place, nodes in enumerate(items) for node in nodes}
         readers: list[set[int]] = [set() for _ in items]

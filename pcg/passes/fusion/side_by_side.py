@@ -25,8 +25,8 @@ class SideBySide(GraphPass):
 
     name = "side_by_side"
 
-    def run(self, graph: Graph) -> KernelGraph:
-        graph = grouped(graph, self.name)
+    def run(self, before: Graph) -> KernelGraph:
+        graph = grouped(before, self.name)
         found = [group_of(graph, parts) for parts in graph.kernels]
         for node in graph.nodes:
             if operator(node.op).sees_sequences:

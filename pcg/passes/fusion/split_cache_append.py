@@ -33,11 +33,11 @@ class SplitCacheAppend(GraphPass):
     sizes: tuple[int, ...] = HEAD_SIZES
     dtypes: tuple[str, ...] = KERNEL_DTYPES
 
-    def run(self, graph: Graph) -> Graph:
-        names = {python_name(name) for name in graph.types}
+    def run(self, before: Graph) -> Graph:
+        names = {python_name(name) for name in before.types}
         nodes: list[Node] = []
-        for node in graph.nodes:
-            if node.op != "attention" or not self._is_split(graph, node):
+        for node in before.nodes:
+            if node.op != "attention" or not self._is_split(before, node):
                 nodes.append(node)
                 continue
             q, k, v, *rest = node.inputs
@@ -45,10 +45,10 @@ class SplitCacheAppend(GraphPass):
             for value, to in ((k, "keys"), (v, "values")):
                 name = _unused(to, names)
                 appended.append(name)
-                output = Value(name, graph.types[value])
+                output = Value(name, before.types[value])
                 nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
             nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
-        return graph.replace(nodes=tuple(nodes))
+        return before.replace(nodes=tuple(nodes))
 
     def _is_split(self, graph: Graph, node: Node) -> bool:
         q, k, v = (graph.types[name] for name in node.inputs[:3])

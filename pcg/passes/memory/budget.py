@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from pcg.options import MemoryBudget
-from pcg.passes.memory.rematerialize import Choice
+from pcg.passes.memory.save_problem import Choice
 
 Frontiers = Sequence[Sequence[Choice]]
 Mix = tuple[int, ...]

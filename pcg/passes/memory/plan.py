@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pcg.errors import MemoryBudgetError
+from pcg.ir.analysis.product_flops import graph_flops
 from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
+from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.budget import Mix, mixed, mixes, spread
-from pcg.passes.memory.rematerialize import Choice, SaveProblem, graph_flops
+from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
-from pcg.passes.training_graphs import LayerKind, plan_layer
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class MemoryPlan:
     choices: tuple[Choice, ...]
     layer_flops: tuple[int, ...]
     restored: tuple[int, ...] = ()
+
+    def map(self, change: Callable[[TrainingGraph], TrainingGraph]) -> MemoryPlan:
+        """The plan with each way to train a layer changed."""
+        return dataclasses.replace(self, plans=tuple(map(change, self.plans)))
 
     @property
     def recompute_flops_ratio(self) -> float:

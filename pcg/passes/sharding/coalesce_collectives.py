@@ -1,4 +1,4 @@
-"""Join: collectives that can go together are one message.
+"""Coalesce collectives: those that can go together are one message.
 
     s_q = all_gather(x_q), s_k = all_gather(x_k)      s_q, s_k = all_gathers(x_q, x_k)
 
@@ -8,34 +8,53 @@ nothing else moves. Which can go together is said by `pcg.parallel.coalescing`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 from pcg.ir.graph import Graph, Node
+from pcg.ir.program.program import TrainingGraph
 from pcg.parallel.coalescing import accesses_of, coalesced_runs
+from pcg.passes.pass_base import GraphPass, LayerPass
 
 
-def coalesce_collectives(graph: Graph) -> Graph:
-    """A rank's graph whose neighbouring collectives of one kind are one node."""
-    found = [run for run in coalesced_runs(accesses_of(graph)) if len(run) > 1]
-    if not found:
-        return graph
-    ends = {run[-1]: _joined([graph.nodes[place] for place in run]) for run in found}
-    members = {place for run in found for place in run}
-    nodes: list[Node] = []
-    later: list[Node] = []
-    waiting: set[str] = set()
-    for place, node in enumerate(graph.nodes):
-        if place in ends:
-            nodes += [ends[place], *later]
-            later, waiting = [], set()
-        elif place in members:
-            waiting.update(value.name for value in node.outputs)
-        elif waiting.intersection(node.inputs):
-            waiting.update(value.name for value in node.outputs)
-            later.append(node)
-        else:
-            nodes.append(node)
-    return graph.replace(nodes=tuple(nodes))
+class CoalesceCollectives(GraphPass):
+    """Make one node of neighbouring collectives of one kind."""
+
+    name = "coalesce_collectives"
+
+    def run(self, before: Graph) -> Graph:
+        found = [run for run in coalesced_runs(accesses_of(before)) if len(run) > 1]
+        if not found:
+            return before
+        ends = {run[-1]: _joined([before.nodes[place] for place in run]) for run in found}
+        members = {place for run in found for place in run}
+        nodes: list[Node] = []
+        later: list[Node] = []
+        waiting: set[str] = set()
+        for place, node in enumerate(before.nodes):
+            if place in ends:
+                nodes += [ends[place], *later]
+                later, waiting = [], set()
+            elif place in members:
+                waiting.update(value.name for value in node.outputs)
+            elif waiting.intersection(node.inputs):
+                waiting.update(value.name for value in node.outputs)
+                later.append(node)
+            else:
+                nodes.append(node)
+        return before.replace(nodes=tuple(nodes))
+
+
+class CoalesceLayer(LayerPass):
+    """Make one node of neighbouring collectives of a layer that trains."""
+
+    name = CoalesceCollectives.name
+
+    def run(self, before: TrainingGraph) -> TrainingGraph:
+        if before.backward is None:
+            return before
+        forward, backward = map(CoalesceCollectives().run, (before.forward, before.backward))
+        return dataclasses.replace(before, forward=forward, backward=backward)
 
 
 def _joined(nodes: list[Node]) -> Node:

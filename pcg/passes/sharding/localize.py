@@ -7,11 +7,13 @@ part; the parallelization operators become collectives (`pcg.ir.operators.collec
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import WHOLE, layout_of, local_type, whole_type
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
+from pcg.passes.pass_base import GraphPass
 
 _COLLECTIVES = {
     "combine": "all_gather",
@@ -24,13 +26,22 @@ _COLLECTIVES = {
 }
 
 
-def localize(graph: Graph, degree: int) -> Graph:
-    """The graph of one rank.
+@dataclass(frozen=True)
+class Localize(GraphPass):
+    """Write the graph of one rank, from a graph with layouts in its types.
 
-    Args:
-        graph: with layouts, of `pcg.parallel.sharder`.
+    Attributes:
         degree: number of ranks.
     """
+
+    name = "localize"
+    degree: int
+
+    def run(self, before: Graph) -> Graph:
+        return _local(before, self.degree)
+
+
+def _local(graph: Graph, degree: int) -> Graph:
 
     def local(type_: TensorType) -> TensorType:
         return local_type(whole_type(type_), layout_of(type_), degree)

@@ -17,14 +17,18 @@ No move makes the fullest moment need more than `MORE` of its bytes a token besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from pcg.ir.analysis.in_flight import collective_of, first_reader, waits
+from pcg.ir.analysis.product_flops import node_flops
 from pcg.ir.analysis.saved_memory import Alive
 from pcg.ir.graph import Graph, Node
+from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import TOKENS
-from pcg.passes.memory.rematerialize import node_flops
+from pcg.passes.pass_base import GraphPass, LayerPass
 
 MANY_TOKENS = 2**24
 """At so many, bytes a token are all that counts: one order is for any number of them."""
@@ -32,19 +36,43 @@ MORE = 0.02
 """What a bypass network keeps a little longer is this little: an s of rank 64 beside 4,096."""
 
 
-def overlap(graph: Graph, counted: Iterable[str] = ()) -> Graph:
-    """A rank's graph in an order in which collectives have something to run beside them.
+@dataclass(frozen=True)
+class Overlap(GraphPass):
+    """Put a rank's nodes in an order in which collectives have something to run beside them.
 
-    One with sizes that are open, as a served prompt's, stays as it is.
+    A graph with sizes that are open, as a served prompt's, stays as it is.
 
-    Args:
-        graph: whose collectives are joined.
+    Attributes:
         counted: values whose memory is counted elsewhere.
     """
-    is_sized = all(type_.is_sized for type_ in graph.types.values())
-    if not is_sized or not any(map(collective_of, graph.nodes)):
-        return graph
-    return _overlapped(graph, frozenset(counted))
+
+    name = "overlap"
+    counted: tuple[str, ...] = ()
+
+    def run(self, before: Graph) -> Graph:
+        is_sized = all(type_.is_sized for type_ in before.types.values())
+        if not is_sized or not any(map(collective_of, before.nodes)):
+            return before
+        return _overlapped(before, frozenset(self.counted))
+
+
+class OverlapLayer(LayerPass):
+    """Overlap the collectives of a layer that trains.
+
+    The values that its forward saves, and those that all layers share, are counted elsewhere.
+    """
+
+    name = Overlap.name
+
+    def run(self, before: TrainingGraph) -> TrainingGraph:
+        if before.backward is None:
+            return before
+        inputs = [value.name for value in before.forward.inputs]
+        made = [name for name in before.kept if name not in inputs]
+        shared = inputs[len(before.forward.outputs) - len(made) :]
+        forward = Overlap((*made, *shared)).run(before.forward)
+        backward = Overlap(tuple(shared)).run(before.backward)
+        return dataclasses.replace(before, forward=forward, backward=backward)
 
 
 @lru_cache(maxsize=256)

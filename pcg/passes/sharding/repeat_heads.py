@@ -8,46 +8,80 @@ A KV head serves a run of heads; repeated in place, each copy serves a shorter o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from dataclasses import dataclass
 from math import lcm
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph
+from pcg.parallel.base_plan import partitioned_attentions
+from pcg.passes.pass_base import GraphPass, Pass
+from pcg.passes.stages import Prepared
 
 
-def repeat_heads(graph: Graph, degree: int, attentions: Collection[str]) -> Graph:
-    """The graph whose attentions have KV heads that so many ranks divide.
+@dataclass(frozen=True)
+class RepeatHeads(GraphPass):
+    """Give attentions of a layer KV heads that so many ranks divide.
 
-    Args:
-        graph: of a layer.
+    Attributes:
         degree: number of ranks.
-        attentions: names of those of which each rank has heads.
+        attentions: names of the attentions of which each rank has heads.
     """
-    builder = Builder(graph.name)
-    builder.reserved = graph.types
-    for value in graph.inputs:
-        builder.input(value.name, value.type)
-    for parameter in graph.parameters:
-        builder.parameter(parameter)
-    for node in graph.nodes:
-        if node.name in attentions:
-            heads, kv_heads = (graph.types[name].features[-2] for name in node.inputs[:2])
-            wanted = lcm(kv_heads, degree)
-            wanted = wanted if heads % wanted == 0 else heads
-            if wanted != kv_heads:
-                # Named after the attention, as a bypass network may stand before them.
-                repeated = [
-                    builder.add(
-                        "repeat_interleave",
-                        [name],
-                        name=f"{node.name}_{kind}_repeated",
-                        scope=node.scope,
-                        dim=-2,
-                        repeats=wanted // kv_heads,
-                    )
-                    for name, kind in zip(node.inputs[1:3], ("keys", "values"), strict=True)
-                ]
-                inputs = (node.inputs[0], *repeated, *node.inputs[3:])
-                node = dataclasses.replace(node, inputs=inputs)
-        builder.append(node)
-    return builder.build(graph.outputs)
+
+    name = "repeat_heads"
+    degree: int
+    attentions: tuple[str, ...]
+
+    def run(self, before: Graph) -> Graph:
+        builder = Builder(before.name)
+        builder.reserved = before.types
+        for value in before.inputs:
+            builder.input(value.name, value.type)
+        for parameter in before.parameters:
+            builder.parameter(parameter)
+        for node in before.nodes:
+            if node.name in self.attentions:
+                heads, kv_heads = (before.types[name].features[-2] for name in node.inputs[:2])
+                wanted = lcm(kv_heads, self.degree)
+                wanted = wanted if heads % wanted == 0 else heads
+                if wanted != kv_heads:
+                    # Named after the attention, as a bypass network may stand before them.
+                    repeated = [
+                        builder.add(
+                            "repeat_interleave",
+                            [name],
+                            name=f"{node.name}_{kind}_repeated",
+                            scope=node.scope,
+                            dim=-2,
+                            repeats=wanted // kv_heads,
+                        )
+                        for name, kind in zip(node.inputs[1:3], ("keys", "values"), strict=True)
+                    ]
+                    inputs = (node.inputs[0], *repeated, *node.inputs[3:])
+                    node = dataclasses.replace(node, inputs=inputs)
+            builder.append(node)
+        return builder.build(before.outputs)
+
+
+@dataclass(frozen=True)
+class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
+    """Give the attentions of each model KV heads that so many ranks divide.
+
+    Attributes:
+        degree: number of ranks.
+    """
+
+    name = RepeatHeads.name
+    degree: int
+
+    def run(self, before: Prepared) -> Prepared:
+        passes = [
+            RepeatHeads(self.degree, tuple(sorted(partitioned_attentions(block, layouts))))
+            for block, layouts in zip(before.base.blocks, before.layouts, strict=True)
+        ]
+
+        def repeated(model: ModelGraph) -> ModelGraph:
+            pairs = zip(passes, model.blocks, strict=True)
+            return dataclasses.replace(model, blocks=tuple(one.run(block) for one, block in pairs))
+
+        return before.map_models(repeated)

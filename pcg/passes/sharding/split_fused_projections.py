@@ -16,6 +16,7 @@ from typing import cast
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
+from pcg.passes.pass_base import GraphPass
 
 _ROWS: dict[str, tuple[bool, ...]] = {
     "linear": (False, True, True),
@@ -28,9 +29,13 @@ _ROWS: dict[str, tuple[bool, ...]] = {
 """Operators that a slice of the last dim moves through, and of which inputs it then takes part."""
 
 
-def split_fused_projections(graph: Graph) -> Graph:
-    """The graph whose slices of fused products are products of slices of their weights."""
-    return _Splitter(graph).run()
+class SplitFusedProjections(GraphPass):
+    """Make slices of fused products products of slices of their weights."""
+
+    name = "split_fused_projections"
+
+    def run(self, before: Graph) -> Graph:
+        return _Splitter(before).run()
 
 
 class _Splitter:

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pcg
 from pcg.kernels.adapter_batch import SegmentedWeight, Segments
 from pcg.kernels.torch.ops import expand_add, shrink
-from pcg.passes.pipeline import Compilation, run_passes
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
 from pcg.runtime.executor import Executor
 from tests.support.bypasses import lora
@@ -146,9 +147,8 @@ def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) ->
     some = lora({site: 4 for site in sites if "q_proj" in site})
     ops = []
     for bypasses in (everywhere, some):
-        state = Compilation("tiny", executor.program.config, lambda _, b=bypasses: b, base=model)
-        serving = run_passes(state, first="attach", last="fuse").serving_model
-        assert serving is not None
+        passes = pipeline(Settings(bypasses=lambda _, b=bypasses: b))
+        serving = passes.emitted(Base(model)).serving.model
         ops.append([node.op for node in serving.blocks[0].nodes])
     assert ops[0].count("lora_linear") == 4  # q k v, o, gate up, down
     assert not {"linear", "linear_group", "shrink", "expand_add"} & set(ops[0])

@@ -31,7 +31,7 @@ from pcg.kernels.torch.products import (
     joined_tokens,
     product_backward,
 )
-from pcg.kernels.triton.adapters import segmented_lora, segmented_lora_backward
+from pcg.kernels.triton.adapters import segmented_lora
 from pcg.kernels.triton.adapters.segmented_activate import (
     segment_sum,
     segmented_activate,
@@ -81,7 +81,7 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
     up, tiles = rows_of([b.weight.t()]), segments_of([len(dz)], dz.device)
-    ds = segmented_lora_backward.expand_backward(dz, up, tiles, scales_of([b], dz.device))
+    ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device))
     return of_rank(whole_sum(ds), b.weight.shape[1])
 
 
@@ -152,10 +152,10 @@ class LoraGradients(Bypass):
         tiles = segments_at([(part.start, part.count) for part in parts], dz.device)
         scales = scales_of([job._b for job in jobs], dz.device)
         ranks = [job._s.shape[1] for job in jobs]
-        ds = whole_sum(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
+        ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales))
         s = as_places([job._s for job in jobs], up)[0]
         gradients = _outers(s, dz, ranks, tiles, scales)
-        segmented_lora_backward.shrink_backward(dx, ds.unsqueeze(0), down, tiles)
+        segmented_lora.expand_add(dx, ds.unsqueeze(0), down, tiles)
         of_job = ds[0].split([part.count for part in parts])
         for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
@@ -262,7 +262,7 @@ class BottleneckGradients(Product):
         of_bias = scales_of([one._bias for one in every], device)
         biases = vectors_of([one._bias.weight for one in every])
         s = as_places([one._s for one in every], up)
-        dh = segmented_lora_backward.expand_backward(dz, up, tiles, of_up)
+        dh = segmented_lora.shrink(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
         ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
         sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
@@ -284,6 +284,6 @@ def _outers(
     memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
     gradients = rows_of(memory.split([*ranks]), memory)
     padded = padded_to(s, gradients.most_rank).unsqueeze(0)
-    segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
+    segmented_lora.segment_outer(padded, x, gradients, tiles, scales)
     own: Sequence[Tensor] = memory.split(list(ranks))
     return own

@@ -1,483 +1,26 @@
-"""Backward of paged attention: of windows of sequences in the cache, and of whole sequences.
-
-    p = exp(s - lse);  delta = rowsum(dout · out);  ds = p (dout vᵀ - delta) (1 - tanh²)
-    dq = scale · ds k;  dk = scale · dsᵀ q;  dv = pᵀ dout
-
-with s as in forward (attention_scores.py), tanh that of a soft cap. Sinks are in lse, are frozen,
-and get no gradient.
-
-    delta_rows         delta of every token and head. Grid: blocks of these.
-    query_gradients    dq of a tile of rows, over the keys that they see. Grid: tiles, KV heads.
-    key_gradients      dk and dv of a block of keys, over the rows that see them: tokens in order,
-                       and of each the heads of the group. Grid: key blocks, KV heads.
-
-One program alone writes what it writes, in one order: the same bits every time. With a cache, a
-window adds its gradients to the sums of the pass over all keys that it saw; those of its own tokens
-are final then, and are written in q's dtype, too (FlexLLM v2 §6.1). Windows run from the last.
-(A long file, as Triton's kernels name every stride.)
-
-Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
-Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2, as two kernels instead of atomics.
-"""
-
-# mypy: disable-error-code="no-untyped-def"
+"""Launch attention's backward kernels (`backward_kernels`) for a batch."""
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.attention.cache_rows import CacheRows
-from pcg.kernels.triton.attention.forward import Blocks, head_constants
-from pcg.kernels.triton.attention.scores import LOG2E, bounded, places, seen
+from pcg.kernels.batch import KvGradients
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.triton.attention.backward_kernels import (
+    delta_rows,
+    key_gradients,
+    query_gradients,
+)
+from pcg.kernels.triton.attention.blocks import architecture_of, key_blocks, query_blocks
+from pcg.kernels.triton.attention.cache_rows import KvRows
+from pcg.kernels.triton.attention.forward import head_constants, score_constants
 from pcg.kernels.triton.attention.work import KEY_BLOCK, TILE_ROWS, AttentionWork
 
-PIECE: tl.constexpr = tl.constexpr(16)
-"""Elements of a head that a product of fp32 takes at once, where all are too many for registers."""
-
-
-@triton.jit(do_not_specialize=["count"])
-def delta_rows(
-    dout,
-    out,
-    delta,
-    count,
-    dout_token,
-    dout_head,
-    out_token,
-    out_head,
-    H: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """delta = rowsum(dout · out), [T, H], in fp32."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = (row // H).to(tl.int64)
-    head = row % H
-    dv = tl.arange(0, BLOCK_DV)
-    inside = (row < count)[:, None] & (dv < DV)[None, :]
-    x = tl.load(dout + (token * dout_token + head * dout_head)[:, None] + dv[None, :], inside, 0.0)
-    y = tl.load(out + (token * out_token + head * out_head)[:, None] + dv[None, :], inside, 0.0)
-    tl.store(delta + row, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), row < count)
-
-
-@triton.jit
-def row_products(x, y, SIZE: tl.constexpr):
-    """x yᵀ, of rows of SIZE elements."""
-    if (x.dtype == tl.float32) & (SIZE > 128):
-        pieces: tl.constexpr = SIZE // PIECE
-        left = tl.trans(tl.reshape(x, (x.shape[0], pieces, PIECE)), (1, 0, 2))
-        right = tl.trans(tl.reshape(y, (y.shape[0], pieces, PIECE)), (1, 2, 0))
-        return tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
-    return tl.dot(x, tl.trans(y), input_precision="ieee")
-
-
-@triton.jit
-def add_keys(
-    total,
-    query,
-    upstream,
-    logsum,
-    inner,
-    i,
-    slope,
-    begin,
-    end,
-    last,
-    table,
-    start,
-    keys,
-    values,
-    key_page,
-    key_token,
-    value_page,
-    value_token,
-    scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    for first in range(begin, end, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        there = j < last
-        place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-        inside = there[:, None] & (d < D)[None, :]
-        key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
-        scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
-        if ALIBI:
-            scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
-        weights = tl.exp2(scores - logsum[:, None])
-        if MASKED:
-            visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
-            weights = tl.where(visible, weights, 0.0)
-        place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-        inside = there[:, None] & (dv < DV)[None, :]
-        value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
-        weighted = row_products(upstream, value, BLOCK_DV)
-        dscores = weights * (weighted - inner[:, None]) * growth
-        total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def query_gradients(
-    q,
-    keys,
-    values,
-    dout,
-    lse,
-    delta,
-    dq,
-    alibi,
-    parts,
-    pages,
-    tiles,
-    q_token,
-    q_head,
-    dout_token,
-    dout_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_width,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """dq of BLOCK_M rows of a part."""
-    cuts: tl.constexpr = TILE // BLOCK_M
-    tile = tiles + tl.program_id(0) // cuts * COLUMNS
-    cut = tl.program_id(0) % cuts * BLOCK_M
-    rows = tl.load(tile + 2)
-    if cut >= rows:
-        return
-    kv_head = tl.program_id(1)
-    number = tl.load(tile)
-    first_row = tl.load(tile + 1) + cut
-    end_row = first_row + tl.minimum(rows - cut, BLOCK_M)
-    start = tl.load(parts + number * COLUMNS)
-    length = tl.load(parts + number * COLUMNS + 1)
-    context = tl.load(parts + number * COLUMNS + 2)
-
-    r = first_row + tl.arange(0, BLOCK_M)
-    real = r < end_row
-    r = tl.minimum(r, end_row - 1)
-    i = context + r // G
-    head = kv_head * G + r % G
-    token = (start + r // G).to(tl.int64)
-    row = token * H + head
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    place = token * q_token + head * q_head
-    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
-    place = token * dout_token + head * dout_head
-    upstream = tl.load(dout + place[:, None] + dv[None, :], (dv < DV)[None, :], 0.0)
-    logsum = tl.load(lse + row) * LOG2E
-    inner = tl.load(delta + row)
-    slope = inner
-    if ALIBI:
-        slope = tl.load(alibi + head).to(tl.float32) * LOG2E
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-
-    keys += kv_head.to(tl.int64) * key_head
-    values += kv_head.to(tl.int64) * value_head
-    table = pages + number * table_width
-    last = context + length
-    end = context + (end_row - 1) // G + 1
-    # From `begin` on some row sees some key; all rows see all keys from `full` to `edge`.
-    begin = 0
-    full = 0
-    edge = (context + first_row // G + 1) // BLOCK_N * BLOCK_N
-    if WINDOW > 0:
-        begin = tl.maximum(context + first_row // G + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        full = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
-        edge = tl.maximum(edge, begin)
-        full = tl.minimum(full, edge)
-        total = add_keys(
-            total, query, upstream, logsum, inner, i, slope, begin, full, last, table, start,
-            keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-            BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
-        )  # fmt: skip
-    total = add_keys(
-        total, query, upstream, logsum, inner, i, slope, full, edge, edge, table, start,
-        keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
-    )  # fmt: skip
-    total = add_keys(
-        total, query, upstream, logsum, inner, i, slope, edge, end, last, table, start,
-        keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
-    )  # fmt: skip
-    found = (total * scale).to(dq.dtype.element_ty)
-    tl.store(dq + (row * D)[:, None] + d[None, :], found, real[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def add_rows(
-    dkey,
-    dvalue,
-    key,
-    value,
-    j,
-    q,
-    dout,
-    lse,
-    delta,
-    alibi,
-    begin,
-    end,
-    end_row,
-    start,
-    context,
-    head,
-    q_token,
-    q_head,
-    dout_token,
-    dout_head,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """dkey += dsᵀ q and dvalue += pᵀ dout over rows from `begin` to `end`.
-
-    Rows from `end_row` on are none: q and dout are 0 there. `head` is the group's first.
-    """
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    for first in range(begin, end, BLOCK_M):
-        r = first + tl.arange(0, BLOCK_M)
-        real = r < end_row
-        i = context + r // G
-        token = (start + r // G).to(tl.int64)
-        which = head + r % G
-        row = token * H + which
-        place = token * q_token + which * q_head
-        inside = real[:, None] & (d < D)[None, :]
-        query = tl.load(q + place[:, None] + d[None, :], inside, 0.0)
-        products = tl.dot(key, tl.trans(query), input_precision="ieee")
-        scores, growth = bounded(products, scale, SOFTCAP)
-        if ALIBI:
-            slope = tl.load(alibi + which).to(tl.float32) * LOG2E
-            scores += slope[None, :] * (j[:, None] - i[None, :]).to(tl.float32)
-        logsum = tl.load(lse + row, real, 0.0) * LOG2E
-        weights = tl.exp2(scores - logsum[None, :])
-        if MASKED:
-            weights = tl.where(real[None, :] & seen(i[None, :], j[:, None], WINDOW), weights, 0.0)
-        place = token * dout_token + which * dout_head
-        inside = real[:, None] & (dv < DV)[None, :]
-        upstream = tl.load(dout + place[:, None] + dv[None, :], inside, 0.0)
-        dvalue = tl.dot(weights.to(upstream.dtype), upstream, dvalue, input_precision="ieee")
-        weighted = tl.dot(value, tl.trans(upstream), input_precision="ieee")
-        inner = tl.load(delta + row, real, 0.0)
-        dscores = weights * (weighted - inner[None, :]) * growth
-        dkey = tl.dot(dscores.to(query.dtype), query, dkey, input_precision="ieee")
-    return dkey, dvalue
-
-
-@triton.jit
-def key_gradients(
-    q,
-    keys,
-    values,
-    dout,
-    lse,
-    delta,
-    dk,
-    dv,
-    keys_sum,
-    values_sum,
-    alibi,
-    parts,
-    pages,
-    key_blocks,
-    q_token,
-    q_head,
-    dout_token,
-    dout_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_width,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """dk and dv of BLOCK_N keys that a part saw; where there is a cache they go to the sums."""
-    cuts: tl.constexpr = TILE // BLOCK_N
-    block = key_blocks + tl.program_id(0) // cuts * COLUMNS
-    cut = tl.program_id(0) % cuts * BLOCK_N
-    count = tl.load(block + 2)
-    if cut >= count:
-        return
-    kv_head = tl.program_id(1)
-    number = tl.load(block)
-    first_key = tl.load(block + 1) + cut
-    end_key = first_key + tl.minimum(count - cut, BLOCK_N)
-    start = tl.load(parts + number * COLUMNS)
-    length = tl.load(parts + number * COLUMNS + 1)
-    context = tl.load(parts + number * COLUMNS + 2)
-    origin = tl.load(parts + number * COLUMNS + 3)
-
-    begin = tl.maximum(first_key - context, 0) * G
-    end_row = length * G
-    if WINDOW > 0:
-        end_row = tl.minimum(length, tl.maximum(end_key - 1 + WINDOW - context, 0)) * G
-    if begin >= end_row:
-        return
-
-    j = first_key + tl.arange(0, BLOCK_N)
-    there = j < end_key
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_DV)
-    inside = there[:, None] & (d < D)[None, :]
-    inside_e = there[:, None] & (e < DV)[None, :]
-    table = pages + number * table_width
-    place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-    place += kv_head.to(tl.int64) * key_head
-    key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
-    place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-    place += kv_head.to(tl.int64) * value_head
-    value = tl.load(values + place[:, None] + e[None, :], inside_e, 0.0)
-    dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    # Rows from `edge` to `full` see all keys of the block.
-    edge = tl.maximum(first_key + BLOCK_N - 1 - context, 0) * G
-    edge = tl.minimum(begin + tl.cdiv(edge - begin, BLOCK_M) * BLOCK_M, end_row)
-    full = end_row
-    if WINDOW > 0:
-        full = tl.maximum(first_key + WINDOW - context, 0) * G
-        full = edge + tl.maximum(tl.minimum(full, end_row) - edge, 0) // BLOCK_M * BLOCK_M
-    dkey, dvalue = add_rows(
-        dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, begin, edge, end_row, start,
-        context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
-    )  # fmt: skip
-    dkey, dvalue = add_rows(
-        dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, edge, full, end_row, start,
-        context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=False,
-    )  # fmt: skip
-    if WINDOW > 0:
-        dkey, dvalue = add_rows(
-            dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, full, end_row, end_row,
-            start, context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV,
-            BLOCK_D, BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
-        )  # fmt: skip
-    dkey *= scale
-
-    heads: tl.constexpr = H // G
-    own = (j >= context)[:, None]
-    if PAGED:
-        row = (origin + j).to(tl.int64) * heads + kv_head
-        at = keys_sum + (row * D)[:, None] + d[None, :]
-        dkey += tl.load(at, inside, 0.0)
-        tl.store(at, dkey, inside)
-        at = values_sum + (row * DV)[:, None] + e[None, :]
-        dvalue += tl.load(at, inside_e, 0.0)
-        tl.store(at, dvalue, inside_e)
-    row = (start + j - context).to(tl.int64) * heads + kv_head
-    at = dk + (row * D)[:, None] + d[None, :]
-    tl.store(at, dkey.to(dk.dtype.element_ty), inside & own)
-    at = dv + (row * DV)[:, None] + e[None, :]
-    tl.store(at, dvalue.to(dv.dtype.element_ty), inside_e & own)
-
-
-def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """Of `query_gradients`: the most rows whose sums stay in registers, with any options.
-
-    Hopper's products read both sides from shared memory, Ampere's from registers.
-
-    Args:
-        size: of a head, the larger of keys' and values', a power of two.
-        dtype: of q; fp32 is multiplied without tensor cores.
-        paged: whether keys and values lie in pages: to read the block table is one stage more.
-        architecture: 80 for sm_80 and so on.
-    """
-    if dtype == torch.float32:
-        return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
-    stages = 3 if paged else 2
-    if size <= (128 if architecture >= 90 else 64):
-        return Blocks(128, 64, 8, stages)
-    return Blocks(64, 64 if size <= 128 else 32, 8, stages)
-
-
-def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
-    """Of `key_gradients`: as `query_blocks`, the most keys, of two sums each.
-
-    Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
-    """
-    if dtype == torch.float32:
-        return Blocks(16, 16, 8 if size <= 128 else 16, 1)
-    if size > 128:
-        return Blocks(32, 32, 8, 2)
-    if architecture < 90:
-        return Blocks(32, 64, 8, 2)
-    return Blocks(64, 128 if size <= 64 else 64, 8, 2)
-
-
-def architecture_of(x: Tensor) -> int:
-    """80 for sm_80 and so on; in the interpreter, the newest."""
-    if not x.is_cuda:
-        return 90
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return 10 * major + minor
+_DELTA_ROWS = 32
+"""Rows of a program of `delta_rows`."""
 
 
 def paged_attention_backward(
@@ -485,15 +28,10 @@ def paged_attention_backward(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    keys: CacheRows,
-    values: CacheRows,
+    kv: KvRows,
     work: AttentionWork,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sums: tuple[Tensor, Tensor] | None = None,
+    scoring: Scoring,
+    sums: KvGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of attention; see `paged_attention`, whose lse holds the sinks' weight.
 
@@ -502,62 +40,47 @@ def paged_attention_backward(
         out: [T, H, Dv]; likewise.
         lse: [T, H], fp32.
         q: [T, H, D].
-        keys: as in forward.
-        values: likewise.
-        work: of the batch, built for backward.
-        scale: of the logits.
-        window: keys seen, the token's own included; 0 for all.
-        softcap: 0 for none.
-        alibi: slope of each head, [H].
-        sums: of the layer's gradients of all keys [tokens of the pass, K, D] and values
-            [tokens of the pass, K, Dv], fp32, to which the batch's are added; where keys and
-            values lie in a cache.
+        kv: as in forward.
+        work: the batch's lists, built for backward.
+        scoring: as in forward.
+        sums: the layer's gradients of all keys and values of the pass, in fp32, to which the
+            batch's are added; where keys and values lie in a cache.
     Returns:
-        [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, those of what is final.
+        [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, the gradients that are final.
     Raises:
         UnsupportedError: the work is not for backward, or sums are given without a cache, or not
             given with one.
     """
     if not len(work.key_blocks):
         raise UnsupportedError("these lists are for forward alone; build them with backward=True")
+    keys, values = kv
     if keys.paged != (sums is not None):
         raise UnsupportedError("sums are for keys and values in a cache, and needed with one alone")
     tokens, heads, _ = q.shape
-    sizes = head_constants(q, keys, values)
+    sizes = head_constants(q, kv)
     delta = torch.empty_like(lse)
     delta_rows[(triton.cdiv(tokens * heads, _DELTA_ROWS),)](
         dout, out, delta, tokens * heads, *dout.stride()[:2], *out.stride()[:2],
         H=heads, DV=values.size, BLOCK_DV=sizes["BLOCK_DV"], BLOCK=_DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     dq = q.new_empty(q.shape)
-    dk, dv = (q.new_empty((tokens, x.heads, x.size)) for x in (keys, values))
-    strides = (*q.stride()[:2], *dout.stride()[:2], *keys.strides, *values.strides)
-    options = {
-        "COLUMNS": work.tiles.shape[1],
-        "WINDOW": window,
-        "SOFTCAP": softcap,
-        "ALIBI": alibi is not None,
-        "PAGED": keys.paged,
-        "PAGE": PAGE_TOKENS,
-    }
+    dk, dv = (q.new_empty((tokens, x.heads, x.size)) for x in kv)
+    strides = (*q.stride()[:2], *dout.stride()[:2], *kv.strides)
+    options = score_constants(work, scoring) | {"PAGED": keys.paged}
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
     blocks = query_blocks(size, q.dtype, keys.paged, architecture_of(q))
     query_gradients[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
-        q, keys.base, values.base, dout, lse, delta, dq, alibi, work.parts, work.pages,
-        work.tiles, *strides, work.pages.shape[1], scale, **sizes, **options,
+        q, keys.base, values.base, dout, lse, delta, dq, scoring.alibi, work.parts, work.pages,
+        work.tiles, *strides, work.pages.shape[1], scoring.scale, **sizes, **options,
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=TILE_ROWS,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     blocks = key_blocks(size, q.dtype, architecture_of(q))
-    keys_sum, values_sum = sums or (None, None)
+    keys_sum, values_sum = (None, None) if sums is None else (sums.keys, sums.values)
     key_gradients[(len(work.key_blocks) * (KEY_BLOCK // blocks.keys), keys.heads)](
-        q, keys.base, values.base, dout, lse, delta, dk, dv, keys_sum, values_sum, alibi,
-        work.parts, work.pages, work.key_blocks, *strides, work.pages.shape[1], scale,
+        q, keys.base, values.base, dout, lse, delta, dk, dv, keys_sum, values_sum, scoring.alibi,
+        work.parts, work.pages, work.key_blocks, *strides, work.pages.shape[1], scoring.scale,
         **sizes, **options, BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=KEY_BLOCK,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return dq, dk, dv
-
-
-_DELTA_ROWS = 32
-"""Of a program of `delta_rows`."""

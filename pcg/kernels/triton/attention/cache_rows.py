@@ -1,6 +1,6 @@
 """Where keys and values lie, and the kernel that writes a step's into the cache.
 
-That is for attention whose keys no emitted kernel makes; one that does appends them itself.
+The kernel is for attention whose keys no emitted kernel makes; one that does appends them itself.
 
 Token j of a sequence lies in page p = table[j // PAGE], row o = j % PAGE of it: element d of head h
 is at p · page_stride + h · head_stride + o · token_stride + d. That says [K, rows, D] as well as an
@@ -14,7 +14,7 @@ Shapes: T tokens, K KV heads, D sizes of a head. Grid of `append`: blocks of tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ from torch import Tensor
 from pcg.kernels.sizes import PAGE_TOKENS
 
 _APPENDED_TOKENS = 16
-"""Of a program of `append`."""
+"""Tokens of a program of `append`."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class CacheRows:
     Attributes:
         base: tensor whose first element all distances count from.
         heads: KV heads, K.
-        size: of a head, D; its elements are neighbours.
+        size: elements of a head, D, which are neighbours.
         page_stride: elements from a page to the next one; 0 without pages.
-        head_stride: from a head to the next one.
-        token_stride: from a token to the next one of its page, or of the batch.
+        head_stride: elements from a head to the next one.
+        token_stride: elements from a token to the next one of its page, or of the batch.
     """
 
     base: Tensor
@@ -77,35 +77,29 @@ class CacheRows:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of pages, heads and tokens: as kernels take them."""
+        """The strides of pages, heads and tokens, as kernels take them."""
         return self.page_stride, self.head_stride, self.token_stride
+
+
+class KvRows(NamedTuple):
+    """One layer's keys and values."""
+
+    keys: CacheRows
+    values: CacheRows
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of keys, then of values."""
+        return *self.keys.strides, *self.values.strides
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def append_rows(
-    k,
-    v,
-    slots,
-    keys,
-    values,
-    tokens,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+    k, v, slots, keys, values, tokens, k_token, k_head, v_token, v_head,
+    key_page, key_head, key_token, value_page, value_head, value_token,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """cache[slots[t]] = k[t], v[t]; tokens whose slot is negative are no one's."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
@@ -126,7 +120,7 @@ def append_rows(
     tl.store(values + place[:, None] + d[None, :], x, inside)
 
 
-def append(k: Tensor, v: Tensor, slots: Tensor, keys: CacheRows, values: CacheRows) -> None:
+def append(k: Tensor, v: Tensor, slots: Tensor, kv: KvRows) -> None:
     """Write the tokens' keys and values into the cache.
 
     Args:
@@ -134,26 +128,12 @@ def append(k: Tensor, v: Tensor, slots: Tensor, keys: CacheRows, values: CacheRo
         v: likewise.
         slots: row of the cache of each token, page · PAGE_TOKENS + row, [T], int64; negative for
             those that fill a captured graph's batch up, which are not written.
-        keys: of the layer.
-        values: likewise.
+        kv: the layer's cache.
     """
-    tokens = k.shape[0]
+    (keys, values), tokens = kv, k.shape[0]
     append_rows[(triton.cdiv(tokens, _APPENDED_TOKENS), keys.heads)](
-        k,
-        v,
-        slots,
-        keys.base,
-        values.base,
-        tokens,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *keys.strides,
-        *values.strides,
-        D=keys.size,
-        DV=values.size,
-        BLOCK_D=triton.next_power_of_2(keys.size),
+        k, v, slots, keys.base, values.base, tokens, *k.stride()[:2], *v.stride()[:2], *kv.strides,
+        D=keys.size, DV=values.size, BLOCK_D=triton.next_power_of_2(keys.size),
         BLOCK_DV=triton.next_power_of_2(values.size),
-        BLOCK_T=_APPENDED_TOKENS,
-        PAGE=PAGE_TOKENS,
-        num_warps=4,
-    )
+        BLOCK_T=_APPENDED_TOKENS, PAGE=PAGE_TOKENS, num_warps=4,
+    )  # fmt: skip

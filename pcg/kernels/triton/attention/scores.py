@@ -1,4 +1,4 @@
-"""What forward and backward of paged attention have in common: places of keys, and scores.
+"""Functions that attention's forward and backward kernels share: places of rows and keys, scores.
 
 Scores are in units of ln 2, so that weights are exp2 of them:
 
@@ -21,15 +21,53 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def piece(items, ITEM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The program's item of a list, and where in its ITEM rows or keys its BLOCK begins."""
+    cuts: tl.constexpr = ITEM // BLOCK
+    item = items + tl.program_id(0) // cuts * COLUMNS
+    return item, tl.program_id(0) % cuts * BLOCK
+
+
+@triton.jit
+def part_of(parts, number, COLUMNS: tl.constexpr):
+    """start, length and context of a part."""
+    part = parts + number * COLUMNS
+    return tl.load(part), tl.load(part + 1), tl.load(part + 2)
+
+
+@triton.jit
+def tile_rows(first, end, start, context, kv_head, G: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of BLOCK rows from `first` there are, and the position, head and token of each.
+
+    Rows from `end` on are the last one again.
+    """
+    r = first + tl.arange(0, BLOCK)
+    real = r < end
+    r = tl.minimum(r, end - 1)
+    return real, context + r // G, kv_head * G + r % G, (start + r // G).to(tl.int64)
+
+
+@triton.jit
+def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The keys of a tile of rows, in blocks: begin, full, edge and end.
+
+    From `begin` on some row sees some key; all rows see all keys from `full` to `edge`.
+    """
+    begin = 0
+    full = 0
+    edge = (context + first // G + 1) // BLOCK * BLOCK
+    stop = context + (end - 1) // G + 1
+    if WINDOW > 0:
+        begin = tl.maximum(context + first // G + 1 - WINDOW, 0) // BLOCK * BLOCK
+        full = tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK) * BLOCK
+        edge = tl.maximum(edge, begin)
+        full = tl.minimum(full, edge)
+    return begin, full, edge, stop
+
+
+@triton.jit
 def places(
-    table,
-    start,
-    j,
-    inside,
-    page_stride,
-    token_stride,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
+    table, start, j, inside, page_stride, token_stride, PAGED: tl.constexpr, PAGE: tl.constexpr
 ):
     """Distances of a sequence's tokens j from its head's first element, [BLOCK], int64."""
     if PAGED:

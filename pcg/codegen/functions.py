@@ -1,0 +1,135 @@
+"""The functions of a program, each of one graph: those that serve, and those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph, TrainingGraph
+
+
+@dataclass(frozen=True)
+class Function:
+    """A graph, and how the source of its function hands values in and out.
+
+    Attributes:
+        graph: the graph that the function computes.
+        name: the function's name.
+        doc: the first line of its docstring.
+        outputs: groups of the graph's outputs, each of which is returned as a tuple; None to
+            return the outputs themselves.
+        given: inputs that arrive together, in lists of these names before the others. The function
+            empties them, so that it alone holds what is in them.
+        free: True to delete each value after its last use.
+        asks: True to make it a generator that asks its caller for products by frozen weights, so
+            that functions that run together run these together.
+    """
+
+    graph: Graph
+    name: str
+    doc: str
+    outputs: Sequence[Sequence[str]] | None = None
+    given: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    free: bool = False
+    asks: bool = False
+
+
+def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
+    """The functions of prologue, blocks and epilogue."""
+    return tuple(
+        Function(graph, graph.name, _role(model, graph), asks=graph in model.blocks)
+        for graph in model.graphs
+    )
+
+
+def training_functions(
+    model: ModelGraph,
+    plans: Sequence[TrainingGraph],
+    layers: Sequence[int],
+    epilogue: Graph,
+    loss: Graph,
+    prologue: Graph | None,
+) -> Iterator[Function]:
+    """The functions of each plan's forward and backward, and of the epilogue's both in one.
+
+    Args:
+        model: the model with bypass networks.
+        plans: the ways in which layers are trained.
+        layers: for each layer, the index of its plan.
+        epilogue: the graph of loss and gradients.
+        loss: the graph of the loss alone.
+        prologue: backward of the prologue; None where it trains nothing.
+    """
+    yield Function(model.prologue, "prologue", _role(model, model.prologue))
+    if prologue is not None:
+        incoming = [value.name for value in prologue.inputs[len(model.prologue.inputs) :]]
+        yield Function(
+            prologue,
+            prologue.name,
+            "Prologue, backward. Gradients of its adapters.",
+            outputs=[prologue.outputs],
+            given={"gradients": incoming},
+            free=True,
+        )
+    for index, plan in enumerate(plans):
+        where = _layers([layer for layer, of in enumerate(layers) if of == index])
+        yield from _plan_functions(model.blocks[plan.block], plan, where)
+    yield Function(
+        epilogue,
+        "epilogue_train",
+        "Loss of each token, its gradient by the hidden states, and by adapters.",
+        outputs=[epilogue.outputs[:1], epilogue.outputs[1:2], epilogue.outputs[2:]],
+        free=True,
+    )
+    yield Function(loss, "epilogue_loss", "Loss of each token.", free=True)
+
+
+def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[Function]:
+    yield Function(
+        plan.forward.replace(outputs=(*block.outputs, *plan.kept)),
+        plan.forward.name,
+        f"{where}, forward. Returns its outputs, and what backward is given.",
+        outputs=[block.outputs, plan.kept],
+        free=True,
+        asks=True,
+    )
+    if plan.backward is None:
+        return
+    outputs = plan.backward.outputs
+    incoming = [v.name for v in plan.backward.inputs if v.name not in plan.kept]
+    count = len(outputs) - len(plan.trained)
+    yield Function(
+        plan.backward,
+        plan.backward.name,
+        f"{where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
+        "adapters.",
+        outputs=[outputs[:count], outputs[count:]],
+        given={"kept": plan.kept, "gradients": incoming},
+        free=True,
+        asks=True,
+    )
+
+
+def _role(model: ModelGraph, graph: Graph) -> str:
+    if graph is model.prologue:
+        return "Token ids and positions to the first layer's input and what all layers share."
+    if graph is model.epilogue:
+        return "The last layer's output to the logits."
+    layers = [i for i, block in enumerate(model.layers) if model.blocks[block] is graph]
+    return f"{_layers(layers)}."
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"Layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 5` for 0, 1, 2, 3, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -1,0 +1,292 @@
+"""The kernels of paged attention's gradients, of windows in the cache and of whole sequences.
+
+    p = exp(s - lse);  delta = rowsum(dout · out);  ds = p (dout vᵀ - delta) (1 - tanh²)
+    dq = scale · ds k;  dk = scale · dsᵀ q;  dv = pᵀ dout
+
+with s as in forward (`scores`), tanh that of a soft cap. Sinks are in lse, are frozen, and get no
+gradient.
+
+    delta_rows         delta of every token and head. Grid: blocks of these.
+    query_gradients    dq of a tile of rows, over the keys that they see. Grid: tiles, KV heads.
+    key_gradients      dk and dv of a block of keys, over the rows that see them: tokens in order,
+                       and of each the heads of the group. Grid: key blocks, KV heads.
+
+One program alone writes what it writes, in one order: the same bits every time. With a cache, a
+window adds its gradients to the sums of the pass over all keys that it saw; those of its own tokens
+are final then, and are written in q's dtype, too (FlexLLM v2 §6.1). Windows run from the last.
+
+Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
+Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2, as two kernels instead of atomics.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pcg.kernels.triton.attention.scores import (
+    LOG2E,
+    bounded,
+    part_of,
+    piece,
+    places,
+    seen,
+    tile_keys,
+    tile_rows,
+)
+
+PIECE: tl.constexpr = tl.constexpr(16)
+"""Elements of a head that a product of fp32 takes at once, where all are too many for registers."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def delta_rows(
+    dout, out, delta, count, dout_token, dout_head, out_token, out_head,
+    H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dout · out), [T, H], in fp32."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = (row // H).to(tl.int64)
+    head = row % H
+    dv = tl.arange(0, BLOCK_DV)
+    inside = (row < count)[:, None] & (dv < DV)[None, :]
+    x = tl.load(dout + (token * dout_token + head * dout_head)[:, None] + dv[None, :], inside, 0.0)
+    y = tl.load(out + (token * out_token + head * out_head)[:, None] + dv[None, :], inside, 0.0)
+    tl.store(delta + row, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), row < count)
+
+
+@triton.jit
+def row_products(x, y, SIZE: tl.constexpr):
+    """x yᵀ, of rows of SIZE elements."""
+    if (x.dtype == tl.float32) & (SIZE > 128):
+        pieces: tl.constexpr = SIZE // PIECE
+        left = tl.trans(tl.reshape(x, (x.shape[0], pieces, PIECE)), (1, 0, 2))
+        right = tl.trans(tl.reshape(y, (y.shape[0], pieces, PIECE)), (1, 2, 0))
+        return tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
+
+
+@triton.jit
+def add_keys(
+    total, query, upstream, logsum, inner, i, slope, begin, end, last, table, start, keys, values,
+    key_page, key_token, value_page, value_token, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for first in range(begin, end, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        there = j < last
+        place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
+        inside = there[:, None] & (d < D)[None, :]
+        key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+        scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
+        if ALIBI:
+            scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
+        weights = tl.exp2(scores - logsum[:, None])
+        if MASKED:
+            visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
+            weights = tl.where(visible, weights, 0.0)
+        place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
+        inside = there[:, None] & (dv < DV)[None, :]
+        value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
+        weighted = row_products(upstream, value, BLOCK_DV)
+        dscores = weights * (weighted - inner[:, None]) * growth
+        total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def query_gradients(
+    q, keys, values, dout, lse, delta, dq, alibi, parts, pages, tiles,
+    q_token, q_head, dout_token, dout_head,
+    key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M rows of a part."""
+    tile, cut = piece(tiles, TILE, BLOCK_M, COLUMNS)
+    rows = tl.load(tile + 2)
+    if cut >= rows:
+        return
+    kv_head = tl.program_id(1)
+    number = tl.load(tile)
+    first_row = tl.load(tile + 1) + cut
+    end_row = first_row + tl.minimum(rows - cut, BLOCK_M)
+    start, length, context = part_of(parts, number, COLUMNS)
+
+    real, i, head, token = tile_rows(first_row, end_row, start, context, kv_head, G, BLOCK_M)
+    row = token * H + head
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    place = token * q_token + head * q_head
+    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
+    place = token * dout_token + head * dout_head
+    upstream = tl.load(dout + place[:, None] + dv[None, :], (dv < DV)[None, :], 0.0)
+    logsum = tl.load(lse + row) * LOG2E
+    inner = tl.load(delta + row)
+    slope = inner
+    if ALIBI:
+        slope = tl.load(alibi + head).to(tl.float32) * LOG2E
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    keys += kv_head.to(tl.int64) * key_head
+    values += kv_head.to(tl.int64) * value_head
+    table = pages + number * table_width
+    last = context + length
+    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, WINDOW)
+    if WINDOW > 0:
+        total = add_keys(
+            total, query, upstream, logsum, inner, i, slope, begin, full, last, table, start,
+            keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
+            BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+        )  # fmt: skip
+    total = add_keys(
+        total, query, upstream, logsum, inner, i, slope, full, edge, edge, table, start,
+        keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
+        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
+    )  # fmt: skip
+    total = add_keys(
+        total, query, upstream, logsum, inner, i, slope, edge, end, last, table, start,
+        keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
+        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+    )  # fmt: skip
+    found = (total * scale).to(dq.dtype.element_ty)
+    tl.store(dq + (row * D)[:, None] + d[None, :], found, real[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def add_rows(
+    dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, begin, end, end_row, start, context,
+    head, q_token, q_head, dout_token, dout_head, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dkey += dsᵀ q and dvalue += pᵀ dout over rows from `begin` to `end`.
+
+    Rows from `end_row` on are none: q and dout are 0 there. `head` is the group's first.
+    """
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for first in range(begin, end, BLOCK_M):
+        r = first + tl.arange(0, BLOCK_M)
+        real = r < end_row
+        i = context + r // G
+        token = (start + r // G).to(tl.int64)
+        which = head + r % G
+        row = token * H + which
+        place = token * q_token + which * q_head
+        inside = real[:, None] & (d < D)[None, :]
+        query = tl.load(q + place[:, None] + d[None, :], inside, 0.0)
+        products = tl.dot(key, tl.trans(query), input_precision="ieee")
+        scores, growth = bounded(products, scale, SOFTCAP)
+        if ALIBI:
+            slope = tl.load(alibi + which).to(tl.float32) * LOG2E
+            scores += slope[None, :] * (j[:, None] - i[None, :]).to(tl.float32)
+        logsum = tl.load(lse + row, real, 0.0) * LOG2E
+        weights = tl.exp2(scores - logsum[None, :])
+        if MASKED:
+            weights = tl.where(real[None, :] & seen(i[None, :], j[:, None], WINDOW), weights, 0.0)
+        place = token * dout_token + which * dout_head
+        inside = real[:, None] & (dv < DV)[None, :]
+        upstream = tl.load(dout + place[:, None] + dv[None, :], inside, 0.0)
+        dvalue = tl.dot(weights.to(upstream.dtype), upstream, dvalue, input_precision="ieee")
+        weighted = tl.dot(value, tl.trans(upstream), input_precision="ieee")
+        inner = tl.load(delta + row, real, 0.0)
+        dscores = weights * (weighted - inner[None, :]) * growth
+        dkey = tl.dot(dscores.to(query.dtype), query, dkey, input_precision="ieee")
+    return dkey, dvalue
+
+
+@triton.jit
+def key_gradients(
+    q, keys, values, dout, lse, delta, dk, dv, keys_sum, values_sum, alibi, parts, pages,
+    key_blocks, q_token, q_head, dout_token, dout_head,
+    key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys that a part saw; where there is a cache they go to the sums."""
+    block, cut = piece(key_blocks, TILE, BLOCK_N, COLUMNS)
+    count = tl.load(block + 2)
+    if cut >= count:
+        return
+    kv_head = tl.program_id(1)
+    number = tl.load(block)
+    first_key = tl.load(block + 1) + cut
+    end_key = first_key + tl.minimum(count - cut, BLOCK_N)
+    start, length, context = part_of(parts, number, COLUMNS)
+    origin = tl.load(parts + number * COLUMNS + 3)
+
+    begin = tl.maximum(first_key - context, 0) * G
+    end_row = length * G
+    if WINDOW > 0:
+        end_row = tl.minimum(length, tl.maximum(end_key - 1 + WINDOW - context, 0)) * G
+    if begin >= end_row:
+        return
+
+    j = first_key + tl.arange(0, BLOCK_N)
+    there = j < end_key
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_DV)
+    inside = there[:, None] & (d < D)[None, :]
+    inside_e = there[:, None] & (e < DV)[None, :]
+    table = pages + number * table_width
+    place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
+    place += kv_head.to(tl.int64) * key_head
+    key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+    place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
+    place += kv_head.to(tl.int64) * value_head
+    value = tl.load(values + place[:, None] + e[None, :], inside_e, 0.0)
+    dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    # Rows from `edge` to `full` see all keys of the block.
+    edge = tl.maximum(first_key + BLOCK_N - 1 - context, 0) * G
+    edge = tl.minimum(begin + tl.cdiv(edge - begin, BLOCK_M) * BLOCK_M, end_row)
+    full = end_row
+    if WINDOW > 0:
+        full = tl.maximum(first_key + WINDOW - context, 0) * G
+        full = edge + tl.maximum(tl.minimum(full, end_row) - edge, 0) // BLOCK_M * BLOCK_M
+    dkey, dvalue = add_rows(
+        dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, begin, edge, end_row, start,
+        context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
+        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
+    )  # fmt: skip
+    dkey, dvalue = add_rows(
+        dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, edge, full, end_row, start,
+        context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
+        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=False,
+    )  # fmt: skip
+    if WINDOW > 0:
+        dkey, dvalue = add_rows(
+            dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, full, end_row, end_row,
+            start, context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV,
+            BLOCK_D, BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
+        )  # fmt: skip
+    dkey *= scale
+
+    heads: tl.constexpr = H // G
+    own = (j >= context)[:, None]
+    if PAGED:
+        row = (origin + j).to(tl.int64) * heads + kv_head
+        at = keys_sum + (row * D)[:, None] + d[None, :]
+        dkey += tl.load(at, inside, 0.0)
+        tl.store(at, dkey, inside)
+        at = values_sum + (row * DV)[:, None] + e[None, :]
+        dvalue += tl.load(at, inside_e, 0.0)
+        tl.store(at, dvalue, inside_e)
+    row = (start + j - context).to(tl.int64) * heads + kv_head
+    at = dk + (row * D)[:, None] + d[None, :]
+    tl.store(at, dkey.to(dk.dtype.element_ty), inside & own)
+    at = dv + (row * DV)[:, None] + e[None, :]
+    tl.store(at, dvalue.to(dv.dtype.element_ty), inside_e & own)

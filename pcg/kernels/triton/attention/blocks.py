@@ -1,0 +1,91 @@
+"""How attention's kernels cut rows and keys into programs, by head size, dtype and architecture.
+
+Each takes the most rows or keys whose sums stay in registers, with any options.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """How a kernel is cut.
+
+    Attributes:
+        rows: rows of a program.
+        keys: keys of a step, or of a program of dk and dv.
+        warps: warps of a program.
+        stages: stages of the pipeline that loads what comes next.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_blocks(size: int, dtype: torch.dtype, paged: bool) -> Blocks:
+    """The blocks of `attend_tiles`.
+
+    Args:
+        size: elements of a head, the larger of keys' and values', a power of two.
+        dtype: q's; fp32 is multiplied without tensor cores.
+        paged: whether keys and values lie in pages: to read the block table is one stage more.
+    """
+    if dtype == torch.float32:
+        return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
+    stages = 3 if paged else 2
+    return Blocks(128, 64, 8, stages) if size <= 128 else Blocks(64, 32, 8, stages)
+
+
+def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
+    """The blocks of `attend_splits`; arguments as of `tile_blocks`.
+
+    64 keys and values of a head of 128 are 32 KiB, read as four pages each, and one such step is
+    in flight while another is worked on; with four programs on a processor that hides the memory's
+    latency.
+    """
+    if dtype == torch.float32:
+        return Blocks(16, 32 if size <= 128 else 16, 4, 1)
+    return Blocks(16 if group <= 16 else 32, 64 if size <= 128 else 32, 4, 3)
+
+
+def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
+    """The blocks of `query_gradients`; arguments as of `tile_blocks`.
+
+    Hopper's products read both sides from shared memory, Ampere's from registers.
+
+    Args:
+        architecture: 80 for sm_80 and so on.
+    """
+    if dtype == torch.float32:
+        return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
+    stages = 3 if paged else 2
+    if size <= (128 if architecture >= 90 else 64):
+        return Blocks(128, 64, 8, stages)
+    return Blocks(64, 64 if size <= 128 else 32, 8, stages)
+
+
+def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
+    """The blocks of `key_gradients`, which have two sums; arguments as of `query_blocks`.
+
+    Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
+    """
+    if dtype == torch.float32:
+        return Blocks(16, 16, 8 if size <= 128 else 16, 1)
+    if size > 128:
+        return Blocks(32, 32, 8, 2)
+    if architecture < 90:
+        return Blocks(32, 64, 8, 2)
+    return Blocks(64, 128 if size <= 64 else 64, 8, 2)
+
+
+def architecture_of(x: Tensor) -> int:
+    """80 for sm_80 and so on; in the interpreter, the newest."""
+    if not x.is_cuda:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor

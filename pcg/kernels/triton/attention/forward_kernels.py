@@ -1,0 +1,254 @@
+"""Attention over a token-flat batch whose keys and values lie in pages: the kernels.
+
+    s = scale · q kᵀ, capped and with ALiBi (`scores`);  m = max s;  l = Σ exp(s - m)
+    out = Σ exp(s - m) v / l;  lse = m + ln l
+
+A sink is a key of a given score whose value is 0: with it m and l start. Blocks of keys come in
+order, and m, l and the sum of values are rescaled as m grows (online softmax).
+
+    attend_tiles     prefill chunks and windows: a tile of rows against all keys that they see.
+                     Grid: tiles (cut to BLOCK_M rows), KV heads.
+    attend_splits    decoding: the heads of a group against a split of the keys; m, l and the sum
+                     go to a workspace in fp32. Grid: splits, KV heads, blocks of the group.
+    reduce_splits    the splits of a token in their order. Grid: decoding tokens, heads.
+
+The heads of a group are rows beside the tokens (`work`), so that keys and values are read once for
+all of them.
+
+Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
+Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding; pages from vLLM (arXiv 2309.06180).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pcg.kernels.triton.attention.scores import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    bounded,
+    part_of,
+    piece,
+    places,
+    seen,
+    tile_keys,
+    tile_rows,
+)
+
+
+@triton.jit
+def attend_blocks(
+    total, m, norm, query, i, slope, begin, end, last, table, start, keys, values,
+    key_page, key_token, value_page, value_token, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on with blocks of keys from `begin` to `end`; `last` is the end of the keys there are.
+
+    Without MASKED all rows see all keys of these blocks.
+    """
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for first in range(begin, end, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        there = j < last
+        place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
+        inside = there[:, None] & (d < D)[None, :]
+        key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores, _ = bounded(products, scale, SOFTCAP)
+        if ALIBI:
+            scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
+        if MASKED:
+            visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(m, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrunk = tl.exp2(m - higher)
+        m = higher
+        norm = norm * shrunk + tl.sum(weights, 1)
+        place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
+        inside = there[:, None] & (dv < DV)[None, :]
+        value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
+        total = tl.dot(
+            weights.to(value.dtype), value, total * shrunk[:, None], input_precision="ieee"
+        )
+    return total, m, norm
+
+
+@triton.jit
+def attend_tiles(
+    q, keys, values, out, lse, alibi, sinks, parts, pages, tiles, q_token, q_head,
+    key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """out and lse of BLOCK_M rows of a part."""
+    tile, cut = piece(tiles, TILE, BLOCK_M, COLUMNS)
+    rows = tl.load(tile + 2)
+    if cut >= rows:
+        return
+    kv_head = tl.program_id(1)
+    number = tl.load(tile)
+    first_row = tl.load(tile + 1) + cut
+    end_row = first_row + tl.minimum(rows - cut, BLOCK_M)
+    start, length, context = part_of(parts, number, COLUMNS)
+
+    real, i, head, token = tile_rows(first_row, end_row, start, context, kv_head, G, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    place = token * q_token + head * q_head
+    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
+    slope = i.to(tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi + head).to(tl.float32) * LOG2E
+    m = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        m = tl.load(sinks + head).to(tl.float32) * LOG2E
+        norm = norm + 1.0
+    total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+
+    keys += kv_head.to(tl.int64) * key_head
+    values += kv_head.to(tl.int64) * value_head
+    table = pages + number * table_width
+    last = context + length
+    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, WINDOW)
+    if WINDOW > 0:
+        total, m, norm = attend_blocks(
+            total, m, norm, query, i, slope, begin, full, last, table, start, keys, values,
+            key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
+            BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+        )  # fmt: skip
+    total, m, norm = attend_blocks(
+        total, m, norm, query, i, slope, full, edge, edge, table, start, keys, values,
+        key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
+        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
+    )  # fmt: skip
+    total, m, norm = attend_blocks(
+        total, m, norm, query, i, slope, edge, end, last, table, start, keys, values,
+        key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
+        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+    )  # fmt: skip
+
+    dv = tl.arange(0, BLOCK_DV)
+    row = token * H + head
+    inside = real[:, None] & (dv < DV)[None, :]
+    found = (total / norm[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * DV + dv[None, :], found, inside)
+    if LSE:
+        tl.store(lse + row, (m + tl.log2(norm)) * LN2, real)
+
+
+@triton.jit
+def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """How many of a decoding token's splits a window leaves work for: the first ones."""
+    if WINDOW > 0:
+        count = tl.minimum(count, tl.cdiv(tl.minimum(context + 1, WINDOW), SPLIT))
+    return count
+
+
+@triton.jit
+def attend_splits(
+    q, keys, values, totals, highest, sums, alibi, parts, pages, splits, q_token, q_head,
+    key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """m, l and the sum of values of a decoding token's heads over one split of its keys."""
+    item = tl.program_id(0)
+    split = splits + item * COLUMNS
+    number = tl.load(split)
+    which = tl.load(split + 1)
+    start, _, context = part_of(parts, number, COLUMNS)
+    count = used_splits(tl.load(split + 2), context, WINDOW, SPLIT)
+    if which >= count:
+        return
+    kv_head = tl.program_id(1)
+
+    g = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    real = g < G
+    head = kv_head * G + tl.minimum(g, G - 1)
+    d = tl.arange(0, BLOCK_D)
+    place = start.to(tl.int64) * q_token + head * q_head
+    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
+    i = context + tl.zeros((BLOCK_H,), tl.int32)
+    slope = i.to(tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi + head).to(tl.float32) * LOG2E
+
+    last = context + 1
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(last - WINDOW, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(last - low, BLOCK_N), count) * BLOCK_N
+    begin = low + which * share
+    end = tl.minimum(begin + share, last)
+    m = tl.full((BLOCK_H,), LOWEST, tl.float32)
+    norm = tl.zeros((BLOCK_H,), tl.float32)
+    total = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
+    keys += kv_head.to(tl.int64) * key_head
+    values += kv_head.to(tl.int64) * value_head
+    total, m, norm = attend_blocks(
+        total, m, norm, query, i, slope, begin, end, last, pages + number * table_width, start,
+        keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
+        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True, PAGE, MASKED=True,
+    )  # fmt: skip
+
+    row = item.to(tl.int64) * H + head
+    dv = tl.arange(0, BLOCK_DV)
+    tl.store(totals + row[:, None] * DV + dv[None, :], total, real[:, None] & (dv < DV)[None, :])
+    tl.store(highest + row, m, real)
+    tl.store(sums + row, norm, real)
+
+
+@triton.jit
+def reduce_splits(
+    totals, highest, sums, out, lse, sinks, parts, decodes,
+    H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one head of a decoding token."""
+    decode = decodes + tl.program_id(0) * COLUMNS
+    count = tl.load(decode + 2)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    number = tl.load(decode)
+    count = used_splits(count, tl.load(parts + number * COLUMNS + 2), WINDOW, SPLIT)
+    first_split = tl.load(decode + 1)
+    dv = tl.arange(0, BLOCK_DV)
+    m = tl.full((), LOWEST, tl.float32)
+    norm = tl.full((), 0.0, tl.float32)
+    if SINKS:
+        m = tl.load(sinks + head).to(tl.float32) * LOG2E
+        norm = norm + 1.0
+    total = tl.zeros((BLOCK_DV,), tl.float32)
+    for first in range(0, count, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        there = s < count
+        row = (first_split + s).to(tl.int64) * H + head
+        high = tl.load(highest + row, there, LOWEST)
+        part = tl.load(
+            totals + row[:, None] * DV + dv[None, :], there[:, None] & (dv < DV)[None, :], 0.0
+        )
+        higher = tl.maximum(m, tl.max(high, 0))
+        weights = tl.exp2(high - higher)
+        shrunk = tl.exp2(m - higher)
+        m = higher
+        norm = norm * shrunk + tl.sum(weights * tl.load(sums + row, there, 0.0), 0)
+        total = total * shrunk + tl.sum(weights[:, None] * part, 0)
+    row = tl.load(parts + number * COLUMNS).to(tl.int64) * H + head
+    tl.store(out + row * DV + dv, (total / norm).to(out.dtype.element_ty), dv < DV)
+    if LSE:
+        tl.store(lse + row, (m + tl.log2(norm)) * LN2)

@@ -1,0 +1,66 @@
+"""Emit the source of a program: first the list of its functions, at last their text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcg.codegen.emit import emit_serving, emit_training
+from pcg.codegen.functions import Function, serving_functions, training_functions
+from pcg.ir.program.program import Serving, Training
+from pcg.passes.pass_base import Pass
+from pcg.passes.stages import Emitted, Functions, Trained
+
+
+class ListFunctions(Pass[Trained, Functions]):
+    """List the functions of a program: of which graph each is, and what it is given and returns."""
+
+    name = "functions"
+
+    def run(self, before: Trained) -> Functions:
+        training: tuple[Function, ...] = ()
+        found = before.training
+        if found is not None:
+            training = tuple(
+                training_functions(
+                    found.model,
+                    found.plan.plans,
+                    found.plan.layers,
+                    found.epilogue,
+                    found.loss,
+                    found.prologue,
+                )
+            )
+        return Functions(before, serving_functions(before.serving), training)
+
+
+@dataclass(frozen=True)
+class Emit(Pass[Functions, Emitted]):
+    """Write the functions as Python.
+
+    Attributes:
+        model: the model's name.
+        backend: "torch" or "triton".
+    """
+
+    name = "emit"
+    model: str
+    backend: str
+
+    def run(self, before: Functions) -> Emitted:
+        source = emit_serving(self.model, before.serving, self.backend)
+        serving = Serving(before.trained.serving, source)
+        found = before.trained.training
+        if found is None:
+            return Emitted(before, serving, None)
+        training = Training(
+            found.model,
+            found.plan.plans,
+            found.plan.layers,
+            found.epilogue,
+            found.epilogue_trained,
+            emit_training(self.model, before.training, self.backend),
+            found.prologue,
+            found.prologue_trained,
+            found.plan.restored,
+        )
+        return Emitted(before, serving, training)

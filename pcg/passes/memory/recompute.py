@@ -1,0 +1,120 @@
+"""Write what backward recomputes: forwards that save, and backwards that make the rest again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Graph, Value
+from pcg.ir.operators.collectives import OwnPart, TakenPart
+from pcg.ir.program.program import TrainingGraph
+from pcg.passes.compress import uncompressed
+from pcg.passes.differentiate import Differentiated, gradient_name
+from pcg.passes.layer_kind import LayerKind
+
+
+def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
+    """A layer's forward that saves these values, and its backward that recomputes the others.
+
+    Args:
+        kind: the layer's kind.
+        saved: values that storages were made for; their views are recomputed.
+        name: the name for the two graphs.
+    """
+    graph = kind.gradients.graph
+    if not kind.gradients.backward.outputs:
+        return TrainingGraph(kind.block, graph.replace(name=f"{name}_forward"), None, (), ())
+    backward = _recomputing(kind.gradients, {*saved, *kind.shared}, f"{name}_backward")
+    given = {value.name for value in backward.inputs}
+    inputs = tuple(v.name for v in graph.inputs if v.name in given)
+    made = tuple(n for n in saved if n in given and n not in inputs)
+    forward = _with_copies(graph, {*made})
+    forward = forward.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
+    return TrainingGraph(
+        kind.block,
+        forward.without_dead_code(),
+        backward,
+        (*inputs, *made),
+        kind.gradients.trained,
+    )
+
+
+def _with_copies(graph: Graph, kept: Collection[str]) -> Graph:
+    """The graph that copies a rank's parts that are saved, so that the whole tensors can go."""
+    pairs = (("kept", True),)
+    nodes = tuple(
+        dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, *pairs))))
+        if node.op in (OwnPart.name, TakenPart.name) and node.name in kept
+        else node
+        for node in graph.nodes
+    )
+    return graph.replace(nodes=nodes)
+
+
+def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
+    """Backward with the nodes that make what it is not given, each right before its first reader.
+
+    So late, what is recomputed is alive for as short as it can be.
+    """
+    graph, plain = gradients.graph, uncompressed(gradients, kept)
+    types = graph.types
+    builder = Builder(name)
+    forward_values = {value.name for value in plain.inputs} & types.keys()
+    for value in plain.inputs:
+        if value.name not in forward_values:
+            builder.input(value.name, value.type)
+    parameters = {**graph.parameters_by_name, **plain.parameters_by_name}
+
+    def provide(wanted: str) -> None:
+        if wanted in builder.types:
+            return
+        if wanted in parameters:
+            builder.parameter(parameters[wanted])
+        elif wanted in kept or wanted not in graph.producers:
+            builder.input(wanted, types[wanted])
+        else:
+            node = graph.producers[wanted]
+            for read in node.inputs:
+                provide(read)
+            builder.append(node)
+
+    for node in plain.nodes:
+        for wanted in node.inputs:
+            provide(wanted)
+        builder.append(node)
+    return builder.build(plain.outputs)
+
+
+def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Graph:
+    """The prologue's backward, which recomputes all that it reads of the forward: that is little.
+
+    It takes the prologue's inputs, then the gradient of each value that the first layer is given.
+
+    Args:
+        gradients: the prologue and its pruned backward.
+        carried: the values that the first layer is given.
+    """
+    graph = gradients.graph
+    backward = _recomputing(gradients, set(), f"{graph.name}_backward")
+    incoming = tuple(Value(gradient_name(name), graph.types[name]) for name in carried)
+    return backward.replace(inputs=(*graph.inputs, *incoming))
+
+
+def loss_and_gradients(gradients: Differentiated) -> Graph:
+    """The epilogue's forward and backward in one graph.
+
+    It takes the hidden states, `targets` [T] and the gradient of each token's loss, and gives the
+    loss [T], the hidden states' gradient, and the trained parameters'.
+
+    Args:
+        gradients: the pruned gradients of the epilogue with its loss.
+    """
+    forward, (loss,) = gradients.graph, gradients.graph.outputs
+    builder = Builder.extending(forward)
+    builder.input(gradient_name(loss), forward.types[loss])
+    for parameter in gradients.backward.parameters:
+        builder.parameter(parameter)
+    for node in gradients.backward.nodes:
+        builder.append(node)
+    return builder.build([loss, *gradients.backward.outputs])

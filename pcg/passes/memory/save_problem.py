@@ -1,0 +1,199 @@
+"""The save problem: which values forward saves for backward, and which backward recomputes.
+
+For a layer's forward graph and the values N that its backward reads, choose the set S of storages
+to keep and the set R of nodes to run again:
+
+    minimise    w_b Σ_{s in S} bytes(s) + w_f Σ_{n in R} flops(n)
+    such that   every value of N, and every input of a node of R, is resident (a weight, or what all
+                layers share), lies in a storage of S, or is made by a node of R.
+
+This is a minimum cut (a project selection with storages as capacities), so the optimum is exact and
+the cut is its certificate. Each storage s is an edge s_in -> s_out of capacity w_b bytes(s). With
+the sink side T read as "there in backward", s_out in T and s_in not in T is "kept", s_in in T "made
+again":
+
+    source -> n_in         w_f flops(n)    a node made again costs its operations
+    s_in   -> s_out        w_b bytes(s)    a storage kept costs its bytes
+    u_out  -> n_in         infinite        a node made again needs its inputs
+    x_out from the source  w_b bytes(x)    a graph input cannot be made again
+    v_out  -> sink         infinite        what backward reads is there
+
+Values that are views of one another share a storage and stand as one node. Operations count for
+matrix products and attention alone; among optima, fewer elements made again by other operators win.
+
+Sweeping w_b : w_f over the edges of the lower convex hull of (bytes, flops) finds every vertex of
+it (`frontier`), from "no product made again" to the fewest bytes. Layers may take different
+vertices, so a model meets any budget between two of them but for one layer's step
+(`pcg.passes.memory.budget`).
+
+Source: FlexLLM §5.2, algorithm 1, which this generalises; its step 2 depends on the order of its
+work queue and does not reach a minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx
+
+from pcg.ir.analysis.product_flops import node_flops
+from pcg.ir.analysis.storages import Storage, Storages
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.types import TOKENS
+
+_SOURCE, _SINK = "source", "sink"
+_TIE = 2**40
+"""Above the elements of a layer's activations: what other operators make again breaks ties only."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer keeps and makes again.
+
+    Attributes:
+        saved: the value that each kept storage was made for, in the graph's order.
+        remade: first outputs of the products that backward makes again, in the graph's order.
+        size_bytes: of the kept storages.
+        flops: of the products made again.
+    """
+
+    saved: tuple[str, ...]
+    remade: tuple[str, ...]
+    size_bytes: int
+    flops: int
+
+
+class SaveProblem:
+    """The cut of one layer.
+
+    Args:
+        graph: the layer's forward graph.
+        needed: values of it that backward reads.
+        resident: inputs that are kept whatever this layer does: what all layers share.
+        batch: sequences of a step.
+        seq: tokens of each.
+    """
+
+    def __init__(
+        self, graph: Graph, needed: Sequence[str], resident: Sequence[str], batch: int, seq: int
+    ) -> None:
+        self.graph = graph
+        self._storages = Storages.of(graph)
+        self._resident = {self._storages[name].name for name in resident}
+        self._tokens = batch * seq
+        self._needed = [s for s in map(self._storage, needed) if s is not None]
+        self._nodes = self._makers()
+        self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
+        self._elements = {n.name: self._elements_of(n) for n in self._nodes}
+        made = [s for node in self._nodes for s in self._made(node)]
+        given = [self._storage(value.name) for value in graph.inputs]
+        kept = [storage for storage in (*given, *made) if storage is not None]
+        self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
+
+    def choose(self, byte_weight: int, flop_weight: int | None) -> Choice:
+        """The best choice at these weights; a flop weight of None forbids products.
+
+        Raises:
+            networkx.NetworkXUnbounded: something that cannot be kept is needed (cannot happen).
+        """
+        cut: networkx.DiGraph[str] = networkx.DiGraph()
+        for value in self.graph.inputs:
+            storage = self._storage(value.name)
+            if storage is not None:
+                cut.add_edge(_SOURCE, storage.name, capacity=self._kept(storage, byte_weight))
+        for node in self._nodes:
+            made = [s for s in self._made(node) if s is not None]
+            place = f"node {node.name}"
+            price = self._remade(node, flop_weight)
+            cut.add_edge(_SOURCE, place, **({} if price is None else {"capacity": price}))
+            for name in node.inputs:
+                read = self._storage(name)
+                if read is not None:
+                    cut.add_edge(read.name, place)
+            for storage in made:
+                inner = place if len(made) == 1 else f"in {storage.name}"
+                if inner != place:
+                    cut.add_edge(place, inner)
+                cut.add_edge(inner, storage.name, capacity=self._kept(storage, byte_weight))
+        for storage in self._needed:
+            cut.add_edge(storage.name, _SINK)
+        if _SINK not in cut:
+            return Choice((), (), 0, 0)
+        _, (_, there) = networkx.minimum_cut(
+            cut, _SOURCE, _SINK, flow_func=networkx.algorithms.flow.preflow_push
+        )
+        return self._choice(there)
+
+    def frontier(self) -> tuple[Choice, ...]:
+        """The vertices of the lower convex hull, from no product made again to the fewest bytes."""
+        first = self.choose(1, None)
+        last = self.choose(sum(self._flops.values()) + 1, 1)
+        if last.size_bytes == first.size_bytes:
+            return (first,)
+        return (first, *self._between(first, last), last)
+
+    def _between(self, left: Choice, right: Choice) -> list[Choice]:
+        byte_weight, flop_weight = right.flops - left.flops, left.size_bytes - right.size_bytes
+        middle = self.choose(byte_weight, flop_weight)
+
+        def price(choice: Choice) -> int:
+            return byte_weight * choice.size_bytes + flop_weight * choice.flops
+
+        if price(middle) >= price(left):
+            return []
+        return [*self._between(left, middle), middle, *self._between(middle, right)]
+
+    # ------------------------------------------------------------------------------------ the parts
+
+    def _storage(self, name: str) -> Storage | None:
+        """The storage of a value; None where it is resident."""
+        storage = self._storages[name]
+        return None if storage.is_parameter or storage.name in self._resident else storage
+
+    def _made(self, node: Node) -> list[Storage | None]:
+        return [self._storage(value.name) for value in node.outputs]
+
+    def _is_view(self, node: Node) -> bool:
+        return self._storages[node.name].name != node.name
+
+    def _makers(self) -> list[Node]:
+        """The nodes that make what is needed, or an input of such a node; views are none."""
+        live = {storage.name for storage in self._needed}
+        nodes = []
+        for node in reversed(self.graph.nodes):
+            if self._is_view(node):
+                continue
+            if any(s is not None and s.name in live for s in self._made(node)):
+                nodes.append(node)
+                reads = map(self._storage, node.inputs)
+                live.update(storage.name for storage in reads if storage is not None)
+        return nodes[::-1]
+
+    def _kept(self, storage: Storage, byte_weight: int) -> int:
+        return self._bytes[storage.name] * byte_weight * _TIE
+
+    def _remade(self, node: Node, flop_weight: int | None) -> int | None:
+        if not operator(node.op).is_product:
+            return self._elements[node.name]
+        return None if flop_weight is None else self._flops[node.name] * flop_weight * _TIE
+
+    def _elements_of(self, node: Node) -> int:
+        elements = [value.type.elements for value in node.outputs]
+        return int(sum(one.subs(TOKENS, self._tokens) for one in elements))
+
+    def _choice(self, there: set[str]) -> Choice:
+        remade = [node for node in self._nodes if f"node {node.name}" in there]
+        made_again = {s.name for node in remade for s in self._made(node) if s is not None}
+        read = {storage.name for storage in self._needed}
+        for node in remade:
+            read.update(s.name for s in map(self._storage, node.inputs) if s is not None)
+        saved = [name for name in self._bytes if name in read - made_again]
+        products = [node for node in remade if operator(node.op).is_product]
+        return Choice(
+            tuple(saved),
+            tuple(node.name for node in products),
+            sum(self._bytes[name] for name in saved),
+            sum(self._flops[node.name] for node in products),
+        )

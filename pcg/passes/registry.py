@@ -1,0 +1,283 @@
+"""Passes by name, over graphs in text: what `pcg opt` runs, and the tests of passes.
+
+    raise,fuse_linears                     passes in order, with commas between
+    localize{degree=4}                     options of a pass in braces
+    split_cache_append{sizes=(64,128)}     several values of an option in parentheses
+
+A file holds any number of graphs. A pass over one graph runs over each; a pass over a model needs
+graphs named @prologue, @block_… and @epilogue; and `differentiate` makes of each graph a pair with
+its backward, which passes over gradients need. Passes that need more than graphs are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pcg.errors import PassError
+from pcg.ir.graph import Graph
+from pcg.ir.parser import parse_graphs
+from pcg.ir.printer import print_graphs
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.verifier import verify
+from pcg.passes.compress import Compress
+from pcg.passes.differentiate import Differentiate, Differentiated, GradientPass
+from pcg.passes.fold import Fold
+from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
+from pcg.passes.fusion.fuse_gradients import FuseGradients
+from pcg.passes.fusion.fuse_linears import FuseLinears
+from pcg.passes.fusion.fuse_lora import FuseLora
+from pcg.passes.fusion.fuse_loss import FuseLoss
+from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.order_kernels import OrderKernels
+from pcg.passes.fusion.side_by_side import SideBySide
+from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.pass_base import ModelPass, Pass
+from pcg.passes.prune import Prune
+from pcg.passes.raise_operators import RaiseGraph, RaiseOperators
+from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
+from pcg.passes.sharding.localize import Localize
+from pcg.passes.sharding.overlap import Overlap
+from pcg.passes.sharding.repeat_heads import RepeatHeads
+from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
+from pcg.passes.stage import run_pass
+from pcg.passes.stages import Named
+from pcg.passes.window_attention import WindowAttention
+
+PASSES: tuple[type[Pass[Any, Any]], ...] = (
+    CoalesceCollectives,
+    Compress,
+    DeferResidualAdd,
+    Differentiate,
+    Fold,
+    FuseGradients,
+    FuseLinears,
+    FuseLora,
+    FuseLoss,
+    GroupKernels,
+    Localize,
+    OrderKernels,
+    Overlap,
+    Prune,
+    RaiseOperators,
+    RepeatHeads,
+    SideBySide,
+    SplitCacheAppend,
+    SplitFusedProjections,
+    WindowAttention,
+)
+"""The passes that run over graphs in text, in the order of their names."""
+
+_MORE = "pcg compile MODEL --print-after {}"
+REFUSED: dict[str, str] = {
+    "trace": "it needs a model's configuration, not a graph",
+    "attach": "it needs recipes of adapters",
+    "plan_base": "it plans a model without adapters beside one with them",
+    "shard": "it searches over a model without adapters beside one with them",
+    "parallelize": "it plans a model without adapters beside one with them",
+    "add_loss": "it needs a model to train",
+    "rematerialize": "it spreads a memory budget over all layers of a model",
+    "fuse": "it is several passes, for serving others than for training",
+    "functions": "it needs a model that serves and one that trains",
+    "emit": "it needs a model that serves and one that trains",
+}
+"""Passes of the pipeline that need more than graphs, and why."""
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """The graphs of a file, those that were differentiated with their backward."""
+
+    items: tuple[Graph | Differentiated, ...]
+
+    @property
+    def every(self) -> tuple[Graph, ...]:
+        """All graphs in order, each backward behind its forward."""
+        pairs = ((i,) if isinstance(i, Graph) else (i.graph, i.backward) for i in self.items)
+        return tuple(graph for pair in pairs for graph in pair)
+
+    @property
+    def graphs(self) -> Named:
+        names = [graph.name for graph in self.every]
+        return {
+            name if names.count(name) == 1 else f"{name}.{place}": graph
+            for place, (name, graph) in enumerate(zip(names, self.every, strict=True))
+        }
+
+
+@dataclass(frozen=True)
+class OnFile(Pass[GraphFile, GraphFile]):
+    """A pass over the graphs of a file.
+
+    Attributes:
+        given: the pass.
+    """
+
+    given: Pass[Any, Any]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.given.name
+
+    def run(self, before: GraphFile) -> GraphFile:
+        given = self.given
+        if isinstance(given, GradientPass):
+            if not any(isinstance(item, Differentiated) for item in before.items):
+                raise PassError(
+                    f"pass {self.name!r} needs graphs with their backward; put 'differentiate' "
+                    "before it"
+                )
+            items = (i if isinstance(i, Graph) else given.run(i) for i in before.items)
+            return GraphFile(tuple(items))
+        if isinstance(given, RaiseOperators) and _model(before) is None:
+            given = RaiseGraph()
+        if isinstance(given, ModelPass):
+            model = _model(before)
+            if model is None:
+                names = ", ".join(f"@{graph.name}" for graph in before.every)
+                raise PassError(
+                    f"pass {self.name!r} needs the graphs of a model, @prologue, @block_… and "
+                    f"@epilogue; the file has {names}"
+                )
+            return GraphFile(given.run(model).graphs)
+        if isinstance(given, Fold):
+            if len(before.every) != 1:
+                raise PassError(
+                    f"pass 'fold' needs the one graph of a model; the file has {len(before.every)}"
+                )
+            return GraphFile(given.run(before.every[0]).graphs)
+        return GraphFile(tuple(given.run(graph) for graph in before.every))
+
+
+def _model(file: GraphFile) -> ModelGraph | None:
+    """The model that a file's graphs are; None if they are none."""
+    graphs = file.every
+    names = [graph.name for graph in graphs]
+    if len(names) < 3 or (names[0], names[-1]) != ("prologue", "epilogue"):
+        return None
+    if not all(name.startswith("block_") for name in names[1:-1]):
+        return None
+    return ModelGraph(graphs[0], graphs[1:-1], tuple(range(len(graphs) - 2)), graphs[-1])
+
+
+def run_text(text: str, passes: str | None) -> str:
+    """The graphs of a text after some passes, as text.
+
+    Args:
+        text: text IR.
+        passes: the passes, as the module's docstring has them; None for none.
+    Raises:
+        PassError: a pass is not known, is refused or failed.
+        IrError: the text is no IR, or breaks its rules.
+    """
+    graphs = parse_graphs(text)
+    for graph in graphs:
+        verify(graph)
+    return print_graphs(graphs if passes is None else run_graphs(graphs, passes))
+
+
+def run_graphs(graphs: Sequence[Graph], passes: str) -> tuple[Graph, ...]:
+    """Graphs after some passes; the arguments and errors are those of `run_text`."""
+    file = GraphFile(tuple(graphs))
+    for one in parse_passes(passes):
+        file = run_pass(OnFile(one), file)
+    return file.every
+
+
+# ------------------------------------------------------------------------------- names and options
+
+_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*(,|$)")
+_OPTION = re.compile(r"\s*(\w+)\s*=\s*(\([^()]*\)|[^,()\s]+)\s*(,|$)")
+
+
+def parse_passes(text: str) -> tuple[Pass[Any, Any], ...]:
+    """The passes of a text such as `fold,raise,localize{degree=4}`.
+
+    Raises:
+        PassError: a name, an option or a value is wrong; those that there are are named.
+    """
+    passes: list[Pass[Any, Any]] = []
+    position = 0
+    while position < len(text) or not passes:
+        match = _PASS.match(text, position)
+        if match is None:
+            raise PassError(
+                f"expected a pass at {text[position:]!r}; write them as raise,localize{{degree=4}}"
+            )
+        passes.append(_made(match[1], match[2] or ""))
+        position = match.end()
+    return tuple(passes)
+
+
+def _made(name: str, options: str) -> Pass[Any, Any]:
+    found = {one.name: one for one in PASSES}
+    if name in REFUSED:
+        raise PassError(
+            f"pass {name!r} does not run over graphs in text: {REFUSED[name]}; use "
+            + _MORE.format(name)
+        )
+    if name not in found:
+        close = difflib.get_close_matches(name, [*found, *REFUSED], n=2)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise PassError(f"there is no pass {name!r}; {hint}The passes are {', '.join(found)}")
+    return found[name](**_options(found[name], options))
+
+
+def _options(kind: type[Pass[Any, Any]], text: str) -> dict[str, Any]:
+    hints = options_of(kind)
+    values: dict[str, Any] = {}
+    position = 0
+    while text[position:].strip():
+        match = _OPTION.match(text, position)
+        if match is None:
+            raise PassError(
+                f"pass {kind.name!r}: expected an option at {text[position:]!r}; write it as "
+                "name=value, or name=(value,value)"
+            )
+        option, value = match[1], match[2]
+        if option not in hints:
+            known = ", ".join(hints) or "none"
+            raise PassError(f"pass {kind.name!r} has no option {option!r}; it has {known}")
+        values[option] = _value(f"{kind.name}{{{option}=…}}", value, hints[option])
+        position = match.end()
+    fields = dataclasses.fields(kind)
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise PassError(
+            f"pass {kind.name!r} needs {', '.join(missing)}; write {kind.name}{{{missing[0]}=…}}"
+        )
+    return values
+
+
+def options_of(kind: type[Pass[Any, Any]]) -> dict[str, Any]:
+    """The types of a pass's options by name."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+_Scalar: TypeAlias = int | str
+
+
+def _value(where: str, text: str, hint: Any) -> _Scalar | tuple[_Scalar, ...]:
+    """An option's value of the type that the pass declares."""
+    if isinstance(hint, types.UnionType):
+        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        words: Iterable[str] = text.strip("()").split(",")
+        return tuple(_scalar(where, word.strip(), item) for word in words if word.strip())
+    return _scalar(where, text, hint)
+
+
+def _scalar(where: str, text: str, kind: type[_Scalar]) -> _Scalar:
+    try:
+        return kind(text)
+    except ValueError:
+        raise PassError(f"{where}: {text!r} is no {kind.__name__}") from None

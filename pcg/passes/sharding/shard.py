@@ -1,0 +1,129 @@
+"""Shard: write the layouts of a plan over ranks into the types of a model's graphs.
+
+The base's plan comes first (`pcg.passes.sharding.plan_base`), and does not depend on adapters;
+bypass networks are sharded under it (dependent parallelization, FlexLLM §5.1). Where a value has to
+change its layout, a parallelization operator stands between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import Layout, token_part
+from pcg.ir.program.program import ModelGraph, token_embedding
+from pcg.parallel.base_plan import COLUMN
+from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
+from pcg.parallel.parallel_plan import Constraints, ParallelPlan
+from pcg.parallel.planner import plan_graph
+from pcg.parallel.search import Search
+from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
+from pcg.parallel.sharder import shard
+from pcg.passes.pass_base import Pass
+from pcg.passes.stages import Prepared, Sharded
+
+
+@dataclass(frozen=True)
+class Shard(Pass[Prepared, Sharded]):
+    """Search for the layouts of bypass networks, and write all layouts into the graphs.
+
+    Attributes:
+        degree: number of ranks.
+        costs: the costs that bypass networks are parallelized by; bytes between ranks by default.
+        sequence_parallel: True if ranks hold parts of the tokens between the base's products.
+    """
+
+    name = "shard"
+    degree: int
+    costs: LayerCosts | None = None
+    sequence_parallel: bool = False
+
+    def run(self, before: Prepared) -> Sharded:
+        base, _, _ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
+        serving, searches, plans = self._over_ranks(before.serving, before, False)
+        typed, training = serving, None
+        if before.training is not None:
+            training, searches, plans = self._over_ranks(before.training, before, True)
+            typed = training
+        return Sharded(base, serving, training, before.layouts, typed, searches, plans)
+
+    def search(
+        self, block: Graph, plain: Graph, layouts: Mapping[str, Layout], trains: bool = True
+    ) -> Search:
+        """The search for a layer's bypass networks, under the plan of the base's own layer.
+
+        Args:
+            block: the layer, with products and heads that ranks can divide.
+            plain: the same layer without bypass networks.
+            layouts: the layouts of the base's weights.
+            trains: True if there is a backward, and each adapter's weight is one tensor, not those
+                of a batch's many adapters.
+        """
+        sequence, degree = self.sequence_parallel, self.degree
+        ends = token_sharded_ends(plain) if sequence else Constraints()
+        fixed = dataclasses.replace(ends, layouts=layouts)
+        nodes = token_sharded_nodes(plain, many_adapters=False) if sequence else frozenset()
+        found = plan_graph(plain, degree, ByteCosts(degree, sequence), fixed, token_nodes=nodes)
+        costs = self.costs or ByteCosts(degree, sequence)
+        return Search(block, degree, costs, layouts, found.rules, trains, sequence)
+
+    def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
+        """The searches for the bypass networks of each layer of a model."""
+        layers = zip(model.blocks, given.base.blocks, given.layouts, strict=True)
+        return tuple(self.search(*layer, trains) for layer in layers)
+
+    def _over_ranks(
+        self, model: ModelGraph, given: Prepared, trains: bool
+    ) -> tuple[ModelGraph, tuple[Search, ...], tuple[ParallelPlan, ...]]:
+        """A model with layouts, and the searches and plans of its layers."""
+        searches = self.searches(model, given, trains)
+        plans = tuple(search.plan() for search in searches)
+        blocks = tuple(
+            shard(search.graph, self.degree, found)
+            for search, found in zip(searches, plans, strict=True)
+        )
+        ends = [self._end(model, given.base, trains, is_first=first) for first in (True, False)]
+        typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
+        return typed, searches, plans
+
+    def _end(self, model: ModelGraph, base: ModelGraph, trains: bool, *, is_first: bool) -> Graph:
+        """The prologue, or the epilogue, with layouts."""
+        graph = model.prologue if is_first else model.epilogue
+        fixed, nodes = Constraints(), frozenset[str]()
+        if self.sequence_parallel:
+            fixed = _handed(model, is_first=is_first)
+            carried = graph.outputs[: len(model.blocks[0].outputs)]
+            nodes = token_sharded_nodes(graph, not trains, carried)
+        layouts = _vocabulary(base, self.degree, is_first=is_first)
+        fixed = dataclasses.replace(fixed, layouts=layouts)
+        costs = ByteCosts(self.degree, self.sequence_parallel)
+        return shard(
+            graph, self.degree, plan_graph(graph, self.degree, costs, fixed, trains, nodes)
+        )
+
+
+def _handed(model: ModelGraph, *, is_first: bool) -> Constraints:
+    """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
+    count = len(model.blocks[0].outputs)
+    if is_first:
+        types = model.prologue.types
+        return Constraints(
+            outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]}
+        )
+    return Constraints(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
+
+
+def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
+    """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
+    if is_first:
+        graph, node = base.prologue, token_embedding(base.prologue)
+        weight = node.inputs[0] if node is not None else None
+    else:
+        graph = base.epilogue
+        products = [node for node in graph.nodes if node.op == "linear"]
+        weight = products[-1].inputs[1] if products else None
+    if weight is None or graph.types[weight].features[0] % degree:
+        return {}
+    return {weight: COLUMN}

@@ -1,0 +1,158 @@
+"""Run passes in order: each is timed, and the verifier looks at every graph that one made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+from pcg.errors import BrokenGraphError, IrError, PassError, PcgError
+from pcg.ir.graph import Graph
+from pcg.ir.printer import print_graphs
+from pcg.ir.verifier import verify
+from pcg.passes.pass_base import Pass
+from pcg.passes.stages import Named
+
+Before = TypeVar("Before")
+After = TypeVar("After")
+Middle = TypeVar("Middle")
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did.
+
+    Attributes:
+        name: the pass's name.
+        labels: names by which users know the state after it: its own, unless it is a stage's that
+            goes on, and those of the stages that end with it.
+        seconds: the time that it took, verification included.
+        graphs: the graphs behind it, by what they are for.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    seconds: float
+    graphs: Named
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of all graphs."""
+        return sum(len(graph.nodes) for graph in self.graphs.values())
+
+    def text(self) -> str:
+        """The graphs as text IR, each under its full name."""
+        return text_of(self.graphs)
+
+
+Observer: TypeAlias = Callable[[PassRecord], None]
+"""A function that is told of each pass as it ends."""
+
+
+def text_of(graphs: Named) -> str:
+    """Graphs as text IR, each under its full name, as `training.block_0_backward`."""
+    return print_graphs(graph.replace(name=name) for name, graph in graphs.items())
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Before, After]):
+    """Passes that lead from one state of a compilation to another, in order.
+
+    Attributes:
+        name: the stage's name, by which users know the state after it.
+        passes: passes, and stages within this one.
+    """
+
+    name: str
+    passes: tuple[Pass[Any, Any] | Stage[Any, Any], ...]
+
+    def flat(
+        self, within: tuple[str, ...] = (), ends: tuple[str, ...] = ()
+    ) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
+        """The passes in order, each with the names by which users know the state after it.
+
+        Args:
+            within: names of the stages around this one.
+            ends: those of them that end with it.
+        """
+        within = (*within, self.name)
+        for number, one in enumerate(self.passes, 1):
+            ended = (*ends, self.name) if number == len(self.passes) else ()
+            if isinstance(one, Stage):
+                yield from one.flat(within, ended)
+            else:
+                own = () if one.name in within else (one.name,)
+                yield one, (*own, *ended)
+
+    def until(self, kind: type[Pass[Middle, Any]]) -> Stage[Before, Middle]:
+        """The passes before the first of a class."""
+        flat = [one for one, _ in self.flat()]
+        stop = next(i for i, one in enumerate(flat) if isinstance(one, kind))
+        return Stage(self.name, tuple(flat[:stop]))
+
+    def run(self, before: Before, observe: Observer | None = None) -> After:
+        """The state after the stage.
+
+        Args:
+            before: the state before it.
+            observe: told of each pass as it ends.
+        Raises:
+            PassError: a pass failed; it names the pass, and carries the graphs that it was given.
+            BrokenGraphError: a pass made a graph that breaks a rule of the IR; likewise.
+            PcgError: what a pass refuses.
+        """
+        state: Any = before
+        for one, labels in self.flat():
+            state = run_pass(one, state, labels, observe)
+        return cast("After", state)
+
+
+def run_pass(
+    one: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
+) -> Any:
+    """The state after one pass, verified; the arguments and errors are those of `Stage.run`."""
+    started = time.perf_counter()
+    given: Named = getattr(before, "graphs", {})
+    try:
+        after = one.run(before)
+    except IrError as error:
+        message = f"pass {one.name!r} cannot build a graph: {error}"
+        raise BrokenGraphError(message, text_of(given)) from error
+    except PcgError:
+        raise
+    except Exception as error:
+        message = f"pass {one.name!r} failed: {type(error).__name__}: {error}"
+        raise PassError(message, text_of(given)) from error
+    known = {id(graph) for graph in given.values()}
+    for name, graph in after.graphs.items():
+        if id(graph) not in known:
+            _verify(one, name, graph, given)
+    if observe is not None:
+        observe(PassRecord(one.name, labels, time.perf_counter() - started, after.graphs))
+    return after
+
+
+def _verify(one: Pass[Any, Any], name: str, graph: Graph, given: Named) -> None:
+    try:
+        verify(graph)
+    except IrError as error:
+        before = {name: given[name]} if name in given else given
+        message = f"pass {one.name!r} made a wrong graph {name}: {error}"
+        raise BrokenGraphError(message, text_of(before)) from error
+
+
+def dump_to(directory: str | Path) -> Observer:
+    """An observer that writes each pass's text IR to `<n>-<pass>.pcg` in a directory."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+
+    def observe(record: PassRecord) -> None:
+        nonlocal count
+        path = folder / f"{count:02}-{record.name}.pcg"
+        path.write_text(record.text(), encoding="utf-8")
+        count += 1
+
+    return observe

@@ -1,0 +1,367 @@
+"""The stages of a compilation: what there is of a model after some of the passes.
+
+    Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
+
+Each stage has all of its fields from the pass on that makes it. Where nothing is trained, what is
+said of training is None from the beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+from pcg.codegen.functions import Function
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import Layout, layout_of
+from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
+from pcg.parallel.parallel_plan import ParallelPlan
+from pcg.parallel.search import Search
+from pcg.passes.differentiate import Differentiated
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.trace import Trace
+
+Named: TypeAlias = Mapping[str, Graph]
+"""Graphs by what they are for and their own name, as `training.block_0_backward`."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as transformers runs it, in one graph."""
+
+    trace: Trace
+
+    @property
+    def graphs(self) -> Named:
+        return {self.trace.graph.name: self.trace.graph}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model without bypass networks, folded."""
+
+    model: ModelGraph
+
+    @property
+    def graphs(self) -> Named:
+        return _named("", self.model.graphs)
+
+    def map_model(self, change: Callable[[ModelGraph], ModelGraph]) -> Base:
+        return Base(change(self.model))
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model with bypass networks.
+
+    Attributes:
+        base: the model without them.
+        serving: the model that serves adapters of any rank.
+        training: the model that trains one adapter; None where nothing is trained.
+    """
+
+    base: ModelGraph
+    serving: ModelGraph
+    training: ModelGraph | None
+
+    @property
+    def graphs(self) -> Named:
+        training = self.training.graphs if self.training else ()
+        return {**_named("serving.", self.serving.graphs), **_named("training.", training)}
+
+    def map_models(self, change: Callable[[ModelGraph], ModelGraph]) -> Self:
+        """The stage with each model changed."""
+        training = None if self.training is None else change(self.training)
+        return dataclasses.replace(
+            self, base=change(self.base), serving=change(self.serving), training=training
+        )
+
+    def map_graphs(self, change: Callable[[Graph], Graph]) -> Self:
+        """The stage with each graph of each model changed."""
+        return self.map_models(lambda model: model.map(change))
+
+    def map_blocks(self, change: Callable[[Graph], Graph]) -> Self:
+        """The stage with each layer of each model changed."""
+        return self.map_models(
+            lambda model: dataclasses.replace(model, blocks=tuple(map(change, model.blocks)))
+        )
+
+
+@dataclass(frozen=True)
+class Prepared(Attached):
+    """Models whose base is planned over ranks, with products and heads that ranks can divide.
+
+    Attributes:
+        layouts: for each block, the layouts of the base's weights by name.
+    """
+
+    layouts: tuple[Mapping[str, Layout], ...]
+
+    @property
+    def graphs(self) -> Named:
+        return {**_named("base.", self.base.graphs), **super().graphs}
+
+
+@dataclass(frozen=True)
+class Sharded(Prepared):
+    """Models over ranks: first with layouts in their types, then the graphs of one rank.
+
+    Attributes:
+        typed: the model with layouts that is trained; where nothing is, the one that serves.
+        searches: the search for the bypass networks of each of its blocks.
+        plans: the plan of each of its blocks.
+    """
+
+    typed: ModelGraph
+    searches: tuple[Search, ...]
+    plans: tuple[ParallelPlan, ...]
+
+    @property
+    def parts_tokens(self) -> bool:
+        """True if ranks hold parts of the tokens between the base's products."""
+        return layout_of(self.typed.epilogue.inputs[0].type).dim != 0
+
+
+@dataclass(frozen=True)
+class WithLoss:
+    """Models before differentiation.
+
+    Attributes:
+        serving: the model that serves.
+        training: the model to train; None where nothing is trained.
+        loss: its epilogue with the loss; None likewise.
+    """
+
+    serving: ModelGraph
+    training: ModelGraph | None
+    loss: Graph | None
+
+    @property
+    def graphs(self) -> Named:
+        found = dict(_named("serving.", self.serving.graphs))
+        if self.training is not None and self.loss is not None:
+            found |= _named("training.", self.training.graphs)
+            found["training.epilogue_loss"] = self.loss
+        return found
+
+
+@dataclass(frozen=True)
+class ModelGradients:
+    """A model to train, differentiated.
+
+    Attributes:
+        model: the model.
+        kinds: its layers, those that are differentiated alike together.
+        prologue: the prologue and its backward; None where it trains nothing.
+        loss: the epilogue with the loss, and its backward.
+    """
+
+    model: ModelGraph
+    kinds: tuple[LayerKind, ...]
+    prologue: Differentiated | None
+    loss: Differentiated
+
+    @property
+    def graphs(self) -> Named:
+        pairs = {kind.name: kind.gradients for kind in self.kinds}
+        pairs["epilogue_loss"] = self.loss
+        found = {"training.prologue": self.model.prologue}
+        if self.prologue is not None:
+            found["training.prologue_backward"] = self.prologue.backward
+        for name, pair in pairs.items():
+            found[f"training.{name}"] = pair.graph
+            found[f"training.{name}_backward"] = pair.backward
+        return found
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Models with the backward of the one to train; None where nothing is trained."""
+
+    serving: ModelGraph
+    training: ModelGradients | None
+
+    @property
+    def graphs(self) -> Named:
+        training = self.training.graphs if self.training else {}
+        return {**_named("serving.", self.serving.graphs), **training}
+
+    def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
+        """The stage with the gradients of each layer changed."""
+        if self.training is None:
+            return self
+        kinds = tuple(
+            dataclasses.replace(kind, gradients=change(kind.gradients))
+            for kind in self.training.kinds
+        )
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, kinds=kinds))
+
+    def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
+        """The stage with the gradients of layers, prologue and loss changed."""
+        found = self.map_layers(change)
+        if found.training is None:
+            return found
+        prologue = found.training.prologue
+        training = dataclasses.replace(
+            found.training,
+            prologue=None if prologue is None else change(prologue),
+            loss=change(found.training.loss),
+        )
+        return dataclasses.replace(found, training=training)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model to train, and what its forward saves.
+
+    Attributes:
+        model: the model.
+        frontiers: what its layers can save and recompute.
+        plan: what they do of that, with the graphs.
+        prologue: backward of the prologue, from its inputs and the gradients of what the first
+            layer is given; None where it trains nothing.
+        prologue_trained: the parameters that it trains.
+        epilogue: hidden states and targets to loss and gradients, in one graph.
+        epilogue_trained: the parameters that it trains.
+        loss: hidden states and targets to the loss alone.
+    """
+
+    model: ModelGraph
+    frontiers: Frontiers
+    plan: MemoryPlan
+    prologue: Graph | None
+    prologue_trained: tuple[str, ...]
+    epilogue: Graph
+    epilogue_trained: tuple[str, ...]
+    loss: Graph
+
+    @property
+    def graphs(self) -> Named:
+        layers = [g for plan in self.plan.plans for g in (plan.forward, plan.backward)]
+        graphs = [g for g in (self.model.prologue, self.prologue, *layers) if g is not None]
+        losses = {"training.epilogue_train": self.epilogue, "training.epilogue_loss": self.loss}
+        return {**_named("training.", graphs), **losses}
+
+    def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> TrainedModel:
+        return dataclasses.replace(self, plan=self.plan.map(change))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The graphs of a program.
+
+    Attributes:
+        serving: the model that serves.
+        training: what trains; None where nothing is trained.
+    """
+
+    serving: ModelGraph
+    training: TrainedModel | None
+
+    @property
+    def graphs(self) -> Named:
+        training = self.training.graphs if self.training else {}
+        return {**_named("serving.", self.serving.graphs), **training}
+
+    def map_serving(self, change: Callable[[ModelGraph], ModelGraph]) -> Trained:
+        """The stage with the model that serves changed."""
+        return dataclasses.replace(self, serving=change(self.serving))
+
+    def map_serving_graphs(self, change: Callable[[Graph], Graph]) -> Trained:
+        """The stage with each graph that serves changed."""
+        return self.map_serving(lambda model: model.map(change))
+
+    def map_serving_prologue(self, change: Callable[[Graph], Graph]) -> Trained:
+        """The stage with the prologue that serves changed."""
+        return self.map_serving(
+            lambda model: dataclasses.replace(model, prologue=change(model.prologue))
+        )
+
+    def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> Trained:
+        """The stage with each layer that trains changed."""
+        training = None if self.training is None else self.training.map_layers(change)
+        return dataclasses.replace(self, training=training)
+
+    def map_forwards(self, change: Callable[[Graph], Graph]) -> Trained:
+        """The stage with the forward of each layer that trains changed."""
+        return self.map_layers(lambda x: dataclasses.replace(x, forward=change(x.forward)))
+
+    def map_backwards(self, change: Callable[[Graph], Graph]) -> Trained:
+        """The stage with the backward of each layer that trains changed."""
+        return self.map_layers(
+            lambda layer: (
+                layer
+                if layer.backward is None
+                else dataclasses.replace(layer, backward=change(layer.backward))
+            )
+        )
+
+    def map_losses(self, change: Callable[[Graph], Graph]) -> Trained:
+        """The stage with the epilogue that trains, and the loss alone, changed."""
+        if self.training is None:
+            return self
+        epilogue, loss = change(self.training.epilogue), change(self.training.loss)
+        return dataclasses.replace(
+            self, training=dataclasses.replace(self.training, epilogue=epilogue, loss=loss)
+        )
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a program, each a graph and how its source hands values in and out.
+
+    Attributes:
+        trained: the graphs that the program keeps.
+        serving: the functions that serve.
+        training: those that train; none where nothing is trained.
+    """
+
+    trained: Trained
+    serving: tuple[Function, ...]
+    training: tuple[Function, ...]
+
+    @property
+    def graphs(self) -> Named:
+        return {
+            f"{kind}.{function.name}": function.graph
+            for kind, functions in (("serving", self.serving), ("training", self.training))
+            for function in functions
+        }
+
+    def map_graphs(self, change: Callable[[Graph], Graph]) -> Functions:
+        """The stage with the graph of each function changed."""
+
+        def changed(function: Function) -> Function:
+            return dataclasses.replace(function, graph=change(function.graph))
+
+        return dataclasses.replace(
+            self,
+            serving=tuple(map(changed, self.serving)),
+            training=tuple(map(changed, self.training)),
+        )
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a compilation makes of a base: graphs with their source.
+
+    Attributes:
+        functions: the functions as they were emitted.
+        serving: what serves.
+        training: what trains; None where nothing is trained.
+    """
+
+    functions: Functions
+    serving: Serving
+    training: Training | None
+
+    @property
+    def graphs(self) -> Named:
+        return self.functions.graphs
+
+
+def _named(prefix: str, graphs: Iterable[Graph]) -> Named:
+    return {f"{prefix}{graph.name}": graph for graph in graphs}
