@@ -80,4 +80,4 @@ class SimulatedEngine(EngineLoop):
             self._note(Kind.STEPPED, name, step=steps, tokens=tokens)
 
         work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
-        return self.add_job(Job(name, work))
+        return self.jobs.add(Job(name, work))

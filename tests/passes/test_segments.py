@@ -134,7 +134,7 @@ def test_the_report_counts_the_layers_run_again() -> None:
     (stage,) = [stage for stage in at_least.activations if stage.stage == "compressed"]
     assert stage.recompute_flops_ratio == pytest.approx(shared.recompute_flops_ratio)
     rows = {row.decision: row for row in at_least.saved if row.op == "input" and row.layers == 6}
-    assert "made again" in rows["recompute"].reason
+    assert "recomputed by" in rows["recompute"].reason
 
 
 def test_a_program_folder_says_which_inputs_are_made_again(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
     steps = 0
     while coming or waiting or engine.jobs or not engine.is_idle:
         if waiting and random.random() < 0.5:
-            engine.add_job(waiting.pop())
+            engine.jobs.add(waiting.pop())
         if coming and random.random() < 0.5:
             asked[engine.submitted] = coming.pop()
             engine.submit(asked[engine.submitted][0])

@@ -1,4 +1,4 @@
-"""A finetuning job in the engine: where it is, and what it asks for next."""
+"""A finetuning job in the engine: its state, and its next unit of work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pcg.runtime.training.work_units import Unit, Work
 
 
 class JobState(StrEnum):
-    """Where a job is; OpenAI's words where they have one."""
+    """The state of a job; OpenAI's words where it has one."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -30,25 +30,23 @@ _ENDS = {
 
 
 class Job:
-    """One job.
+    """A finetuning job.
+
+    Args:
+        name: the job's name.
+        work: yields its units.
 
     Attributes:
-        name: of the job, that of its adapter.
-        state: where it is.
-        unit: what it asks for; None before it starts and after its end.
-        tokens: that it was given, forward and layers backward, by which jobs take turns.
-        tables: pages that it holds.
-        error: why it failed.
-        result: what it came to, where it succeeded.
+        name: the job's name, which is that of its adapter.
+        state: the job's state.
+        unit: the next unit; None before it starts and after its end.
+        tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
+        tables: the pages that it holds.
+        error: the reason of its failure.
+        result: its result, once it succeeded.
     """
 
     def __init__(self, name: str, work: Work[Any]) -> None:
-        """Wait to be started.
-
-        Args:
-            name: of the job.
-            work: its units.
-        """
         self.name = name
         self.state = JobState.QUEUED
         self.unit: Unit | None = None
@@ -64,16 +62,16 @@ class Job:
 
     @property
     def ending(self) -> Kind:
-        """What the log says of its end."""
+        """The kind of event that logs its end."""
         return _ENDS[self.state]
 
     def start(self) -> None:
-        """Ask for the first unit."""
+        """Go to the first unit."""
         self.state = JobState.RUNNING
         self.advance()
 
     def advance(self) -> None:
-        """Go on after the unit that was done: to the next, or to the end."""
+        """Go on after a unit was done: to the next one, or to the end."""
         try:
             self.unit = next(self._work)
         except StopIteration as end:
@@ -83,11 +81,9 @@ class Job:
             self.fail(error)
 
     def cancel(self) -> None:
-        """End now."""
         self._end(JobState.CANCELLED)
 
     def fail(self, error: PcgError) -> None:
-        """End with an error."""
         self.error = error
         self._end(JobState.FAILED)
 

@@ -1,1 +1,1 @@
-"""Metrics of serving and finetuning, read from the event log."""
+"""Metrics of serving and finetuning, from the event log."""

@@ -12,9 +12,9 @@ from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
 from pcg.runtime.training.data_rows import Source
 from pcg.runtime.training.example import Example
-from pcg.runtime.training.optimizer_table import FIELDS, Optimizer
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
+from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 
 Data = Source | Iterable[Example]
 
