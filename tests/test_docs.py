@@ -154,6 +154,10 @@ def test_python_in_documents_compiles(document: Path) -> None:
             compile(code, _id(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_recipes_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
