@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
-from pcg.codegen.functions import Function
+from pcg.codegen.program_functions import Function
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
