@@ -445,7 +445,7 @@ def _finetune(
     """Give the engine a job that does not end by itself."""
     from random import Random
 
-    from pcg.runtime.training.example import Example
+    from pcg.runtime.data.example import Example
     from pcg.runtime.training.training_data import vocabulary_size
 
     from .arguments import lora_of
