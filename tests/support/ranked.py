@@ -16,6 +16,7 @@ from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
 from pcg.peft.adalora import AdaLoraConfig
 from pcg.peft.adapter import Adapter
+from pcg.peft.loha import LoHaConfig
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_of_fields
 from pcg.runtime.data.example import Example
@@ -208,6 +209,7 @@ METHODS: Mapping[str, Any] = {
     "dropout": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2),
     "houlsby": "houlsby",
     "ia3": "ia3",
+    "loha": LoHaConfig(r=2, alpha=6, target_modules="all-linear"),
     "lora_bias": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_bias=True),
     "parallel": "parallel",
     "pfeiffer": "pfeiffer",

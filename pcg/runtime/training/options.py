@@ -72,6 +72,8 @@ class OptimizerOptions(OptimizerChoice):
         power: the exponent of polynomial.
     """
 
+    title: ClassVar[str] = "Optimizer and schedule"
+
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
     betas: tuple[float, float] | None = None
