@@ -98,8 +98,8 @@ class EagerModule(Protocol):
     def save(self, what: str, op: str, dtype: str, per_token: int) -> None:
         """Save a tensor of so many elements a token."""
 
-    def save_once(self, what: str, op: str, elements: int) -> None:
-        """Save a tensor of so many elements of the adapter's dtype."""
+    def save_once(self, what: str, op: str, elements: int, dtype: str = "") -> None:
+        """Save a tensor of so many elements, by default of the adapter's dtype."""
 
     def save_input(self, what: str) -> None:
         """Save x, or a copy of it in the adapter's dtype, which is called so."""

@@ -14,23 +14,18 @@ from pcg.ir.graph import Graph
 from pcg.trace.export import export
 from pcg.trace.importer import import_graph
 
-_MOST_KEPT = 64
-"""Traces kept for later compilations; one holds a graph of a few layers, 1 MiB or less."""
+_MOST_CACHED = 64
+"""Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced model, before any pass.
+    """A traced model, before any pass; fields that are not here are as in `export.Exported`.
 
     Attributes:
-        graph: input_ids and position_ids, both [T], to logits [T, V]; few layers, all kinds.
-        layers_path: module path of the list of layers.
-        schedule: for each layer of the model, the traced layer that equals it.
+        graph: input_ids and position_ids, both [T], to logits [T, V]; a few layers of all kinds.
         constants: values of the graph's constants.
-        base_prefix: name of the base model within the causal LM.
-        dtype: of weights and activations, in the IR's names.
-        attention: how transformers runs its attention by default: "sdpa" or "eager", through its
-            registry, or "own-sdpa" or "own-eager", within the architecture's own module.
+        dtype: the dtype of weights and activations, in the IR's names.
     """
 
     graph: Graph
@@ -48,7 +43,7 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
     Args:
         config: the contents of a config.json.
         dtype: torch's name of the dtype, as `bfloat16`; the configuration's own by default.
-        whole: trace every layer instead of one of each kind (and one more).
+        whole: trace every layer, not one of each kind and one more.
     Raises:
         TraceError: the model cannot be turned into a graph; names the operator and the module.
     """
@@ -69,10 +64,10 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
 
 
 def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> Trace:
-    """The same, made once a process: compiling a model again, for other adapters, is quicker."""
+    """The same, once a process: to compile a model again, for other adapters, is quicker."""
     return _trace_of_json(json.dumps(config, sort_keys=True), dtype, whole)
 
 
-@functools.lru_cache(_MOST_KEPT)
+@functools.lru_cache(_MOST_CACHED)
 def _trace_of_json(config: str, dtype: str | None, whole: bool) -> Trace:
     return trace(json.loads(config), dtype, whole)

@@ -18,13 +18,13 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch import products
 from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, LoraGradients
 from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
-from pcg.runtime.engine.events import Kind
+from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME

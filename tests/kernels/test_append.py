@@ -30,10 +30,10 @@ from pcg.ir.kernel_group import group_of
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.kernels.batch import Span
+from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle

@@ -312,7 +312,7 @@ def test_features_of_config_objects_refused_by_name() -> None:
     for config, name in [
         (peft.LoraConfig(use_qalora=True), "QA-LoRA"),
         (peft.OFTConfig(), "OFT"),
-        (peft.LoHaConfig(), "LOHA"),
+        (peft.LoKrConfig(), "LOKR"),
     ]:
         with pytest.raises(UnsupportedError, match=name):
             recipe_from(config)
@@ -352,8 +352,8 @@ def test_saved_initialisations() -> None:
 def test_not_configurations(config: object, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         recipe_from(config)
-    with pytest.raises(UnsupportedError, match="'loha'"):
-        recipe_from("loha")
+    with pytest.raises(UnsupportedError, match="'lokr'"):
+        recipe_from("lokr")
 
 
 # ------------------------------------------------------------------------------------ damaged files
