@@ -16,6 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from pcg.compiler import compile_program
+from pcg.options import PlanOptions
+from pcg.passes.pipeline import Settings, pipeline
 from pcg_cli.application import app
 
 ROOT = Path(__file__).parent.parent
@@ -173,9 +175,9 @@ def _commands(text: str) -> Iterator[list[str]]:
         if language in ("", "console", "sh", "bash"):
             lines = code.replace("\\\n", " ").splitlines()
             for line in lines:
-                line = line.removeprefix("$ ").removeprefix(".venv/bin/")
-                if line.startswith("pcg ") and "…" not in line:
-                    yield shlex.split(line, comments=True)[1:]
+                for part in line.removeprefix("$ ").split(" | "):
+                    if part.startswith("pcg ") and "…" not in part:
+                        yield shlex.split(part, comments=True)[1:]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
@@ -210,6 +212,14 @@ def test_transcripts_show_what_explain_prints(command: str, output: str) -> None
     """A line of `…` in a transcript stands for any lines."""
     expected = re.escape(output).replace("…\\\n", r"(?:.*\n)*")
     assert re.fullmatch(expected, _printed(command)), _printed(command)
+
+
+def test_docs_name_every_pass_of_the_pipeline() -> None:
+    text = (ROOT / "docs" / "ir.md").read_text(encoding="utf-8")
+    for backend in ("torch", "triton"):
+        settings = Settings(PlanOptions(tp=2), backend=backend, windows=True)
+        names = {one.name for stage in pipeline(settings).stages for one, _ in stage.flat()}
+        assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_docs_show_the_layer_that_is_emitted() -> None:
