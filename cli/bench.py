@@ -224,7 +224,7 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
     from random import Random
 
     from pcg.peft.lora import LoraConfig
-    from pcg.runtime.training.example import Example
+    from pcg.runtime.data.example import Example
     from pcg.runtime.training.training_data import vocabulary_size
 
     data: Any = Path(source)

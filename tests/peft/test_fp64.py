@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

@@ -27,10 +27,9 @@ import torch
 from pcg.errors import EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.prompts import make_request
-from pcg.runtime.engine.request import Chunk, Request, RequestFields
+from pcg.runtime.engine.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.model.specialised import ServingProgram

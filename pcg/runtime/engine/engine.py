@@ -13,8 +13,7 @@ from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.events import EventLog, Kind
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
@@ -24,6 +23,7 @@ from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.finetuning import FinetuneJob

@@ -16,7 +16,6 @@ from pcg.errors import OutOfMemoryError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
 from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
@@ -26,6 +25,7 @@ from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -70,7 +70,7 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        self._note = note = Notes(self.log, clock)
+        self._note = note = Notes(self.log, clock.now_s)
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
         self._beside: list[Load] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.training.result import FinetuneResult
 

@@ -26,8 +26,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.metrics.distribution import Distribution
+from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.timelines import Outcome, Slo, Timeline, number, timelines
 
 NO_TENANT = "-"

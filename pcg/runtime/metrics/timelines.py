@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.events import Event, Kind
+from pcg.runtime.metrics.events import Event, Kind
 
 
 class Outcome(StrEnum):

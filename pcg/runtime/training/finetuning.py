@@ -19,10 +19,10 @@ import torch
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
-from pcg.runtime.training.data import Dataset
-from pcg.runtime.training.data_order import Batches
 from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import progress_bar

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.token_shards import shard_rows
-from pcg.runtime.training.example import IGNORED
+from pcg.runtime.data.example import IGNORED
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
-from pcg.runtime.training.data_rows import Source
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.rows import Source
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer

@@ -20,10 +20,10 @@ from torch import Tensor
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
-from pcg.runtime.training.data import Dataset
-from pcg.runtime.training.data_order import Batches
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.runner import TrainingRunner

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pcg.errors import DataError, FinetuneError
 from pcg.ir.program.program import Program
+from pcg.runtime.data.dataset import Dataset, load_examples
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.rows import is_document
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import Dataset, load_examples
-from pcg.runtime.training.data_rows import is_document
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.options import Data, FinetuneOptions
 
 
@@ -50,7 +50,7 @@ def training_data(
     elif tokenizer is None:
         raise FinetuneError(
             "the model came without a tokenizer.json; put one into its directory, or give data "
-            "as a list of pcg.runtime.training.data.Example(ids, labels)"
+            "as a list of pcg.runtime.data.dataset.Example(ids, labels)"
         )
     else:
         max_length = options.max_length

@@ -24,12 +24,12 @@ from pcg.errors import (
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Chunk, Completion
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
+from pcg.runtime.metrics.events import Kind
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,

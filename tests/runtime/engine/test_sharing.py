@@ -7,7 +7,6 @@ import torch
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
@@ -20,6 +19,7 @@ from pcg.runtime.engine.sharing import (
 )
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward
 from tests.support.small_engine import (

@@ -16,8 +16,8 @@ import pcg
 import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.ir.program.program import Program
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 
 
 class Batches:

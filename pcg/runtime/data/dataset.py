@@ -1,6 +1,6 @@
 """Finetuning data: rows of text become tokens and labels.
 
-    rows (`data_rows`) → samples (`data_formats`) → Example(ids, labels)
+    rows (`rows`) → samples (`formats`) → Example(ids, labels)
 
 `labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
 learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
-from pcg.runtime.text.chat import Span, assistant_spans
-from pcg.runtime.text.tokenizer import Encoding, Tokenizer
-from pcg.runtime.training.data_formats import (
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.formats import (
     FORMATS,
     ChatSample,
     Format,
@@ -28,8 +27,9 @@ from pcg.runtime.training.data_formats import (
     detect,
     parse,
 )
-from pcg.runtime.training.data_rows import Row, Source, is_document, read_rows
-from pcg.runtime.training.example import IGNORED, Example
+from pcg.runtime.data.rows import Row, Source, is_document, read_rows
+from pcg.runtime.text.chat import Span, assistant_spans
+from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def load_examples(
         tokenizer: the model's tokenizer.
         max_length: the most tokens of an example; longer ones keep their head. A plain text file is
             cut into consecutive examples of that length instead. None keeps all.
-        format: a name of `data_formats.FORMATS`; "auto" detects it from the first row.
+        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
         empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
     Raises:
@@ -135,7 +135,7 @@ def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool 
     """Return the tokens and labels of one sample.
 
     Args:
-        sample: the result of `data_formats.parse`.
+        sample: the result of `formats.parse`.
         tokenizer: the model's tokenizer.
         where: the row's place, for messages.
         append_eos: end a `TextSample` with the end-of-sequence token.

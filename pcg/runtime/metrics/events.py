@@ -26,8 +26,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pcg.runtime.engine.clock import Clock
-
 
 class Kind(StrEnum):
     """The kind of an event."""
@@ -160,11 +158,11 @@ class Notes:
 
     Attributes:
         log: the log to write to.
-        clock: the clock.
+        now_s: tells the present time.
     """
 
     log: EventLog
-    clock: Clock
+    now_s: Callable[[], float]
 
     def __call__(self, kind: Kind, subject: str, **details: object) -> None:
-        self.log.add(Event(self.clock.now_s(), kind, subject, details))
+        self.log.add(Event(self.now_s(), kind, subject, details))
