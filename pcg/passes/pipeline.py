@@ -36,12 +36,12 @@ from pcg.passes.memory.rematerialize import Rematerialize
 from pcg.passes.model_passes import Attach, FoldTrace, Trace
 from pcg.passes.pass_base import LayerPass, On, Pass
 from pcg.passes.prune import Prune
-from pcg.passes.raise_operators import RaiseOperators
+from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap, OverlapLayer
 from pcg.passes.sharding.plan_base import PlanBase
-from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
+from pcg.passes.sharding.repeat_heads_of_models import RepeatHeadsOfModels
 from pcg.passes.sharding.shard import Shard
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.passes.stage import Observer, Stage

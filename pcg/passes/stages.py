@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 from pcg.codegen.functions import Function
 from pcg.ir.graph import Graph
@@ -22,10 +22,8 @@ from pcg.parallel.search import Search
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.passes.stage import Named
 from pcg.trace import Trace
-
-Named: TypeAlias = Mapping[str, Graph]
-"""Graphs by what they are for and their own name, as `training.block_0_backward`."""
 
 
 @dataclass(frozen=True)
