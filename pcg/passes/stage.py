@@ -24,7 +24,7 @@ Named: TypeAlias = Mapping[str, Graph]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did.
+    """The record of one pass that ran.
 
     Attributes:
         name: the pass's name.
@@ -77,7 +77,7 @@ class Stage(Generic[Before, After]):
 
         Args:
             within: names of the stages around this one.
-            ends: those of them that end with it.
+            ends: names of those of them that end with it.
         """
         within = (*within, self.name)
         for number, one in enumerate(self.passes, 1):

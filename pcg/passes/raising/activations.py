@@ -66,7 +66,7 @@ def _same_function(
     attributes: tuple[tuple[str, str], ...],
     tolerance: float,
 ) -> bool:
-    """Whether the nodes compute a known activation, to a tolerance on a grid in fp64."""
+    """Return whether the nodes compute a known activation, to a tolerance on a grid in fp64."""
     import torch
     import torch.nn.functional as F
 

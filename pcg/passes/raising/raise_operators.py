@@ -50,11 +50,11 @@ class RaiseGraph(GraphPass):
 
 
 def _raised(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
-    """The same function in fewer, larger operators.
+    """A graph of the same function in fewer, larger operators.
 
     Args:
         graph: any graph.
-        inputs: new names for its inputs.
+        inputs: new names for the graph's inputs.
     """
     graph = rewrite(graph, (_drop_identity, _join_reshapes))
     graph = rewrite(graph, (layer_norm, rms_norm, _linear_bias, rope, activation))

@@ -35,7 +35,7 @@ def rope(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
-    """Whether a node has the dtype of x, or is rounded to it by all that read it."""
+    """Return whether a node has the dtype of x, or is rounded to it by all that read it."""
     dtype = rewriter.graph.types[x].dtype
     readers = rewriter.graph.consumers.get(node.name, ())
     return node.output.type.dtype == dtype or (

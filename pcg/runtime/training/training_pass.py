@@ -263,7 +263,7 @@ class TrainingPass:
         graph = training.model.blocks[training.model.layers[layer]]
         plan = training.plans[training.layers[layer]]
         count = len(graph.outputs)
-        return [plan.kept.index(value.name) for value in graph.inputs[:count]]
+        return [plan.saved.index(value.name) for value in graph.inputs[:count]]
 
 
 class ForwardUnit(Forward):
