@@ -269,7 +269,7 @@ def _step_of(make: Callable[[], Callable[[], object]]) -> tuple[float, int]:
 def _our_step(bench: Bench) -> Callable[[], object]:
     import torch
 
-    from pcg.runtime.training.example import Example
+    from pcg.runtime.data.example import Example
 
     batch, tokens = FINETUNED
     recipes = {"mine": {"peft_type": "LORA", **RECIPE}}
@@ -332,9 +332,9 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def _serve(executor: Any, trains: bool, adapters: int) -> Row:
+    from pcg.runtime.data.example import Example
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.sharing import CoServing, InferenceOnly
-    from pcg.runtime.training.example import Example
     from pcg.simulate.replay import replay
     from pcg.simulate.workloads.arrivals import Poisson
     from pcg.simulate.workloads.lengths import Between

@@ -14,10 +14,11 @@ from typing import Any
 
 import typer
 
-from pcg import __version__
+from pcg.units import size_text
+from pcg.version import __version__
 
 from .arguments import Json
-from .console import busy, out, plain, print_json, size_text, table
+from .console import busy, out, plain, print_json, table
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -52,6 +53,7 @@ REQUIREMENTS = (
     Requirement("sympy", purpose="formulas"),
     Requirement("networkx", purpose="graphs"),
     Requirement("numpy", purpose="arrays"),
+    Requirement("matplotlib", "3.10", None, "plots"),
     Requirement("rich", purpose="tables"),
     Requirement("typer", purpose="this command"),
     Requirement("triton", purpose="GPU kernels", required=False),

@@ -1,87 +1,77 @@
-"""Finetune the adapters that ship beside the checkpoint, one for each slice of the stdlib.
+"""Finetune the adapters that ship beside the checkpoint, one for each of three tasks.
 
-    python examples/finetune_adapters.py [--out examples/adapters] [--steps 150] [--only unittest]
+    python examples/finetune_adapters.py [--out examples/adapters] [--only typed]
 
-Each is written in peft's format to `<out>/<slice>`; `<out>/results.json` records the held-out loss
-of its slice before and after.
+Each is written in peft's format to `<out>/<task>`. `<out>/results.json` records how many held-out
+signatures of `signature_tasks.py` the base alone and the adapter answer exactly.
 """
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
+from signature_tasks import answered_right, examples
 
 import pcg
 
 HERE = Path(__file__).parent
-SLICES = ("unittest", "docstrings", "asyncio")
-RECIPE = {
-    "peft_type": "LORA",
-    "r": 8,
-    "lora_alpha": 16,
-    "target_modules": "all-linear",
-    "task_type": "CAUSAL_LM",
+RECIPES = {
+    "docstring": pcg.AdaLoraConfig(
+        init_r=12,
+        target_r=8,
+        lora_alpha=16,
+        tinit=200,
+        tfinal=400,
+        deltaT=10,
+        target_modules="all-linear",
+    ),
+    "javascript": pcg.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    "typed": pcg.LoraConfig(r=8, lora_alpha=16, use_dora=True, target_modules="all-linear"),
 }
-
-
-def held_out_loss(executor: pcg.Executor, data: Path, adapter: str) -> float:
-    """Mean loss of the slice's held-out tokens, in nats."""
-    from pcg.runtime.training.data import load_examples
-
-    assert executor.tokenizer is not None
-    examples = load_examples(data, executor.tokenizer, max_length=512)
-    runner = executor.training_runner(adapter)
-    loss, targets = 0.0, 0
-    for start in range(0, len(examples), 8):
-        part, count = runner.evaluate(examples[start : start + 8])
-        loss, targets = loss + part, targets + count
-    return loss / targets
+STEPS = {"docstring": 1000, "javascript": 1600, "typed": 1000}
+BATCH_SIZE = 32
+HELD_OUT = 200
 
 
 def main() -> None:
     """Finetune the adapters and write them with their results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "adapters")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--only", choices=SLICES, action="append")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=HERE / "adapters", help="folder of adapters")
+    parser.add_argument("--only", choices=RECIPES, action="append", help="a task; all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     executor = pcg.compile(HERE / "checkpoint", dtype="float32")
     path = arguments.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        script = str(HERE / "slices.py")
-        subprocess.run([sys.executable, script, "--out", folder, "--limit", "4000"], check=True)
-        for name in arguments.only or SLICES:
-            train, held_out = (
-                Path(folder) / f"{name}.{part}.jsonl" for part in ("train", "held_out")
-            )
-            executor.add_adapter(name, RECIPE)
-            before = held_out_loss(executor, held_out, name)  # B is zero: the base itself
-            result = executor.finetune(
-                train,
-                adapter=name,
-                max_steps=arguments.steps,
-                batch_size=8,
-                max_length=512,
-                learning_rate=2e-3,
-                schedule="cosine",
-                warmup_ratio=0.05,
-            )
-            after = held_out_loss(executor, held_out, name)
-            executor.save_adapter(name, arguments.out / name)
-            results[name] = {
-                "held_out_loss_base": round(before, 4),
-                "held_out_loss_adapter": round(after, 4),
-                "steps": result.steps,
-                "tokens": result.tokens,
-            }
-            print(f"{name}: held-out loss {before:.3f} -> {after:.3f}, {result.seconds:.0f} s")
-            path.write_text(json.dumps(results, indent=2) + "\n")
+    for task in arguments.only or RECIPES:
+        held_out = examples(task, HELD_OUT, held_out=True)
+        base = answered_right(executor, held_out, None)
+        steps = STEPS[task]
+        result = executor.finetune(
+            examples(task, steps * BATCH_SIZE),
+            adapter=task,
+            peft=RECIPES[task],
+            max_steps=steps,
+            batch_size=BATCH_SIZE,
+            learning_rate=5e-3,
+            schedule="cosine",
+            warmup_ratio=0.05,
+            eval_data=held_out,
+            eval_every=steps // 10,
+        )
+        right = answered_right(executor, held_out, task)
+        executor.save_adapter(task, arguments.out / task)
+        results[task] = {
+            "held_out": HELD_OUT,
+            "right_base": base,
+            "right_adapter": right,
+            "held_out_loss": round(result.eval_losses[-1][1], 4),
+            "steps": result.steps,
+            "tokens": result.tokens,
+        }
+        print(f"{task}: {base} -> {right} of {HELD_OUT} right, {result.seconds:.0f} s", flush=True)
+        path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Documents and docstrings name what exists; their commands, code and transcripts are true."""
 
 import ast
+import functools
 import importlib
 import re
 import shlex
@@ -15,6 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from pcg.compiler import compile_program
+from pcg.options import PlanOptions
+from pcg.passes.pipeline import Settings, pipeline
 from pcg_cli.application import app
 
 ROOT = Path(__file__).parent.parent
@@ -151,15 +154,30 @@ def test_python_in_documents_compiles(document: Path) -> None:
             compile(code, _id(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_recipes_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in _blocks(ROOT / "README.md", "python"):
+        exec(compile(code, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "function readTable(path, limit = 20) {" in printed
+    assert "def read_table(path, limit: int = 20):" in printed
+    assert "def save_user(name):" in printed
+    assert (tmp_path / "mine" / "adapter_config.json").exists()
+
+
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the command lines of pcg in a document's code blocks, as words."""
     for language, code in FENCE.findall(text):
         if language in ("", "console", "sh", "bash"):
             lines = code.replace("\\\n", " ").splitlines()
             for line in lines:
-                line = line.removeprefix("$ ").removeprefix(".venv/bin/")
-                if line.startswith("pcg ") and "…" not in line:
-                    yield shlex.split(line, comments=True)[1:]
+                for part in line.removeprefix("$ ").split(" | "):
+                    if part.startswith("pcg ") and "…" not in part:
+                        yield shlex.split(part, comments=True)[1:]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
@@ -175,20 +193,33 @@ def test_commands_in_documents_have_their_options(document: Path) -> None:
 
 
 TRANSCRIPT = re.compile(r"^```\n\$ (pcg explain [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TRANSCRIPTS = {
-    command: output
+TRANSCRIPTS = [
+    pytest.param(command, output, id=f"{_id(document)}: {command}")
     for document in DOCUMENTS
     for command, output in TRANSCRIPT.findall(document.read_text(encoding="utf-8"))
-}
+]
 
 
-@pytest.mark.parametrize("command", TRANSCRIPTS)
-def test_transcripts_show_what_explain_prints(command: str) -> None:
-    """A line of `…` in a transcript stands for any lines."""
-    expected = re.escape(TRANSCRIPTS[command]).replace("…\\\n", r"(?:.*\n)*")
+@functools.cache
+def _printed(command: str) -> str:
     result = CliRunner().invoke(app, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
-    assert re.fullmatch(expected, result.stdout.rstrip("\n") + "\n"), result.stdout
+    return result.stdout.rstrip("\n") + "\n"
+
+
+@pytest.mark.parametrize(("command", "output"), TRANSCRIPTS)
+def test_transcripts_show_what_explain_prints(command: str, output: str) -> None:
+    """A line of `…` in a transcript stands for any lines."""
+    expected = re.escape(output).replace("…\\\n", r"(?:.*\n)*")
+    assert re.fullmatch(expected, _printed(command)), _printed(command)
+
+
+def test_docs_name_every_pass_of_the_pipeline() -> None:
+    text = (ROOT / "docs" / "ir.md").read_text(encoding="utf-8")
+    for backend in ("torch", "triton"):
+        settings = Settings(PlanOptions(tp=2), backend=backend, windows=True)
+        names = {one.name for stage in pipeline(settings).stages for one, _ in stage.flat()}
+        assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_docs_show_the_layer_that_is_emitted() -> None:

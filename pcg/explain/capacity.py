@@ -1,4 +1,4 @@
-"""Whether a finetuning step fits an accelerator, what the largest that fits is, and what to change.
+"""The capacity of an accelerator: the largest steps that fit, and advice for one that does not.
 
 A step's total grows with the batch and with the sequence length, so the largest that fits is found
 by interpolation between one that fits and one that does not. Every size is planned anew.
@@ -18,15 +18,15 @@ from pcg.passes.memory.plan import frontiers
 from pcg.passes.pipeline import in_order
 
 MOST = 2**20
-"""Neither a batch nor a sequence length beyond this is looked for."""
+"""The largest batch and sequence length that are tried."""
 
 
 def capacity(planned: PlannedModel, setup: Setup, device: Accelerator) -> GpuCapacity:
-    """What fits a device.
+    """Return the steps that fit a device.
 
     Args:
-        what: is accounted for.
-        asked: the step that has to fit.
+        planned: the model.
+        setup: the step that should fit.
         device: the accelerator.
     """
     usable = device.memory_bytes - RESERVED_BYTES
@@ -54,7 +54,7 @@ def capacity(planned: PlannedModel, setup: Setup, device: Accelerator) -> GpuCap
 
 
 def _advice(planned: PlannedModel, setup: Setup, found: GpuCapacity) -> list[str]:
-    """What to change so that the step fits."""
+    """Return options, each of which lets the step fit."""
     if found.fits:
         return []
     advice = []
@@ -76,7 +76,7 @@ def _advice(planned: PlannedModel, setup: Setup, found: GpuCapacity) -> list[str
 
 
 def _budget_that_fits(planned: PlannedModel, setup: Setup, usable_bytes: int) -> float | None:
-    """The largest memory budget, in hundredths, with which the step fits; None for none."""
+    """Return the largest memory budget, in hundredths, at which the step fits; None for none."""
 
     def fits(hundredths: int) -> bool:
         budget = dataclasses.replace(setup.budget, share=hundredths / 100, size_bytes=None)
@@ -92,7 +92,7 @@ def _budget_that_fits(planned: PlannedModel, setup: Setup, usable_bytes: int) ->
 
 
 def _total(planned: PlannedModel, setup: Setup, budget: MemoryBudget) -> int:
-    """Bytes of a step, planned for this budget and batch."""
+    """Return the bytes of a step that is planned for this budget and batch."""
     other = dataclasses.replace(setup, budget=budget)
     if planned.plan is None or planned.training is None or planned.frontiers is None:
         return memory_bytes(planned, other)["total"]
@@ -102,13 +102,13 @@ def _total(planned: PlannedModel, setup: Setup, budget: MemoryBudget) -> int:
 
 
 def _largest(total: Callable[[int], int], limit: int) -> int:
-    """The largest size whose total is within the limit; 0 for none."""
+    """Return the largest size whose total is within the limit; 0 for none."""
 
     def over(size: int) -> int:
         try:
             return total(size) - limit
         except MemoryBudgetError:
-            return limit  # a budget in bytes that so much cannot keep within
+            return limit  # no plan is within a budget in bytes
 
     low, low_over = 0, -limit
     high, high_over = 1, over(1)

@@ -1,4 +1,4 @@
-"""The forward graph of one layer as a report shows it: without weights and views, decided."""
+"""The forward graph of one layer for a report: without weights and views, with decisions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pcg.passes.layer_kind import LayerKind
 
 
 def decided_graph(kind: LayerKind, plan: TrainingGraph) -> tuple[GraphNode, ...]:
-    """The inputs and nodes of a layer's forward, in order, with what becomes of what they make.
+    """Return the inputs and nodes of a layer's forward, in order, with decisions on their tensors.
 
-    A view is not listed; who reads it reads what it is a view of.
+    Views are not listed: their readers read what they are views of.
 
     Args:
-        kind: of the layer.
-        plan: how it is trained.
+        kind: the kind of layer.
+        plan: the layer's training graphs.
     """
     graph = plan.forward
     storages = Storages.of(graph)

@@ -1,4 +1,4 @@
-"""Say of every tensor of a layer what becomes of it: save, compress, recompute or drop, and why."""
+"""Decisions on the tensors of a layer: save, compress, recompute or drop, each with a reason."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pcg.passes.layer_kind import LayerKind
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one tensor between forward and backward.
+    """The decision on one tensor between forward and backward.
 
     Attributes:
         tensor: its plan and value, as `block_0.q_proj`.
-        op: the operator that makes it; "input" for what the layer is given.
-        type: of the tensor.
-        size_bytes: that it takes where it is kept; a formula in B and S.
+        op: the operator that computes it; "input" for an input of the layer.
+        type: its type.
+        size_bytes: its bytes if saved; a formula in B and S.
         needed_by: nodes of the emitted backward that read it, by operator and module.
         decision: save, compress, recompute or drop.
-        reason: why.
-        layers: how many of it there are.
+        reason: the reason in words.
+        layers: the number of layers that have it.
     """
 
     tensor: str
@@ -41,31 +41,31 @@ class Decision:
 
 
 def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Decision]:
-    """What becomes of each tensor of a layer, in the order of its graph; views are no tensors.
+    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors.
 
     Args:
-        kind: of the layer.
-        plan: how it is trained.
-        layers: how many layers are trained so.
+        kind: the kind of layer.
+        plan: the layer's training graphs.
+        layers: the number of layers that are trained so.
     """
     graph = kind.gradients.graph
     storages = Storages.of(graph)
-    kept = {storages[name].name for name in plan.saved}
+    saved = {storages[name].name for name in plan.saved}
     readers = _readers(plan.backward)
-    made_again = set() if plan.backward is None else set(plan.backward.producers)
+    recomputed = set() if plan.backward is None else set(plan.backward.producers)
     prefix = plan.forward.name.removesuffix("_forward")
     for name in graph.types:
         storage = storages[name]
         if storage.name != name or storage.is_parameter:
             continue
         needed_by = readers.get(name, ())
-        if name in kept:
+        if name in saved:
             word = "compress" if storage.op == "pack_signs" else "save"
-            reason = _why_kept(storage, kind, kept)
-        elif name in made_again:
-            word, reason = "recompute", _why_made_again(graph, graph.producers[name])
+            reason = _why_saved(storage, kind, saved)
+        elif name in recomputed:
+            word, reason = "recompute", _why_recomputed(graph, graph.producers[name])
         else:
-            word, reason = "drop", _why_dropped(graph, name, kept)
+            word, reason = "drop", _why_dropped(graph, name, saved)
         yield Decision(
             f"{prefix}.{name}",
             storage.op,
@@ -79,7 +79,7 @@ def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Dec
 
 
 def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
-    """For each storage, the nodes of backward that read it; a view of it reads nothing."""
+    """Return the nodes of backward that read each storage; a view reads nothing."""
     if backward is None:
         return {}
     own = Storages.of(backward)
@@ -94,32 +94,32 @@ def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
     return {root: tuple(texts) for root, texts in found.items()}
 
 
-def _why_kept(storage: Storage, kind: LayerKind, kept: Container[str]) -> str:
+def _why_saved(storage: Storage, kind: LayerKind, saved: Container[str]) -> str:
     if storage.op == "input":
         if storage.name in kind.shared:
-            return "kept once for all layers, which share it"
-        return "the layer's input: nothing in the layer makes it"
+            return "saved once for all layers, which share it"
+        return "the layer's input: nothing in the layer computes it"
     if storage.op == "pack_signs":
-        return "one bit an element says all that backward reads of it"
-    product = _product_behind(kind.gradients.graph, storage.name, kept)
+        return "backward reads one bit an element of it"
+    product = _product_behind(kind.gradients.graph, storage.name, saved)
     if product is None:
-        return "fewer bytes than what it would be made from"
-    return f"making it again takes {_work(product)}"
+        return "fewer bytes than what it would be recomputed from"
+    return f"recomputing it takes {_work(product)}"
 
 
-def _product_behind(graph: Graph, name: str, kept: Container[str]) -> Node | None:
-    """The nearest product that making a value again would take, from what else is kept."""
+def _product_behind(graph: Graph, name: str, saved: Container[str]) -> Node | None:
+    """Return the nearest product on the way to a value from what else is saved."""
     node = graph.producers.get(name)
     if node is None or operator(node.op).is_product:
         return node
-    behind = (n for n in node.inputs if n not in kept)
-    return next((p for n in behind if (p := _product_behind(graph, n, kept)) is not None), None)
+    behind = (n for n in node.inputs if n not in saved)
+    return next((p for n in behind if (p := _product_behind(graph, n, saved)) is not None), None)
 
 
-def _why_made_again(graph: Graph, maker: Node) -> str:
+def _why_recomputed(graph: Graph, maker: Node) -> str:
     parameters = graph.parameters_by_name
     sources = [name for name in dict.fromkeys(maker.inputs) if name not in parameters]
-    text = f"made again from {', '.join(sources)}" if sources else "made again from weights alone"
+    text = f"recomputed from {', '.join(sources)}" if sources else "recomputed from weights alone"
     if maker.op == "gathered_copy":
         return f"{text}: the ranks' parts of the tokens are gathered once more"
     if operator(maker.op).is_product:
@@ -127,10 +127,10 @@ def _why_made_again(graph: Graph, maker: Node) -> str:
     return f"{text} without a matrix product"
 
 
-def _why_dropped(graph: Graph, name: str, kept: Container[str]) -> str:
+def _why_dropped(graph: Graph, name: str, saved: Container[str]) -> str:
     for node in graph.consumers.get(name, ()):
-        if node.op == "pack_signs" and node.name in kept:
-            return f"{node.name} is kept instead"
+        if node.op == "pack_signs" and node.name in saved:
+            return f"{node.name} is saved instead"
     frozen = [n for n in graph.consumers.get(name, ()) if n.op == "linear"]
     if frozen:
         return f"the weight that it meets in {frozen[0].scope} is frozen: no gradient reads it"

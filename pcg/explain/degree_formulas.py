@@ -31,7 +31,7 @@ DEGREE = sympy.Symbol("tp", integer=True, positive=True)
 DEGREES = (2, 4, 8, 16, 32, 64)
 
 _ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""Of a rank's part of the tokens, at whatever degree."""
+"""The tokens of a rank's part, at any degree."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AtDegree:
     """The bytes of a step at one degree.
 
     Attributes:
-        formulas: in B and S by kind of memory, and `total` their sum.
+        formulas: formulas in B and S by kind of memory, and `total`, their sum.
         storage_key: equal at degrees at which the same tensors are saved in the same layouts.
         peak: the label of the moment that needs the most memory, whose workspace counts.
     """
@@ -49,30 +49,30 @@ class AtDegree:
     peak: str
 
     def piece_key(self, name: str) -> Hashable:
-        """Equal at degrees whose bytes of a kind are sums over the same tensors."""
+        """Return a key, equal at degrees whose bytes of a kind are sums over the same tensors."""
         return (self.storage_key, self.peak) if name == "workspace" else self.storage_key
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A formula in tp, and the degrees at which it is exact, one after the other."""
+    """A formula in tp, and the consecutive degrees at which it is exact."""
 
     formula: sympy.Expr
     degrees: tuple[int, ...]
 
     def holds(self, values: Mapping[int, sympy.Expr], degrees: Iterable[int]) -> bool:
-        """Whether it gives these values at these degrees."""
+        """Return whether it gives these values at these degrees."""
         return all(_is_zero(self.formula.subs(DEGREE, at) - values[at]) for at in degrees)
 
 
 def in_degree(
     at: Callable[[int], AtDegree], degree: int
 ) -> tuple[dict[str, sympy.Expr], dict[str, tuple[int, ...]]]:
-    """Formulas in tp too, and the degrees at which each is exact.
+    """Return formulas in tp, too, and the degrees at which each is exact.
 
     Args:
-        at: the bytes at a degree.
-        degree: that was asked for.
+        at: returns the bytes at a degree.
+        degree: the degree that was asked for.
     """
     known: dict[int, AtDegree] = {}
     for other in sorted({degree, *DEGREES}):
@@ -81,7 +81,7 @@ def in_degree(
         except (MemoryBudgetError, ParallelError):
             if other == degree:
                 raise
-            continue  # it does not divide the model, or the budget is too small for it
+            continue  # it does not divide the model, or the budget is too small
         rows = sympy.ceiling(TOKENS_OF_BATCH / other)
         formulas = {name: formula.subs(rows, _ROWS) for name, formula in found.formulas.items()}
         known[other] = dataclasses.replace(found, formulas=formulas)
@@ -101,7 +101,7 @@ def in_degree(
 
 
 def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
-    """The formula of a kind of memory over runs of degrees, as few as there may be."""
+    """Return the formula of a kind of memory as the fewest pieces."""
     values = {degree: found.formulas[name] for degree, found in known.items()}
     groups = itertools.groupby(known, key=lambda degree: known[degree].piece_key(name))
     pieces: list[_Piece] = []
@@ -117,9 +117,9 @@ def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
 
 
 def _lines(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> Iterator[_Piece]:
-    """Lines through the bytes of degrees that are alike: one through all, or what there is.
+    """Yield lines through the bytes of degrees that are alike: one through all, if there is one.
 
-    Two points show none where other degrees, that ought to be on it, are not.
+    A line through two degrees counts only if there is no third, which would lie off it.
     """
     start = 0
     while start < len(degrees):
@@ -136,7 +136,7 @@ def _lines(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> Iterator
 
 
 def _line(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> _Piece:
-    """The line through one degree, of which nothing is parted, or two."""
+    """Return the line through two degrees, or the constant through one."""
     first, last = degrees[0], degrees[-1]
     parted = sympy.Integer(0)
     if first != last:
@@ -147,7 +147,7 @@ def _line(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> _Piece:
 
 
 def _sums(kinds: Sequence[Sequence[_Piece]]) -> list[_Piece]:
-    """The sum of kinds of memory, with a piece for each run of degrees that all have one of."""
+    """Return the sum of kinds of memory, with a piece for each run of degrees with one formula."""
     degrees = [degree for piece in kinds[0] for degree in piece.degrees]
     of_degree: dict[int, sympy.Expr] = {
         degree: sympy.expand(

@@ -34,7 +34,7 @@ from pcg.passes.sharding.shard import Shard
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
 from pcg.peft.reader import recipes_of
 from pcg.peft.recipe import Recipe
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.source import resolve
 
 

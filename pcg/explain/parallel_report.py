@@ -1,8 +1,8 @@
-"""What a report says of ranks: the base's plan, each site's candidates, and where the best changes.
+"""A report's account of ranks: the base's plan, each site's candidates, and the best by tokens.
 
 Costs and bytes are of one layer and one rank, for one batch: forward, backward, and its share of
-the sum of copied weights' gradients, which is done once an optimizer step; the bytes of that are
-said whole. Messages are counted with neighbours in one, so that what joins another adds none.
+the sum of copied weights' gradients, which takes place once an optimizer step; `step_bytes` are all
+bytes of that. Coalesced messages count as one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pcg.parallel.search import Candidate, Search, SiteChoice
 from pcg.passes.stages import Sharded
 
 _TOKENS = tuple(4**power for power in range(9))
-"""At which the best strategies are looked for: 1 to 65,536."""
+"""The numbers of tokens at which the best strategies are searched: 1 to 65,536."""
 
 
 def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
-    """The `parallel` object of a report, without regions."""
+    """Return the `parallel` object of a report, without regions."""
     base, bypass, sent = [], [], []
     for place, (search, best) in enumerate(zip(sharded.searches, sharded.plans, strict=True)):
         block = sharded.typed.blocks[place]
@@ -87,7 +87,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _why(choice: SiteChoice) -> str:
-    """What speaks for the chosen candidate, against the next best."""
+    """Return the reason for the chosen candidate, against the next best."""
     bill = choice.chosen.added
     sends = bill.forward_bytes + bill.backward_bytes
     text = "sends nothing beside the base" if not sends else f"sends {sends:,} bytes"
@@ -102,7 +102,7 @@ def _why(choice: SiteChoice) -> str:
 
 
 def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dict[str, str]:
-    """What each site does, by its name; by its block's, too, where blocks say different things."""
+    """Return each site's strategy by its name, and its block's where blocks differ."""
     found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
@@ -118,11 +118,12 @@ def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dic
 def token_regions(
     searches_at: Callable[[int, int], Sequence[Search]], seq: int
 ) -> list[dict[str, Any]]:
-    """For which tokens the best strategies are the same, of 1, 4, 16, … 65,536.
+    """Return the ranges of tokens, of 1, 4, 16, … 65,536, with the same best strategies.
 
     Args:
-        searches_at: of the blocks, at a number of tokens and of tokens that each attends to.
-        seq: tokens of a sequence, of which fewer tokens are one.
+        searches_at: returns the blocks' searches, at a number of tokens and of tokens that each
+            attends to.
+        seq: the length of a sequence; fewer tokens are one sequence.
     """
     rows: list[dict[str, Any]] = []
     for tokens in _TOKENS:

@@ -1,4 +1,4 @@
-"""The `parallel` object of a report as lines of text."""
+"""Renders the `parallel` object of a report as lines of text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
 
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
-    """The base's plan, each site's choice, and the bytes between ranks, of a layer's step.
+    """Return lines of the base's plan, each site's choice, and the bytes between ranks.
 
     Args:
-        parallel: of a report.
-        candidates: whether to list what was not chosen, too.
+        parallel: the `parallel` object of a report.
+        candidates: list the candidates that were not chosen, too.
     """
     lines = [
         f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
@@ -64,7 +64,7 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
 
 
 def region_lines(parallel: Mapping[str, Any]) -> list[str]:
-    """For which tokens, ranks, degrees and links which strategies are the best."""
+    """Return lines of the best strategies by tokens, ranks, degrees and links."""
     lines: list[str] = []
     for variant, rows in parallel.get("regions", {}).items():
         most = f"{parallel['context']:,}"
@@ -84,7 +84,7 @@ def _region_line(row: Mapping[str, Any]) -> str:
 
 
 def _module(path: str) -> str:
-    """The last part of a module's path, or of a weight's."""
+    """Return the last part of a module's path, or of a weight's."""
     return path.removesuffix(".weight").rpartition(".")[2]
 
 

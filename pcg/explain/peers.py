@@ -1,4 +1,4 @@
-"""torch's partitioner beside pcg's plans, in a report: `pcg explain --peers`."""
+"""Adds torch's partitioner to a report: `pcg explain --peers`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def with_peers(
     recipes: Mapping[str, Recipe],
     adapters: Mapping[str, Mapping[str, Any]],
 ) -> Report:
-    """The report with torch's partitioner under its default and other budgets, or why it has none.
+    """Return the report with torch's partitioner under several budgets, or a note why it lacks it.
 
     Args:
-        report: of a model and recipes.
-        config: the model's config.json.
-        recipes: by name.
-        adapters: the adapter_config.json of each.
+        report: the report of a model and recipes.
+        config: the contents of the model's config.json.
+        recipes: the recipes by name.
+        adapters: the contents of each recipe's adapter_config.json.
     """
     if not recipes:
         return report
@@ -65,7 +65,7 @@ def peer_point(model: PartitionedModel) -> PeerPoint:
 
 
 def _check(recipes: Mapping[str, Recipe]) -> None:
-    """Refuse by name what would be measured as something else."""
+    """Refuse recipes that torch's run would not follow."""
     if len(recipes) > 1:
         raise UnsupportedError(f"{len(recipes)} adapters train at once; peft trains one")
     (recipe,) = recipes.values()

@@ -1,9 +1,8 @@
-"""Where a plan stays the optimum: the sequence lengths, and the ranks, that are planned the same.
+"""The range in which a plan stays the optimum: sequence lengths, or adapters' ranks.
 
-Bytes grow with the tokens, all at the same rate but for what no token has, and so do products;
-attention alone grows faster, with the square of the sequence. So the plan depends on the length. It
-depends on the rank by what bypass networks keep and make again. The bounds are found by doubling
-and bisection from what was asked for.
+The plan depends on the sequence length, as attention grows with its square and most else with its
+first power, and on the rank by what bypass networks save and recompute. The bounds of the range are
+found by doubling and bisection from the number that was asked for.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ MOST_RANK = 2**12
 
 
 def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
-    """The least and the largest number, of tokens or a rank, with the same plan.
+    """Return the least and the largest number, of tokens or a rank, with the same plan.
 
     Args:
-        plan_at: the plan for a number.
+        plan_at: returns the plan for a number.
         here: the number that was asked for.
-        most: where the search ends.
+        most: the end of the search.
     """
 
     def saved(number: int) -> object:
         try:
             plan = plan_at(number)
         except MemoryBudgetError:
-            return None  # so much keeps within no budget of that many bytes
+            return None  # no plan is within a budget in bytes
         return plan.layers, [choice.saved for choice in plan.choices], plan.restored
 
     wanted = saved(here)

@@ -2,10 +2,10 @@
 
     bytes(B, S, r) = bytes(B, S, r0) + (r - r0) · (bytes(B, S, r0 + 1) - bytes(B, S, r0))
 
-Graphs have concrete ranks. No tensor has a rank for more than one of its dims, so with the same
-tensors kept its bytes, and any sum of such, are on a straight line in r: two ranks give it, and a
-third shows where a sum is none, as the workspace where another moment becomes the fullest, or where
-collectives overlap otherwise. The total is the sum of the formulas, whichever have r.
+Graphs have concrete ranks. No tensor has more than one dim of a rank's size, so that the bytes of
+the same saved tensors are linear in r: two ranks determine the line, and a third checks it. A sum
+need not be linear, as the workspace if another moment becomes the peak. The total is the sum of the
+formulas.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pcg.peft.recipe import Recipe
 
 
 def rank_of(recipes: Mapping[str, Recipe]) -> int | None:
-    """The one rank that all recipes have at all modules; None where there is none such."""
+    """Return the one rank that all recipes have at all modules; None if ranks differ."""
     ranks = {recipe.one_rank for recipe in recipes.values()}
     return ranks.pop() if len(ranks) == 1 else None
 
 
 def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
-    """The recipes with another rank."""
+    """Return the recipes with another rank."""
     return {name: recipe.with_rank(rank) for name, recipe in recipes.items()}
 
 
 def in_rank(
     formulas_at: Callable[[int], Mapping[str, sympy.Expr] | None], rank: int
 ) -> dict[str, sympy.Expr] | None:
-    """Formulas in B, S and r, that are exact at the rank; those that are no line in r without r.
+    """Return formulas in B, S and r that are exact at the rank; non-linear ones have no r.
 
     Args:
-        formulas_at: by kind of memory, in B and S, and `total` their sum, with the same tensors
-            kept at a rank; None where there are none.
-        rank: that was asked for.
+        formulas_at: returns the formulas in B and S of each kind of memory, and `total`, at a rank
+            with the same saved tensors; None where there is no such plan.
+        rank: the rank that was asked for.
     """
     here, above, further = (formulas_at(rank + more) for more in range(3))
     if here is None:

@@ -1,8 +1,7 @@
 """Builds the report of `pcg.explain` from a planned model.
 
-The stages say what each way to train keeps for backward, the tensors what becomes of each value,
-and `pcg.explain.step_memory` what all of a step takes. Sizes are formulas in B and S; the numbers
-of a report are those formulas at its batch and sequence length, so that they agree to the byte.
+Sizes are formulas in B and S; the numbers of a report are these formulas at its batch and sequence
+length, so that they agree to the byte.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pcg.peft.recipe import Recipe
 
 
 def build_report(planned: PlannedModel, setup: Setup) -> Report:
-    """The report of one model, its recipes and a batch."""
+    """Return the report of a planned model."""
     use, at = planned.use, setup.at
     stages: list[Stage] = []
     notes: list[str] = []
@@ -51,7 +50,7 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
     checkpointing: tuple[Stage, ...] = ()
     if use.not_followed:
         notes.append(
-            f"eager: what eager code keeps with {', '.join(use.not_followed)} is not followed"
+            f"eager: what eager code saves with {', '.join(use.not_followed)} is not followed"
         )
     elif use.trainable and setup.tp > 1:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
@@ -81,7 +80,7 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
         plain = _uncompressed_plan(planned, setup)
         stages += _own_stages(planned, setup, kept, plain)
         if plain is None:
-            notes.append("rematerialized: without compression nothing keeps within the budget")
+            notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
         notes.append(
             f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
@@ -116,7 +115,7 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
 
 
 def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None:
-    """What layers would keep without compression; None where that is more than the budget."""
+    """Return the plan without compression; None where it exceeds the budget."""
     assert planned.training is not None
     try:
         found = frontiers(planned.training, planned.kinds, setup.batch, setup.seq)
@@ -128,7 +127,7 @@ def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None
 def _own_stages(
     planned: PlannedModel, setup: Setup, kept: SavedMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
-    """What pcg keeps: pruned alone, made again where cheap, compressed too, and by windows."""
+    """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     assert planned.training is not None
     assert planned.plan is not None
     every = in_order(save_all(planned.kinds))
@@ -147,7 +146,7 @@ def _own_stages(
 
 
 def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
-    """The recipes in words; None for none."""
+    """Return the recipes in words; None for none."""
     texts = [_recipe_text(recipe) for recipe in recipes.values()]
     if len(texts) == 1:
         return texts[0]
@@ -166,7 +165,7 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def formula_text(formula: sympy.Expr) -> str:
-    """A formula as a string that sympy reads back."""
+    """Return a formula as a string that sympy reads back."""
     return str(sympy.expand(formula))
 
 
@@ -191,9 +190,9 @@ def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) 
             "the experts' own weights get no adapters"
         )
     if eager.attention.endswith("eager"):
-        yield "eager: transformers has no SDPA for this architecture; scores [S, S] are kept"
+        yield "eager: transformers has no SDPA for this architecture; scores [S, S] are saved"
     if any(recipe.encoder is not None for recipe in recipes):
-        yield "eager: what the encoder of a prompt keeps is not counted"
+        yield "eager: what the encoder of a prompt saves is not counted"
     if eager.attention == "own-eager" and eager.model_type not in FOLLOWED:
         yield (
             "eager: read off the graph of the architecture's own modules; what their attention "
@@ -202,7 +201,7 @@ def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) 
 
 
 def _graph(planned: PlannedModel) -> tuple[GraphNode, ...]:
-    """The layer that most layers are like."""
+    """Return the graph of the layer that most layers are like."""
     assert planned.plan is not None
     assert planned.frontiers is not None
     index, _ = Counter(planned.plan.layers).most_common(1)[0]
@@ -213,7 +212,7 @@ def _graph(planned: PlannedModel) -> tuple[GraphNode, ...]:
 def _tensors(
     planned: PlannedModel, kept: SavedMemory, at: Mapping[sympy.Symbol, int]
 ) -> tuple[SavedTensor, ...]:
-    """What becomes of every tensor of the layers, and what is kept outside them."""
+    """Return the decisions on all tensors of the layers, and what is saved outside them."""
     assert planned.plan is not None
     assert planned.frontiers is not None
     rows: list[Decision] = []
@@ -234,11 +233,11 @@ def _tensors(
 
 
 def _split(row: Decision, restored: int) -> Iterable[Decision]:
-    """The rows of a layer's saved input: of layers that save it, and of those that do not."""
+    """Yield the rows of a layer's input: of layers that save it, and of those that do not."""
     if row.layers > restored:
         yield dataclasses.replace(row, layers=row.layers - restored)
     if restored:
-        reason = "the layers share the saved input of one before: made again by its forward"
+        reason = "the layers share the saved input of one before: recomputed by its forward"
         yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
 
 

@@ -21,13 +21,13 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """What one way to train keeps for backward.
+    """The bytes that one way to train saves for backward.
 
     Attributes:
         stage: its name.
-        bytes: of the whole model.
-        bytes_per_block: of one layer, on average over all but the first.
-        recompute_flops_ratio: floating-point operations done again, as a share of the forward's.
+        bytes: the bytes of the whole model.
+        bytes_per_block: the bytes of one layer, on average over all but the first.
+        recompute_flops_ratio: recomputed floating-point operations, as a share of the forward's.
     """
 
     stage: str
@@ -38,13 +38,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """A memory budget that pays: fewer bytes take more operations made again.
+    """A plan of the front: fewer bytes take more recomputed operations.
 
     Attributes:
-        bytes: kept for backward, of the whole model.
+        bytes: the bytes that the whole model saves for backward.
         recompute_flops_ratio: as in `Stage`.
-        restored: layers that save no input, as they share that of a layer before; only a budget in
-            bytes goes there.
+        restored: the number of layers that save no input, as they share that of a layer before;
+            only a budget in bytes goes there.
     """
 
     bytes: int
@@ -54,12 +54,12 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class PeerPoint:
-    """What torch's min-cut partitioner keeps under an activation memory budget.
+    """The bytes that torch's min-cut partitioner saves under an activation memory budget.
 
     Attributes:
-        budget: from 1, torch's default, to 0.
-        bytes: of the whole model.
-        outside_bytes: of them, of what layers share, and of logits and loss.
+        budget: the budget, from 1, torch's default, to 0.
+        bytes: the bytes of the whole model.
+        outside_bytes: the part of what layers share, and of logits and loss.
         bytes_per_block: as in `Stage`.
         recompute_flops_ratio: as in `Stage`.
     """
@@ -73,17 +73,17 @@ class PeerPoint:
 
 @dataclass(frozen=True)
 class GpuCapacity:
-    """What fits a GPU.
+    """The steps that fit a GPU.
 
     Attributes:
         gpu: its name.
-        memory_bytes: of it.
-        usable_bytes: of those, without what is left free.
-        fits: whether the step of the report does.
-        largest_batch: that fits with the report's sequence length and budget; 0 for none.
-        largest_seq: that fits with its batch and budget; 0 for none.
-        least_largest_batch: the same with a memory budget of 0.
-        least_largest_seq: likewise.
+        memory_bytes: its memory.
+        usable_bytes: its memory without a reserve.
+        fits: True if the step of the report fits.
+        largest_batch: the largest batch at the report's sequence length and budget; 0 for none.
+        largest_seq: the largest sequence length at its batch and budget; 0 for none.
+        least_largest_batch: the largest batch with a memory budget of 0.
+        least_largest_seq: the largest sequence length with a memory budget of 0.
         advice: options, each of which lets the step fit.
     """
 
@@ -100,19 +100,19 @@ class GpuCapacity:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the training program, and what is done with it.
+    """A tensor of the training program, and the decision on it.
 
     Attributes:
         tensor: its graph and value.
-        op: the operator that made it.
-        shape: sizes in this batch.
-        dtype: torch's name.
-        bytes: of one of it, where it is kept.
+        op: the operator that computes it.
+        shape: its shape in this batch.
+        dtype: torch's name of its dtype.
+        bytes: its bytes if saved, in one layer.
         formula: the same in B and S.
         needed_by: operators of backward that read it.
         decision: "save", "compress", "recompute" or "drop".
-        reason: why.
-        layers: how many of it there are.
+        reason: the reason in words.
+        layers: the number of layers that have it.
     """
 
     tensor: str
@@ -133,8 +133,8 @@ class Moment:
 
     Attributes:
         label: "forward 0" for a layer, "loss", "backward 0".
-        kept_bytes: kept for backward.
-        workspace_bytes: the most of its other values that are alive at once.
+        kept_bytes: the bytes saved for backward.
+        workspace_bytes: the most bytes of other values that are alive at once.
     """
 
     label: str
@@ -152,10 +152,10 @@ class GraphNode:
     """A node of a layer's forward graph, or an input of it; weights and views are left out.
 
     Attributes:
-        name: of the value that it makes.
-        op: its operator; "input" for what the layer is given.
-        scope: path of its module, within the layer.
-        inputs: names of the nodes that it reads.
+        name: the name of its value.
+        op: its operator; "input" for an input of the layer.
+        scope: the path of its module, within the layer.
+        inputs: the names of the nodes that it reads.
         decision: as in `SavedTensor`, of its first output.
     """
 
@@ -168,19 +168,19 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class ReportData:
-    """What `pcg.explain` found; memory is in bytes of one rank.
+    """The fields of a report; memory is in bytes of one rank.
 
     `memory_bytes` has, for one finetuning step of `batch` sequences of `seq` tokens:
 
     - weights: the base model's parameters;
     - adapters: the trainable parameters, in fp32 over half precision as peft has them;
     - gradients: one for each trainable parameter, in its dtype;
-    - optimizer: what `optimizer` keeps of them, as AdamW two moments and the count of steps;
+    - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps;
     - kv_cache: keys and values of batch · seq tokens, for the requests served beside it;
-    - activations: what pcg's training program keeps for backward (stage `compressed`; `eager`
-      where pcg cannot train the model);
-    - workspace: what the fullest moment of the step needs beside all of these, the loss over one
-      chunk of tokens or one layer's forward or backward; less what it need not keep any more.
+    - activations: the bytes that pcg's training program saves for backward (stage `compressed`;
+      `eager` where pcg cannot train the model);
+    - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
+      one layer's forward or backward; less the saved bytes that were freed by then.
     """
 
     model: str
@@ -219,7 +219,7 @@ class ReportData:
         return next((stage for stage in self.activations if stage.stage == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data, which `pcg explain --json` prints."""
+        """Return the report as plain data, which `pcg explain --json` prints."""
         fields = dataclasses.asdict(self)
         fields["parameters"] = dict(self.parameters)
         fields["memory_bytes"] = dict(self.memory_bytes)
@@ -235,9 +235,9 @@ class ReportData:
         return fields
 
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
-        """Bytes of pcg's front where this share is made again; None where it has no such point.
+        """Return the bytes of pcg's front at a share of recomputed operations; None for none.
 
-        Where more is made again than the least needs, that is the least.
+        Above the share that the fewest bytes need, these are the fewest bytes.
         """
         front = [(p.recompute_flops_ratio, p.bytes) for p in self.pareto if not p.restored]
         below = [point for point in front if point[0] <= recompute_flops_ratio]

@@ -31,7 +31,7 @@ from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.stages import Sharded
 from pcg.peft.recipe import Recipe
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 
 LOSS_CHUNK_BYTES = 16 * 2**20
 """Logits in fp32 of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
@@ -86,7 +86,7 @@ class PlannedModel:
         epilogue: the loss, forward and backward in one graph; None likewise.
         use: what the recipes train.
         adapter_dtype: of the adapters' parameters.
-        attention: as `pcg.trace.Trace.attention`.
+        attention: as `pcg.trace.TracedModel.attention`.
         refusal: why pcg cannot train the model; empty where it can.
         sharded: the model over ranks; None for one rank.
         windowed: the plan of sequences that come window by window, through the KV cache; None where
@@ -162,7 +162,7 @@ def step_memory(
         moments = [_moment(one, setup.at) for one in sizes]
         totals = [moment.kept_bytes + moment.workspace_bytes for moment in moments]
         fullest = sizes[totals.index(max(totals))]
-        workspace = fullest.kept + fullest.workspace - activations
+        workspace = fullest.saved + fullest.workspace - activations
     _, weights = base_weights(planned.base)
     trained, size = _trained_shapes(planned, setup), DTYPE_BYTES[planned.adapter_dtype]
     adapters = sympy.Integer(size * elements(trained))
@@ -250,7 +250,7 @@ def _serving_workspace(model: ModelGraph, setup: Setup) -> sympy.Expr:
 
 
 def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
-    return Moment(sizes.label, bytes_at(sizes.kept, at), bytes_at(sizes.workspace, at))
+    return Moment(sizes.label, bytes_at(sizes.saved, at), bytes_at(sizes.workspace, at))
 
 
 def carried_bytes(model: ModelGraph) -> sympy.Expr:

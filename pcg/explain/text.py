@@ -1,4 +1,4 @@
-"""A report as monospaced text, and several side by side."""
+"""Renders a report as monospaced text, and several side by side."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
+from pcg.units import gib, rounded
 
 _STAGES = {
     "eager": "transformers + peft",
     "pruned": "all that gradients read",
-    "rematerialized": "the rest made again",
+    "rematerialized": "the rest recomputed",
     "compressed": "and bits for signs: pcg",
     "token-level": "in windows, K/V cached",
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }
 _SYMBOLS = ("B", "S", "r", "tp")
-"""That formulas are in."""
+"""The symbols of formulas."""
 _BAR_CELLS = 28
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
-    """The report as monospaced text of at most 100 columns, formulas apart.
+    """Return the report as monospaced text of at most 100 columns, formulas apart.
 
     Args:
+        report: the report.
         tensors: list every tensor of a layer, and what becomes of it.
-        formulas: of every kind of memory, instead of the numbers.
+        formulas: print formulas of every kind of memory instead of the numbers.
     """
     if formulas:
         lines = [*_heading(report), "", *_formulas(report, report.formulas), *_region(report)]
@@ -63,7 +65,7 @@ def _heading(report: ReportData) -> list[str]:
         f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
         f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
         "",
-        f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
+        f"parameters   {rounded(base)} base, {rounded(trainable)} trainable{share}",
     ]
 
 
@@ -80,7 +82,7 @@ def _memory(report: ReportData) -> list[str]:
 def _stages(report: ReportData) -> list[str]:
     most = max(stage.bytes for stage in report.activations)
     wide = max(14, *(len(stage.stage) + 1 for stage in report.activations))
-    lines = [f"{'kept for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
+    lines = [f"{'saved for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
     lines += [
         f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
         f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
@@ -91,7 +93,7 @@ def _stages(report: ReportData) -> list[str]:
 
 
 def _budgets(report: ReportData) -> list[str]:
-    """The corners of the front; the plans between two of them mix them over the layers."""
+    """The corners of the front, between which layers mix their plans."""
     shares = [point.bytes for point in report.pareto if not point.restored]
     most, least = shares[0], shares[-1]
     lines = ["memory budgets         GiB   recomputed"]
@@ -107,7 +109,7 @@ def _budgets(report: ReportData) -> list[str]:
 
 
 def _peers(report: ReportData) -> list[str]:
-    """The points of torch's partitioner, and pcg where as many operations are made again."""
+    """The points of torch's partitioner, and pcg's bytes at as many recomputed operations."""
     lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
     for point in report.peers:
         ours = report.saved_bytes_at(point.recompute_flops_ratio)
@@ -158,8 +160,8 @@ def _formulas(report: ReportData, names: Iterable[str]) -> list[str]:
 
 
 def _pieces(formula: str) -> list[str]:
-    """A formula in a line, or one that is piecewise in the degree in a line a piece."""
-    from sympy import Piecewise, Symbol, sympify  # takes long, and most commands need it not
+    """Return a formula as one line, or one that is piecewise in the degree as a line a piece."""
+    from sympy import Piecewise, Symbol, sympify  # takes half a second
 
     found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
     if not isinstance(found, Piecewise):
@@ -180,13 +182,13 @@ def _region(report: ReportData) -> list[str]:
         "",
         *_degrees(report),
         f"The plan is the budget's optimum {where}:",
-        "no other choice of saved tensors keeps fewer bytes for as few operations made again,",
-        "where a tensor is kept whole or made again from what is, and weights are resident.",
+        "no other choice of saved tensors has fewer bytes for as few recomputed operations,",
+        "where a tensor is saved whole or recomputed from those, and weights are resident.",
     ]
 
 
 def _degrees(report: ReportData) -> list[str]:
-    """At which degrees which formulas are exact, a line for each set of degrees."""
+    """The degrees at which formulas are exact, a line for each set of degrees."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, degrees in report.formula_degrees.items():
         groups.setdefault(degrees, []).append(name.replace("kv_", "KV "))
@@ -197,17 +199,17 @@ def _degrees(report: ReportData) -> list[str]:
 
 
 def comparison(reports: Mapping[str, ReportData]) -> str:
-    """Reports of one model side by side, as text: a line each.
+    """Return reports of one model side by side, as text of a line each.
 
     Args:
-        reports: by what each is called.
+        reports: the reports by name.
     """
     first = next(iter(reports.values()))
     wide = max(len(name) for name in reports)
     lines = [
         f"{first.model}  ·  {first.dtype}  ·  batch {first.batch} × {first.seq:,} tokens",
         "",
-        f"{'':<{wide}}  {'trainable':>10}  {'states':>8}  {'kept':>8}  {'recomputed':>10}"
+        f"{'':<{wide}}  {'trainable':>10}  {'states':>8}  {'saved':>8}  {'recomputed':>10}"
         f"  {'workspace':>9}  {'total':>8}  GiB",
     ]
     most = max(report.memory_bytes["total"] for report in reports.values())
@@ -217,7 +219,7 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
         ours = [stage for stage in report.activations if stage.stage == "compressed"]
         again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
         lines.append(
-            f"{name:<{wide}}  {count_text(report.parameters['trainable']):>10}  {gib(states):>8}"
+            f"{name:<{wide}}  {rounded(report.parameters['trainable']):>10}  {gib(states):>8}"
             f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
             f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
         )
@@ -232,24 +234,10 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
     return "\n".join(lines)
 
 
-def gib(size_bytes: int) -> str:
-    """Bytes in GiB; two more places for what is small."""
-    size = size_bytes / 2**30
-    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
-
-
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
-    """A bar whose length is the share of the whole, to an eighth of a cell; never none for some."""
+    """Return a bar as long as the share of the whole, to an eighth of a cell and at least one."""
     eighths = round(8 * cells * part / whole) if whole else 0
     if part:
         eighths = max(eighths, 1)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_BLOCKS[rest] if rest else "")
-
-
-def count_text(number: int) -> str:
-    """A number of parameters as people say it: 8.03 B, 41.9 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
-    return f"{number}"

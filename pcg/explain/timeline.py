@@ -1,12 +1,12 @@
 """The memory of one finetuning step, moment by moment.
 
-    forward i    kept = shared + Σ_{j <= i} layer j    what forward i keeps is there when it ends
-    loss         kept = shared + Σ layers + what the loss reads
-    again i      kept = shared + Σ_{j < i} layer j + inputs made again of layers of i's segment
-    backward i   kept = the same; its own is freed as it is read
+    forward i    saved = shared + Σ_{j <= i} layer j    tensors saved by forward i count at its end
+    loss         saved = shared + Σ layers + what the loss reads
+    again i      saved = shared + Σ_{j < i} layer j + recomputed inputs of layers of i's segment
+    backward i   saved = the same; its own tensors are freed as they are read
 
-Beside that, each moment has a workspace: the most of its own values that are alive at once. The
-adapters' gradients are counted with the optimizer, for the whole step.
+Besides, each moment has a workspace: the most bytes of its own values that are alive at once. The
+adapters' gradients are counted for the whole step.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ from pcg.passes.memory.plan import MemoryPlan
 
 @dataclass(frozen=True)
 class MomentSizes:
-    """What one moment of a step needs, in bytes: formulas in B and S.
+    """The bytes of one moment of a step: formulas in B and S.
 
     Attributes:
-        label: of the moment.
-        kept: for backward.
-        workspace: beside that.
+        label: the moment's label.
+        saved: the bytes saved for backward.
+        workspace: the other bytes.
     """
 
     label: str
-    kept: sympy.Expr
+    saved: sympy.Expr
     workspace: sympy.Expr
 
 
 def timeline(
     model: ModelGraph,
     plan: MemoryPlan,
-    kept: SavedMemory,
+    saved: SavedMemory,
     loss_workspace: sympy.Expr,
     batch: int,
     seq: int,
 ) -> list[MomentSizes]:
-    """The moments of a step: forward layer by layer, the loss, backward layer by layer.
+    """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
 
-    A layer that trains nothing has no backward, and no moment of it.
+    A layer that trains nothing has no backward.
 
     Args:
-        model: with bypass networks attached.
-        plan: how the layers are trained.
-        kept: what they keep.
-        loss_workspace: what the loss needs at once; a formula.
-        batch: sequences, at which nodes are compared.
-        seq: tokens of each, likewise.
+        model: the model with bypass networks.
+        plan: the memory plan of its layers.
+        saved: the bytes that they save.
+        loss_workspace: the workspace of the loss; a formula.
+        batch: the number of sequences at which nodes are compared.
+        seq: the number of tokens of each at which nodes are compared.
     """
     workspaces = [
         [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
         for pair in training_transients(model, plan.plans, batch * seq, seq)
     ]
     shared = sympy.Add(
-        *(row.size_bytes for row in kept.outside if row.tensor.startswith("prologue."))
+        *(row.size_bytes for row in saved.outside if row.tensor.startswith("prologue."))
     )
-    until = list(accumulate(kept.layers, initial=shared))
+    until = list(accumulate(saved.layers, initial=shared))
     moments = [
         MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
         for layer, index in enumerate(plan.layers)
     ]
-    moments.append(MomentSizes("loss", kept.total, loss_workspace))
-    held = _inputs_made_again(model, plan)
+    moments.append(MomentSizes("loss", saved.total, loss_workspace))
+    held = _recomputed_inputs(model, plan)
     for layer, index in reversed(list(enumerate(plan.layers))):
         if workspaces[index][1] is None:
             break
@@ -85,8 +85,8 @@ def timeline(
     return moments
 
 
-def _inputs_made_again(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
-    """Bytes of inputs made again that are there, beside its own, as each layer runs backward."""
+def _recomputed_inputs(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
+    """Return the bytes of recomputed inputs that are alive, beside its own, in each backward."""
     held: list[sympy.Expr] = []
     for layer in range(len(plan.layers)):
         in_segment = layer in plan.restored and layer - 1 in plan.restored

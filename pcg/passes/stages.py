@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from pcg.codegen.functions import Function
+from pcg.codegen.program_functions import Function
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
@@ -23,14 +23,14 @@ from pcg.passes.differentiate import Differentiated
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.stage import Named
-from pcg.trace import Trace
+from pcg.trace import TracedModel
 
 
 @dataclass(frozen=True)
 class Traced:
     """A model as transformers runs it, in one graph."""
 
-    trace: Trace
+    trace: TracedModel
 
     @property
     def graphs(self) -> Named:

@@ -1,15 +1,15 @@
-"""What torch's min-cut partitioner keeps for backward: the peer of our memory plan.
+"""torch's min-cut partitioner, the peer of our memory plan, and the bytes that it saves.
 
 AOTAutograd traces a function and its gradients to one joint graph, with inductor's decompositions,
-and the partitioner divides it under an activation memory budget b:
+and the partitioner divides it under an activation memory budget:
 
-    kept  = storages passed to backward, each once, without parameters; what is made of shared
-            inputs alone (rotary tables, masks) stands apart, since all layers have it once
-    again = FLOPs of forward and backward − FLOPs of the joint graph, equal nodes once
+    saved      = storages passed to backward, each once, without parameters; those computed from
+                 shared inputs alone (rotary tables, masks) count apart, once for all layers
+    recomputed = FLOPs of forward and backward − FLOPs of the joint graph, equal nodes once
 
-so that what attention's backward costs, the same in both, need not be known. FLOPs are those of
-matrix products and attention; a causal query sees (S + 1) / 2 keys on average, also where the
-scores are a product of their own. Parameters count as resident, as torch.compile marks them.
+so that the FLOPs of attention's backward, the same in both, cancel. FLOPs are those of matrix
+products and attention; a causal query sees (S + 1) / 2 keys on average, also where the scores are a
+product of their own. Parameters count as resident, as torch.compile marks them.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-"""Operators and their factors."""
+"""Matrix products and the places of their factors."""
 BATCHED_PRODUCTS = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
-"""The same of attention's scores; [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
+"""The products of attention: [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
 
 
 Shared: TypeAlias = Mapping[tuple[str, torch.Size, frozenset[int]], int]
-"""Bytes, by operator, shape and the shared inputs that it was made of."""
+"""Bytes by operator, shape and shared inputs of a tensor."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A joint graph divided.
+    """A divided joint graph.
 
     Attributes:
-        kept: bytes passed to backward, by storage.
-        shared: bytes passed to backward of what is made of shared inputs alone.
-        forward_flops: of the forward, without what is computed again.
-        recomputed_flops: computed again in backward.
-        forward: inputs to outputs and what is kept.
-        backward: what is kept and the outputs' gradients to the inputs' gradients.
-        resident: storages of parameters and shared inputs.
+        saved: the bytes passed to backward, by storage.
+        shared: the bytes passed to backward that were computed from shared inputs alone.
+        forward_flops: the FLOPs of the forward.
+        recomputed_flops: the FLOPs that backward recomputes.
+        forward: the graph from inputs to outputs and saved tensors.
+        backward: the graph from saved tensors and the outputs' gradients to the inputs' gradients.
+        resident: the storages of parameters and shared inputs.
     """
 
-    kept: Mapping[int, int]
+    saved: Mapping[int, int]
     shared: Shared
     forward_flops: int
     recomputed_flops: int
@@ -66,12 +66,12 @@ class Partition:
 
     @property
     def size_bytes(self) -> int:
-        """Of what is kept, without what is shared."""
-        return sum(self.kept.values())
+        """The saved bytes without the shared ones."""
+        return sum(self.saved.values())
 
 
 class _Captured(Exception):
-    """Ends a capture once the joint graph is known."""
+    """The exception that ends a capture once the joint graph is known."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class JointGraph:
     """A function and its gradients as one graph.
 
     Attributes:
-        graph: inputs and the output's gradient to the output and the inputs' gradients.
-        carried: number of the first inputs, which are kept if backward reads them.
-        parameters: number of those that follow, which are resident.
-        shared: number of the last ones, resident as well.
+        graph: the graph from inputs and the output's gradient to output and inputs' gradients.
+        carried: the number of the first inputs, which are saved if backward reads them.
+        parameters: the number of those that follow, which are resident.
+        shared: the number of the last ones, which are resident, too.
     """
 
     graph: fx.GraphModule
@@ -121,7 +121,7 @@ class JointGraph:
         inputs = forward.graph.find_nodes(op="placeholder")[self.carried :]
         resident = frozenset(key for node in inputs for key in storages(node))
         sources = self._sources(forward.graph)
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
         shared: dict[tuple[str, torch.Size, frozenset[int]], int] = {}
         passed: Any = forward.graph.output_node().args[0]
         for node in passed[1:]:
@@ -130,13 +130,13 @@ class JointGraph:
                 key = (str(node.target), node.meta["val"].shape, sources[node])
                 shared[key] = sum(sizes.values())
             else:
-                kept |= {of: size for of, size in sizes.items() if of not in resident}
+                saved |= {of: size for of, size in sizes.items() if of not in resident}
         flops = graph_flops(forward.graph)
         again = flops + graph_flops(backward.graph) - graph_flops(fx_graph_cse(self.graph.graph))
-        return Partition(kept, shared, flops, again, forward, backward, resident)
+        return Partition(saved, shared, flops, again, forward, backward, resident)
 
     def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-        """Which shared inputs what is made of them and constants alone is made of, by place."""
+        """Return the places of shared inputs behind each node that has no other source."""
         found: dict[fx.Node, frozenset[int]] = {}
         if self.shared:
             inputs = graph.find_nodes(op="placeholder")[self.carried + self.parameters :]
@@ -149,12 +149,12 @@ class JointGraph:
 
 
 def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
-    """A compiler that leaves a graph as it is."""
+    """Return a graph as it is: a compiler that does nothing."""
     return gm
 
 
 def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A partitioner that keeps the joint graph and ends the tracing."""
+    """Return a partitioner that appends the joint graph to a list and ends the tracing."""
 
     def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
         found.append(copied(joint))
@@ -164,18 +164,18 @@ def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph of its own, over the same constants, of which fake ones cannot be copied."""
+    """Return a copy of a graph over the same constants, as fake ones cannot be copied."""
     return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
 def storages(node: fx.Node) -> dict[int, int]:
-    """Size by identity of what a node's value lies in; views share it."""
+    """Return the bytes of the storages of a node's value, by identity; views share them."""
     tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
 def operator_flops(operator: Any, args: Sequence[Any]) -> int:
-    """FLOPs of a forward product or attention; 0 for what is neither."""
+    """Return the FLOPs of a forward product or attention; 0 for other operators."""
     if operator in PRODUCTS:
         left, right = (args[index] for index in PRODUCTS[operator])
         return int(2 * left.numel() * right.shape[-1])
@@ -190,22 +190,22 @@ def operator_flops(operator: Any, args: Sequence[Any]) -> int:
 
 
 def node_flops(node: fx.Node) -> int:
-    """FLOPs of a node."""
+    """Return the FLOPs of a node."""
     args = [arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in node.args]
     return operator_flops(node.target, args)
 
 
 def graph_flops(graph: fx.Graph) -> int:
-    """FLOPs of all nodes."""
+    """Return the FLOPs of all nodes."""
     return sum(map(node_flops, graph.nodes))
 
 
 @contextlib.contextmanager
 def attention_as_on_cuda() -> Iterator[None]:
-    """Have the partitioner know the CPU's attention as it knows CUDA's.
+    """Give the partitioner the CPU's attention as it has CUDA's.
 
-    Its list of operators that cost much, and its table of FLOPs, lack the one for the CPU: there it
-    recomputes attention as if that were free.
+    Its list of expensive operators and its table of FLOPs lack the CPU's attention, which it would
+    recompute as if that were free.
     """
     known = partitioners.get_default_op_list
 

@@ -1,4 +1,4 @@
-"""A transformers + peft model of true shapes without weights, whole and layer by layer.
+"""A transformers + peft model of true shapes without weights, as a whole and by layers.
 
 The model is built on meta, then every tensor is replaced by an empty one on the CPU: under a
 FakeTensorMode a fake one, so that the CPU's own operators are chosen and nothing is computed.
@@ -18,30 +18,32 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pcg.errors import TraceError, UnsupportedError
-from pcg.trace.export import fingerprint, layer_kinds, parse_config, quiet
+from pcg.trace.export import quiet
+from pcg.trace.layer_kinds import fingerprint, layer_kinds
+from pcg.trace.model_config import parse_config
 
 MASKLESS = "sdpa_maskless"
 """SDPA without a mask: `is_causal`, as transformers runs it eagerly over sequences of one length.
 
-Where transformers is traced it makes a mask of its own, with which it repeats keys and values. An
-attention of a name without mask function gets none.
+When traced, transformers makes a mask, with which it repeats keys and values; an attention without
+a mask function of its name gets none.
 """
 
 _CHANGES = {"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": None}
-"""No dropout; and some models look for padding in the token ids, which have no values here."""
+"""No dropout, and no padding, which some models look for in the values of token ids."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a model calls one of its layers.
+    """A model's call of one of its layers.
 
     Attributes:
         layer: the module.
-        arguments: leaves of its arguments; tensors without their gradients' graph.
-        structure: that they are the leaves of.
-        place: of the hidden states among the leaves.
-        carries: whether the hidden states need a gradient.
-        kind: equal for layers that are alike.
+        arguments: the leaves of its arguments; tensors are detached.
+        structure: the tree of the leaves.
+        place: the place of the hidden states among the leaves.
+        carries: True if the hidden states need a gradient.
+        kind: a key, equal for layers that are alike.
     """
 
     layer: nn.Module
@@ -53,7 +55,7 @@ class LayerCall:
 
     @property
     def hidden(self) -> Tensor:
-        """What the layer before hands on."""
+        """The hidden states of the layer before."""
         return self.arguments[self.place].clone().requires_grad_(self.carries)  # type: ignore[no-any-return]
 
     @property
@@ -63,14 +65,14 @@ class LayerCall:
 
     @property
     def shared(self) -> list[int]:
-        """Places of the other tensors: positions, rotary tables, masks."""
+        """The places of the other tensors: positions, rotary tables, masks."""
         tensors = [i for i, a in enumerate(self.arguments) if isinstance(a, Tensor)]
         return [place for place in tensors if place != self.place]
 
     def run(
         self, hidden: Sequence[Tensor], parameters: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> Tensor:
-        """The layer's hidden states, of those before it."""
+        """Return the layer's hidden states, from those before it."""
         leaves = list(self.arguments)
         (leaves[self.place],) = hidden
         for place, tensor in zip(self.shared, shared, strict=True):
@@ -87,14 +89,14 @@ def peer_model(
     wrap: Callable[[Any], Any],
     attention: str | None = None,
 ) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """A model of empty tensors, and its layers.
+    """Return a model of empty tensors, and its layers.
 
     Args:
-        config: the contents of a config.json; its dropout and padding are left out.
+        config: the contents of a config.json, whose dropout and padding are ignored.
         dtype: torch's name of the dtype.
-        wrap: makes adapters of the model in place, on meta.
-        attention: transformers' name of it, or `MASKLESS`; transformers' choice by default, also
-            where the architecture does not take this one.
+        wrap: adds adapters to the model in place, on meta.
+        attention: transformers' name of an attention, or `MASKLESS`; transformers' choice by
+            default, and where the architecture does not take this one.
     """
     with quiet(), unset_fake_temporarily():
         model = _on_meta(parse_config({**config, **_CHANGES}), dtype, attention)
@@ -105,22 +107,22 @@ def peer_model(
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers."""
+    """Return a module's parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """The loss of predicting each next token; ids: [B, S]."""
+    """Return the loss of predicting each next token; ids: [B, S]."""
     return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
 
 
 def layer_calls(
     model: nn.Module, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[LayerCall], Any]:
-    """How a model of fake tensors calls each of its layers; and what the last one returns.
+    """Return the calls of the layers of a model of fake tensors, and the last one's output.
 
     Raises:
-        TraceError: a layer takes no hidden states that are known as such.
+        TraceError: a layer takes no hidden states by place or name.
         UnsupportedError: a layer takes a cache, or what comes before the layers is trained.
     """
     calls: list[LayerCall] = []
@@ -156,14 +158,14 @@ def layer_calls(
 def without_layers(
     model: nn.Module, layers: Sequence[nn.Module], last: Any
 ) -> tuple[Callable[..., Tensor], Tensor]:
-    """A model without its layers, and the hidden states that it is given instead.
+    """Return the loss of a model without its layers, and hidden states in their place.
 
     Args:
-        model: of fake tensors.
-        layers: of it.
-        last: what the last one returns.
+        model: a model of fake tensors.
+        layers: its layers.
+        last: the output of the last layer.
     Returns:
-        The loss, of [hidden states], the tensors of the model and [token ids]; and the former.
+        A function of [hidden states], the model's tensors and [token ids]; and hidden states.
     """
     names = list(tensors_of(model))
 
@@ -182,7 +184,7 @@ def without_layers(
 
 @contextlib.contextmanager
 def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[None]:
-    """Have every layer return this instead of what it would compute, and make no masks for them."""
+    """Replace every layer's output by this one, without masks."""
     config = model.config
     attention = config._attn_implementation_internal  # whose setter refuses what is not registered
     config._attn_implementation_internal = MASKLESS
@@ -197,7 +199,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[
 
 
 def _identity(leaf: Any) -> Hashable:
-    """Equal for arguments that are the same."""
+    """Return a key, equal for arguments that are the same."""
     if isinstance(leaf, Tensor):
         return leaf.untyped_storage()._cdata, leaf.shape
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__

@@ -13,8 +13,8 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.measured_memory import BATCH, SEQ, measured

@@ -73,21 +73,21 @@ def test_scale_and_bias(
     generator, width = case.generator, sum(case.sizes)
     vectors = scattered(case.ranks, case.starts, case.sizes, 1, dtype, generator)
     base = torch.randn(width, generator=generator).to(y_dtype) if has_base else None
-    y, scales, tiles = drawn(case, y_dtype, width), scales_of(case), case.tiles
+    y, tiles = drawn(case, y_dtype, width), case.tiles
     before = y.double()
     expected, magnitude = before.clone(), before.abs()
     own_base = torch.zeros(width).double() if base is None else base.double()
     for j, token, slot, own in own_columns(case):
         v, rest = matrix(vectors, j, slot)[0], own_base[own]
         if adds:
-            expected[token, own] += scales[j, slot] * v - rest
-            magnitude[token, own] += (scales[j, slot] * v).abs() + rest.abs()
+            expected[token, own] += v - rest
+            magnitude[token, own] += v.abs() + rest.abs()
         else:
             expected[token, own] = (before[token, own] - rest) * v + rest
             magnitude[token, own] = (before[token, own].abs() + rest.abs()) * v.abs() + rest.abs()
     with sanitized():
         if adds:
-            found = segmented_bias_add(y, vectors, tiles, base, scales)
+            found = segmented_bias_add(y, vectors, tiles, base)
         else:
             found = segmented_scale(y, vectors, tiles, base)
     check_close(found, expected, magnitude, 1e-6 + ROUNDING[y_dtype])
@@ -96,8 +96,8 @@ def test_scale_and_bias(
 
 @pytest.mark.parametrize("of", ["y", "y and base", "dy alone"])
 @settings(max_examples=12)
-@given(case=cases(2, 1), dtype=dtypes, adds=st.booleans())
-def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str, adds: bool) -> None:
+@given(case=cases(2, 1), dtype=dtypes)
+def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str) -> None:
     generator, width = case.generator, sum(case.sizes)
     vectors = scattered(case.ranks, case.starts, case.sizes, 1, torch.float32, generator)
     dy, scales, tiles = drawn(case, dtype, width), scales_of(case), case.tiles
@@ -106,7 +106,7 @@ def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str, adds: boo
     before = replace(vectors, memory=vectors.memory.clone())
     with sanitized():
         given_y = None if of == "dy alone" else y
-        segment_inner(dy, given_y, vectors, tiles, base, scales, adds)
+        segment_inner(dy, given_y, vectors, tiles, base, scales)
     right = torch.ones_like(y).double() if of == "dy alone" else y.double()
     for j, (start, size) in enumerate(zip(case.starts, case.sizes, strict=True)):
         for slot, has in enumerate(case.ranks[j]):
@@ -115,7 +115,7 @@ def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str, adds: boo
                 continue
             expected = torch.zeros(size).double()
             magnitude = torch.ones(size).double()
-            if adds or not tokens:
+            if not tokens:
                 expected = matrix(before, j, slot)[0]
             for token in tokens:
                 own = slice(start, start + size)
@@ -206,16 +206,15 @@ _ODD = ("order", "tiles", "segments", "slices", "slots", "places", "row_stride")
 _VECTOR = {"memory": "*bf16", **_TYPES}
 _GRADIENT = {"memory": "*fp32", **_TYPES}
 _WIDE = {**_GRADIENT, "y": "*fp32", "dy": "*fp32", "base": "*fp32"}
-_FLAGS = {"HAS_BASE": True, "HAS_SCALES": True}
 
 
 def _vector(types: dict[str, str], adds: bool, block_m: int, block_n: int) -> Kernel:
-    constants = _FLAGS | {"ADDS": adds, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    constants = {"HAS_BASE": True, "ADDS": adds, "BLOCK_M": block_m, "BLOCK_N": block_n}
     return Kernel(_VECTORS, "vector_kernel", types, constants, _ODD, 4, 3)
 
 
 def _inner(types: dict[str, str], has_y: bool) -> Kernel:
-    constants = _FLAGS | {"HAS_Y": has_y, "ADDS": True, "BLOCK_T": 32, "BLOCK_N": 64}
+    constants = {"HAS_BASE": True, "HAS_SCALES": True, "HAS_Y": has_y, "BLOCK_T": 32, "BLOCK_N": 64}
     return Kernel(_VECTORS, "inner_kernel", types, constants, _ODD, 4, 2)
 
 
@@ -245,7 +244,7 @@ def test_machine_code() -> None:
 
 @pytest.mark.slow
 def test_machine_code_of_rare_kernels() -> None:
-    sums = {"HAS_SCALES": True, "ADDS": True, "BLOCK_T": 32, "BLOCK_R": 32}
+    sums = {"HAS_SCALES": True, "BLOCK_T": 32, "BLOCK_R": 32}
     check_code(
         [
             _vector(_VECTOR, True, 16, 256),

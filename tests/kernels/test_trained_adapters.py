@@ -54,14 +54,14 @@ def close(found: Tensor, expected: Tensor, rounding: float) -> None:
 def outer_launches() -> Iterator[tuple[list[Any], pytest.MonkeyPatch]]:
     """What is given to each launch of outer products, and what patches meanwhile."""
     launches: list[Any] = []
-    run = trained_adapters.segmented_lora_backward.segment_outer
+    run = trained_adapters.segmented_lora.segment_outer
 
     def counted(*arguments: Any) -> None:
         launches.append(arguments)
         run(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_adapters.segmented_lora_backward, "segment_outer", counted)
+        patch.setattr(trained_adapters.segmented_lora, "segment_outer", counted)
         yield launches, patch
 
 

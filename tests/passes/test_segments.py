@@ -20,8 +20,8 @@ from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
 from pcg.passes.memory.segments import most_shared, shared_inputs
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
@@ -134,7 +134,7 @@ def test_the_report_counts_the_layers_run_again() -> None:
     (stage,) = [stage for stage in at_least.activations if stage.stage == "compressed"]
     assert stage.recompute_flops_ratio == pytest.approx(shared.recompute_flops_ratio)
     rows = {row.decision: row for row in at_least.saved if row.op == "input" and row.layers == 6}
-    assert "made again" in rows["recompute"].reason
+    assert "recomputed by" in rows["recompute"].reason
 
 
 def test_a_program_folder_says_which_inputs_are_made_again(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.attach import attach
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner
 from tests.support import oracle
 from tests.support.bypasses import lora

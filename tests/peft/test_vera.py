@@ -17,7 +17,7 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.registry import run_graphs
 from pcg.peft.registry import recipe_from
 from pcg.peft.vera import VeraBypass, VeraConfig
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME

@@ -1,1 +1,1 @@
-"""What eager transformers + peft save for backward: the first of the peers."""
+"""The bytes that eager transformers + peft save for backward: the first of the peers."""

@@ -1,7 +1,7 @@
-"""Attention as eager transformers runs it by default: what autograd saves of it.
+"""Attention as eager transformers runs it by default, and what autograd saves of it.
 
-Flash SDPA, masked or not, its math where heads differ, or scores written out. With a prefix, keys
-and values are those of the cache, where its virtual tokens stand before the sequence's own.
+It is flash SDPA, masked or not, SDPA's math where heads differ, or explicit scores. With a prefix,
+keys and values are those of the cache, where its virtual tokens precede the sequence's own.
 Source: transformers 5.23 integrations/sdpa_attention.py, and modeling_{bloom,falcon,gptj,mpt}.py
 for those that have an attention of their own.
 """
@@ -20,11 +20,11 @@ from pcg.ir.types import DTYPE_BYTES, promote
 WIDENED = ("gptj",)
 """Architectures whose own attention multiplies q and k in fp32."""
 FILLED = ("mpt",)
-"""Those whose own attention fills scores by a mask, which all layers share."""
+"""Architectures whose own attention fills scores by a mask, which all layers share."""
 SLIDING_CACHES = ("gemma2", "gemma3_text")
-"""Those for which peft puts a prefix into a cache that holds no more than a layer's window."""
+"""Architectures for which peft puts a prefix into a cache of no more than a layer's window."""
 FOLLOWED = ("bloom", *WIDENED, *FILLED)
-"""Architectures with an attention of their own written out, which is followed to the byte."""
+"""Architectures with an attention of their own, which is followed to the byte."""
 
 
 def save_for_attention(saved: SavedStorages, node: Node) -> None:
@@ -118,7 +118,7 @@ class _Attention:
     # ------------------------------------------------------------------------------------ tensors
 
     def _is_head_major(self, name: str) -> bool:
-        """Whether q is dense in [B, heads, S, d]: torch.cat makes it so, projections do not."""
+        """Return whether q is dense in [B, heads, S, d], as after torch.cat."""
         graph = self._saved.graph
         while (node := graph.producers.get(name)) is not None:
             if node.op == "concat":

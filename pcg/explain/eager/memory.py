@@ -1,12 +1,11 @@
-"""What eager Hugging Face + PEFT saves for backward of a whole model, read off the traced graph.
+"""The bytes that eager transformers + peft save for backward, read off the traced graph.
 
     saved = virtual tokens + Σ layers + what layers share + epilogue and loss
 
 each but the first by `pcg.explain.eager.walk`. In the first layer the carried input needs no
-gradient, unless a prompt is trained. cos and sin of the rotary embedding are saved once a model,
-[1, S, d]: transformers makes them once for all layers and all sequences of a batch.
-tests/explain/test_eager_memory.py measures all of it, to the byte, with
-torch.autograd.graph.saved_tensors_hooks.
+gradient, unless a prompt is trained. cos and sin of the rotary embedding, [1, S, d], are saved once
+for all layers and all sequences. tests/explain/test_eager_memory.py measures all of it to the byte
+with torch.autograd.graph.saved_tensors_hooks.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from pcg.peft.method import Bypass
 
 @dataclass(frozen=True)
 class EagerMemory:
-    """What eager PyTorch saves for one step.
+    """The bytes that eager PyTorch saves for one step.
 
     Attributes:
-        layers: bytes of each layer, in B and S.
-        outside: of everything else: what layers share, the epilogue and the loss.
-        block: what a layer that is not the first saves.
-        epilogue: what is saved outside the layers.
+        layers: the bytes of each layer, in B and S.
+        outside: the bytes of what layers share, the epilogue and the loss.
+        block: the tensors saved by a layer that is not the first.
+        epilogue: the tensors saved outside the layers.
     """
 
     layers: tuple[sympy.Expr, ...]
@@ -48,16 +47,16 @@ class EagerMemory:
 
 
 def eager_memory(model: ModelGraph, eager: EagerRun) -> EagerMemory:
-    """What eager autograd saves of a folded model, before `raise`.
+    """Return the bytes that eager autograd saves of a folded model, before `raise`.
 
     Args:
-        model: one node an ATen operator.
-        eager: how it is run.
+        model: the model, one node an ATen operator.
+        eager: the way that PyTorch runs it.
     """
     invariants = _invariants(model.prologue)
     trained = (embeds(model.prologue),) if eager.prompt else ()
     prologue = EagerWalk(model.prologue, eager, (), invariants, trained=trained).run()
-    # What the prologue gives is carried first, then what all layers share.
+    # The prologue's first outputs are carried, the others are shared by all layers.
     carries = prologue.requires[: len(model.blocks[0].outputs)]
     layers: list[sympy.Expr] = []
     cache: dict[object, EagerWalk] = {}
@@ -93,33 +92,33 @@ def eager_memory(model: ModelGraph, eager: EagerRun) -> EagerMemory:
 
 
 def _virtual_tokens(eager: EagerRun) -> list[SavedStorage]:
-    """What looking virtual tokens up saves: their indices, alike in all sequences of a batch."""
+    """Return the indices of virtual tokens, which are alike in all sequences of a batch."""
     tokens = eager.prompt + eager.prefix
     size = sympy.Integer(tokens * DTYPE_BYTES["i64"])
     return [SavedStorage("virtual_tokens", "embedding", size)] if tokens else []
 
 
 def _invariants(prologue: Graph) -> Invariants:
-    """Which invariants depend on positions and constants alone, and which layers make themselves.
+    """Return the invariants that depend on positions and constants alone, and those of each layer.
 
-    What is computed within a layer's module, such as `transformer.h.0.attn`, is made by each.
+    Each layer recomputes what is computed within a layer's module, as `transformer.h.0.attn`.
     """
     names = {value.name for value in prologue.inputs if value.name == "position_ids"}
     names.update(p.name for p in prologue.parameters if p.role == "constant")
-    remade = set()
+    recomputed = set()
     for node in prologue.nodes:
         outputs = [value.name for value in node.outputs]
         if all(name in names for name in node.inputs):
             names.update(outputs)
         if re.search(r"\.\d+(\.|$)", node.scope):
-            remade.update(outputs)
-    return Invariants(frozenset(names), frozenset(remade))
+            recomputed.update(outputs)
+    return Invariants(frozenset(names), frozenset(recomputed))
 
 
 def _adapted(
     block: Graph, eager: EagerRun, layer: int
 ) -> tuple[tuple[str, Collection[Bypass]], ...]:
-    """What adapters do in a layer, by site."""
+    """Return the adapters of a layer, by site."""
     sites = [site for node in block.nodes if (site := site_of(block, node)) is not None]
     found = [(site, eager.at.get(site.format(layer=layer), ())) for site in sites]
     return tuple((site, tuple(at)) for site, at in found)

@@ -1,8 +1,7 @@
-"""What autograd saves of one graph run eagerly: storages by name, once each.
+"""The storages that autograd saves of one graph run eagerly, by name, once each.
 
 Autograd saves, of each operator that a gradient passes through, the inputs and outputs that its
-derivative reads. A storage is what views share (`pcg.ir.analysis.storages`); parameters are
-resident.
+derivative reads. Views share a storage (`pcg.ir.analysis.storages`); parameters are resident.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from pcg.peft.method import Bypass
 
 @dataclass(frozen=True)
 class EagerRun:
-    """How eager PyTorch runs the model.
+    """The way that eager PyTorch runs the model.
 
     Attributes:
         at: what adapters do at each module path, as `pcg.explain.adapter_use.AdapterUse.at`.
-        attention: as `pcg.trace.Trace.attention`.
+        attention: as `pcg.trace.TracedModel.attention`.
         model_type: of config.json, for what an architecture's own attention does.
         batch: sequences; of one alone eager code makes views where it copies several.
         seq: length of each sequence, virtual tokens included; a window that is not longer needs a
@@ -50,17 +49,17 @@ class EagerRun:
 
     @cached_property
     def prompt(self) -> int:
-        """Virtual tokens whose embeddings are trained."""
+        """The number of virtual tokens whose embeddings are trained."""
         return self._virtual_tokens(lambda path: path == WHOLE_MODEL)
 
     @cached_property
     def prefix(self) -> int:
-        """Virtual tokens whose keys and values are trained; eager runs none of their rows."""
+        """The number of virtual tokens whose keys and values are trained; no layer runs them."""
         return self._virtual_tokens(lambda path: path != WHOLE_MODEL)
 
     @property
     def rows(self) -> sympy.Expr:
-        """Tokens of a sequence that run through the layers."""
+        """The number of tokens of a sequence that run through the layers."""
         return CONTEXT - self.prefix
 
     def _virtual_tokens(self, is_there: Callable[[str], bool]) -> int:
@@ -70,12 +69,12 @@ class EagerRun:
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """A tensor saved for backward.
+    """A storage saved for backward.
 
     Attributes:
-        tensor: the value that it was made for.
-        op: the operator that made it.
-        size_bytes: formula in B and S.
+        tensor: the value that it was allocated for.
+        op: the operator that computed it.
+        size_bytes: its bytes, a formula in B and S.
     """
 
     tensor: str
@@ -85,28 +84,28 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class Invariants:
-    """What the prologue gives all layers.
+    """The prologue's outputs that all layers read.
 
     Attributes:
-        positional: names of those that are alike in all sequences of a batch.
-        remade: names of those that eager code makes anew in each layer, and for each operator that
-            reads them: sin and cos of GPT-J.
+        positional: the names of those that are alike in all sequences of a batch.
+        recomputed: the names of those that eager code computes in each layer, and for each operator
+            that reads them: sin and cos of GPT-J.
     """
 
     positional: frozenset[str]
-    remade: frozenset[str]
+    recomputed: frozenset[str]
 
 
 class SavedStorages:
-    """The tensors saved of one graph, filled node by node.
+    """The storages saved of one graph, filled node by node.
 
     Attributes:
-        graph: one node an ATen operator.
-        eager: how it is run.
-        storages: of the values seen so far.
-        needs: for each value, whether it requires a gradient.
-        rows: by name of the storage, without what layers share.
-        shared: what all layers share, by name.
+        graph: the graph, one node an ATen operator.
+        eager: the way that PyTorch runs it.
+        storages: the storages of the values seen so far.
+        needs: the values that require a gradient are True.
+        rows: the saved storages by name, without those that layers share.
+        shared: the saved storages that all layers share, by name.
     """
 
     def __init__(
@@ -127,31 +126,26 @@ class SavedStorages:
 
     @property
     def tokens(self) -> sympy.Expr:
-        """Tokens of the batch that run through the layers."""
+        """The number of tokens of the batch that run through the layers."""
         return SEQUENCES * self.eager.rows
 
     def save(self, *names: str, reader: str = "") -> None:
-        """Save the storages of values.
-
-        Args:
-            names: of the values.
-            reader: the node that needs them.
-        """
+        """Save the storages of values that a reader needs."""
         for name in names:
             storage = self.storages[name]
             if not storage.is_parameter:
                 self._save_storage(storage, reader)
 
     def save_new(self, name: str, op: str, dtype: str, per_token: int) -> None:
-        """Save a tensor that is no value of the graph, of so many elements a token."""
+        """Save a tensor outside the graph with a number of elements a token."""
         self.save_bytes(name, op, per_token * DTYPE_BYTES[dtype] * self.tokens)
 
     def save_bytes(self, name: str, op: str, size: sympy.Expr | int) -> None:
-        """Save a tensor that is no value of the graph, of so many bytes."""
+        """Save a tensor outside the graph with a number of bytes."""
         self.rows.setdefault(name, SavedStorage(name, op, sympy.sympify(size)))
 
     def save_shared(self, name: str, op: str, size: sympy.Expr) -> None:
-        """Save a tensor that is made once for all layers."""
+        """Save a tensor that all layers share."""
         self.shared.setdefault(name, SavedStorage(name, op, size))
 
     def _save_storage(self, storage: Storage, reader: str) -> None:
@@ -160,7 +154,7 @@ class SavedStorages:
             return
         is_positional = storage.name in self._invariants.positional
         size = storage.size_bytes(self.eager.rows if is_positional else self.tokens)
-        if storage.name in self._invariants.remade:
+        if storage.name in self._invariants.recomputed:
             self.save_bytes(f"{storage.name}.{reader}", storage.op, size)
         else:
             self.save_shared(storage.name, storage.op, size)

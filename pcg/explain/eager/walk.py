@@ -1,12 +1,12 @@
-"""One graph as eager Hugging Face + PEFT runs it: what autograd saves of it.
+"""A walk over one graph as eager transformers + peft run it, and what autograd saves of it.
 
 On the imported graph, one node an ATen operator, this is
 
     requires(y) = any requires(x)                    from trained parameters on
     saved        = ∪ storage(v) for v in saves(node)  once each, without parameters
 
-with `Operator.eager_saves` after torch's derivatives.yaml. What is no node of that graph, or not
-run as one, is modelled after its source: adapters (`pcg.explain.eager.adapters`), attention
+with `Operator.eager_saves` after torch's derivatives.yaml. Everything else is modelled after its
+source: adapters (`pcg.explain.eager.adapters`), attention
 (`pcg.explain.eager.attention`), and here transformers' grouped experts, BLOOM's GELU and the loss
 (transformers 5.23 integrations/moe.py, models/bloom/modeling_bloom.py, loss/loss_utils.py).
 """
@@ -36,12 +36,12 @@ class EagerWalk:
     """One pass over a graph, as eager PyTorch runs it.
 
     Args:
-        graph: one node an ATen operator.
-        eager: how it is run.
-        carries: for each carried input, whether it requires a gradient.
-        invariants: what the prologue gives all layers.
-        layer: index of the layer; None outside the layers.
-        trained: values that require a gradient whatever makes them.
+        graph: the graph, one node an ATen operator.
+        eager: the way that PyTorch runs it.
+        carries: for each carried input, True if it requires a gradient.
+        invariants: the prologue's outputs that all layers read.
+        layer: the index of the layer; None outside the layers.
+        trained: values that require a gradient in any case.
     """
 
     def __init__(
@@ -78,32 +78,32 @@ class EagerWalk:
 
     @property
     def saved(self) -> dict[str, SavedStorage]:
-        """By name of the storage, without what layers share."""
+        """The saved storages by name, without those that layers share."""
         return self._tensors.rows
 
     @property
     def shared(self) -> dict[str, SavedStorage]:
-        """What is saved once for all layers, by name."""
+        """The storages saved once for all layers, by name."""
         return self._tensors.shared
 
     @property
     def requires(self) -> tuple[bool, ...]:
-        """For each output, whether it requires a gradient."""
+        """True for each output that requires a gradient."""
         return tuple(self._tensors.needs[name] for name in self._graph.outputs)
 
     @cached_property
     def size(self) -> sympy.Expr:
-        """Bytes of what is saved, without what layers share; asked for after the run."""
+        """The saved bytes without those that layers share, after the run."""
         return sympy.Add(*(row.size_bytes for row in self.saved.values()))
 
     @property
     def saves_output(self) -> bool:
-        """Whether the memory of the first output is saved here already."""
+        """True if the storage of the first output is saved here already."""
         return self._tensors.storages[self._graph.outputs[0]].name in self.saved
 
     @property
     def size_of_input(self) -> sympy.Expr:
-        """Bytes of the first carried input, where it is saved."""
+        """The bytes of the first carried input, if saved."""
         row = self.saved.get(self._carried[0])
         return sympy.Integer(0) if row is None else row.size_bytes
 
@@ -130,7 +130,7 @@ class EagerWalk:
             saved.save_bytes(f"{node.name}.index", node.op, DTYPE_BYTES["i64"])
 
     def _pass_needs(self, node: Node) -> list[bool]:
-        """Whether each input requires a gradient; the outputs then do, too."""
+        """Return the inputs that require a gradient as True, and mark the outputs."""
         saved = self._tensors
         saved.storages.add(node)
         needs = [saved.needs[name] for name in node.inputs]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
+from pcg.runtime.metrics.events import EventLog
 
 KV_CACHE_BYTES = 4 * 2**30
 """Memory for the KV cache and adapters by default."""

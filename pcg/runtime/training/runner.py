@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import run_to_end
 

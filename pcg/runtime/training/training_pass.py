@@ -25,13 +25,13 @@ from torch import Tensor
 
 from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.torch.products import ProductRequest
+from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 

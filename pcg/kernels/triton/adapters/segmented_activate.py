@@ -22,16 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.triton.adapters.lookups import COUNTS, segment_of
 from pcg.kernels.triton.adapters.rank_rows import RankRows
-from pcg.kernels.triton.adapters.segmented_lora import COUNTS
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles
 from pcg.kernels.triton.adapters.wide_product import sum_of_parts
 
 FUNCTIONS = {"gelu": 0, "gelu_new": 1, "relu": 2, "silu": 3, "tanh": 4}
-"""The kernels' numbers of what `bypass_ops.activate` knows by name."""
+"""The kernels' numbers of the functions that `pcg.kernels.torch.bypass` knows by name."""
 
 _BLOCK = 32
-"""Of k: 16 elements a thread of a prefill's tile, and some eight registers for each."""
+"""k of a program: 16 elements a thread of a prefill's tile, some eight registers for each."""
 
 
 @triton.jit
@@ -80,12 +80,11 @@ def activate_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """z, or ds with HAS_GRADIENT, for a tile and BLOCK_R of a slice's k."""
-    tile = tiles + 3 * tl.program_id(0)
     j = tl.program_id(2)
-    count = tl.load(tile + 2)
+    slot, first_place, count = segment_of(tiles)
     if count == 0:
         return
-    matrix = j * slots + tl.load(tile)
+    matrix = j * slots + slot
     width = tl.load(widths + matrix)
     first = tl.program_id(1) * BLOCK_R
     if first >= width:
@@ -97,7 +96,7 @@ def activate_kernel(
     bias = tl.load(memory + row + k, k < bias_width, 0.0).to(tl.float32)
     if HAS_SCALES:
         bias *= tl.load(scales + matrix)
-    at = (j * places + tl.load(tile + 1) + m)[:, None] * most_rank + k[None, :]
+    at = (j * places + first_place + m)[:, None] * most_rank + k[None, :]
     # Up to where s is defined: a multiple of 16, so that loads are of 16 bytes.
     chosen = (m < count)[:, None] & (k < (width + 15) // 16 * 16)[None, :]
     stride = slices * places * most_rank
@@ -173,23 +172,22 @@ def _activate(
 @triton.jit(do_not_specialize=["slots", "places"], do_not_specialize_on_alignment=["segments"])
 def sum_kernel(
     ds, segments, widths, memory, rows, ranks, scales, slots, places, most_rank, row_stride,
-    HAS_SCALES: tl.constexpr, ADDS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
-    segment = segments + 3 * tl.program_id(0)
     j = tl.program_id(2)
-    count = tl.load(segment + 2)
+    slot, first_place, count = segment_of(segments)
     if count == 0:
         return
-    matrix = j * slots + tl.load(segment)
+    matrix = j * slots + slot
     width = tl.load(widths + matrix)
     rank = tl.load(ranks + matrix)
     first = tl.program_id(1) * BLOCK_R
     if (rank == 0) | (first >= width):
         return
     k = first + tl.arange(0, BLOCK_R)
-    first_place = j * places + tl.load(segment + 1)
+    first_place += j * places
     defined = (k < (width + 15) // 16 * 16)[None, :]
     lines = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     for done in range(0, count, BLOCK_T):
@@ -199,10 +197,7 @@ def sum_kernel(
     total = tl.sum(lines, 0)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    at = memory + tl.load(rows + matrix * row_stride) + k
-    if ADDS:
-        total += tl.load(at, k < width, 0.0)
-    tl.store(at, total, k < width)
+    tl.store(memory + tl.load(rows + matrix * row_stride) + k, total, k < width)
 
 
 def segment_sum(
@@ -211,7 +206,6 @@ def segment_sum(
     widths: Tensor,
     tiles: TokenTiles,
     scales: Tensor | None = None,
-    adds: bool = False,
 ) -> None:
     """Write scale · Σ ds over each segment's places; slots without any are left as they are.
 
@@ -221,7 +215,6 @@ def segment_sum(
         widths: as of the activation.
         tiles: as for ds.
         scales: of the biases, [slices, slots], fp32.
-        adds: to what is there, rather than over it.
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.
     """
@@ -235,6 +228,6 @@ def segment_sum(
         sum_kernel[(tiles.room.segments, triton.cdiv(most_rank, _BLOCK), slices)](
             ds, tiles.segments, widths, gradients.memory, gradients.rows, gradients.ranks, scales,
             gradients.slots, places, most_rank, gradients.most_rank,
-            HAS_SCALES=scales is not None, ADDS=adds,
+            HAS_SCALES=scales is not None,
             BLOCK_T=32, BLOCK_R=_BLOCK, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -1,11 +1,13 @@
-"""LoRA of many adapters in one launch, each token by its own (SGMV, MBGMM, MBGMV).
+"""LoRA of many adapters in one launch, each token by its own (SGMV, MBGMM, MBGMV), and gradients.
 
-    shrink:     s[j, p, k] = scale Σ_i x[order[p], start_j + i] · A[j, k, i]
-    expand_add: z[order[p], start_j + n] = y[order[p], …] + scale Σ_k s[j, p, k] · B[j, k, n]
+    shrink:        s[j, p, k] = scale Σ_i x[order[p], start_j + i] · A[j, k, i]
+    expand_add:    z[order[p], start_j + n] = y[order[p], …] + scale Σ_k s[j, p, k] · B[j, k, n]
+    segment_outer: dA[j, k, i] = scale Σ_p s[j, p, k] · x[order[p], start_j + i]
 
 j is a slice, p a place of `token_tiles`, k a rank, A and B are the rows of the place's slot
 (`rank_rows`), and scale is the slot's, or 1. Backward is the same kernels with the other matrix:
-ds is shrink over B's rows with scale, dx is expand_add over A's without.
+ds is shrink over B's rows with scale, dx is expand_add over A's without; and dA is segment_outer of
+ds and x, dB that of s and dy with scale, as dB lies by its rows, like B.
 
     x, y, z: [tokens, columns], fp32, bf16 or fp16, of their own dtypes
     s:       [parts, slices, places, most_rank], fp32: partial sums, whose sum over parts is s
@@ -17,34 +19,25 @@ a row, is fp32, it keeps 16 bits at least (`wide_product`). A rank costs what it
 is zero from a rank to the next multiple of 16, and undefined beyond; most_rank is a multiple of 16,
 so that s is loaded 16 bytes at once.
 
-Grids: shrink (tiles, parts, slices · blocks of ranks), expand (tiles, blocks of columns, slices).
 A token's bits depend on its own x and adapter, on the sizes of the tensors, on the tiles' block and
 the number of parts, and on nothing else in the batch: each row of a product adds up by itself. In
-decode the parts depend on the slice's columns alone; in prefill, on the number of tiles too.
-
-Decode has no form of its own for segments of one token, as a product of matrix and vector: rows of
-absent tokens are not loaded, so it would read no byte less, and a token's bits would depend on
-whether its adapter has others in the batch.
-
-Long by a few lines, as both kernels read one set of tables and share what checks them.
+decode the parts depend on the slice's columns alone; in prefill, on the number of tiles too. Each
+block of a gradient is one program's, which adds up the tokens in their order.
 
 Sources: Punica (Chen et al. 2023) §4, S-LoRA (Sheng et al. 2023) §5.3.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
 from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.kernels.triton.adapters.lora_kernels import expand_kernel, outer_kernel, shrink_kernel
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
-from pcg.kernels.triton.adapters.wide_product import sum_of_parts, wide_product
 
 DECODE_COLUMNS = 256
 """Columns that a decode program of shrink takes at once: 8 KiB of an adapter of rank 16 in bf16, so
@@ -63,117 +56,8 @@ PREFILL_PARTS = 8
 PREFILL_PROGRAMS = 256
 """Programs that prefill's shrink is cut into parts for: two for each SM of an H200 (132)."""
 
-COUNTS = ["slices", "slots", "places"]
-"""Arguments of any value: kernels are not compiled anew for those that 16 divides, or for 1."""
-
-
-# ------------------------------------------------------------------------------------- shrink
-
-
-@triton.jit
-def shrink_width(
-    x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s, most_rank,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """s for some places and ranks, summed over the columns low to high.
-
-    Args:
-        x: first token.
-        token: first element in x of each place's, [M].
-        place: [M].
-        taken: whether there is one, [M].
-        start: of the slice, in x.
-        size: of the slice.
-        memory: of the rows.
-        row: first element of each row, [R].
-        k: rank of each row, [R].
-        rank: of the matrix.
-        low: first column.
-        high: end of the columns.
-        scale: of s.
-        s: of the part, slice and place 0.
-        most_rank: elements of s from a place to the next.
-        BLOCK_K: columns of a step.
-    """
-    kept = (k < rank)[:, None]
-    total = tl.zeros((token.shape[0], k.shape[0]), tl.float32)
-    for first in range(low, high, BLOCK_K):
-        i = first + tl.arange(0, BLOCK_K)
-        inside = (i < size)[None, :]
-        own = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
-        a = tl.load(memory + row[:, None] + i[None, :], kept & inside, 0.0)
-        if own.dtype == a.dtype:
-            total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
-        else:
-            total = wide_product(own, tl.trans(a), total)
-    at = place[:, None] * most_rank + k[None, :]
-    tl.store(s + at, total * scale, taken[:, None] & (k < most_rank)[None, :])
-
-
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
-def shrink_kernel(
-    x, stride, order, tiles, memory, rows, ranks, columns, scales, s,
-    slices, slots, places, most_rank, part_columns,
-    HAS_SCALES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One part of s for a tile, a slice and up to BLOCK_R of its ranks."""
-    tile = tiles + 3 * tl.program_id(0)
-    part = tl.program_id(1)
-    j = tl.program_id(2) % slices
-    first_rank = tl.program_id(2) // slices * BLOCK_R
-    slot = tl.load(tile)
-    first_place = tl.load(tile + 1)
-    count = tl.load(tile + 2)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
-    scale = 1.0
-    if HAS_SCALES:
-        scale = tl.load(scales + matrix)
-    start = tl.multiple_of(tl.load(columns + 2 * j), 8)
-    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
-    m = tl.arange(0, BLOCK_M)
-    place = first_place + m
-    taken = m < count
-    token = tl.load(order + place, taken, 0).to(tl.int64) * stride
-    token = tl.multiple_of(token, [8])
-    rows += matrix * most_rank
-    k = first_rank + tl.arange(0, 16)
-    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
-    row = tl.multiple_of(tl.load(rows + k), [of_16_bytes])
-    if first_rank >= rank:
-        return
-    s += (part * slices + j) * places * most_rank
-    low = part * part_columns
-    high = tl.minimum(low + part_columns, size)
-    width = tl.minimum(rank - first_rank, BLOCK_R)
-    if width <= 16:
-        shrink_width(
-            x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s,
-            most_rank, BLOCK_K,
-        )  # fmt: skip
-    if BLOCK_R >= 32:
-        is_middle = (width > 16) & (width <= 32)
-        if is_middle:
-            middle = first_rank + tl.arange(0, 32)
-            of_middle = tl.load(rows + middle, middle < most_rank, 0)
-            of_middle = tl.multiple_of(of_middle, [of_16_bytes])
-            shrink_width(
-                x, token, place, taken, start, size, memory, of_middle, middle, rank, low, high,
-                scale, s, most_rank, BLOCK_K,
-            )  # fmt: skip
-    if BLOCK_R == 64:
-        is_widest = width > 32
-        if is_widest:
-            widest = first_rank + tl.arange(0, 64)
-            of_widest = tl.load(rows + widest, widest < most_rank, 0)
-            of_widest = tl.multiple_of(of_widest, [of_16_bytes])
-            shrink_width(
-                x, token, place, taken, start, size, memory, of_widest, widest, rank, low, high,
-                scale, s, most_rank, BLOCK_K,
-            )  # fmt: skip
+OUTER_COLUMNS = 64
+"""Columns of a program of the outer product: the rows of one wgmma, and 128 bytes of bf16."""
 
 
 def shrink(
@@ -231,110 +115,6 @@ def shrink(
     return s
 
 
-# ------------------------------------------------------------------------------------- expand
-
-
-@triton.jit
-def expand_matrix(
-    total, memory, rows, row, rank, n, inside, s, at, part_stride, taken, scale, most_rank,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """total + scale · Bᵀ sᵀ of one matrix, [N, M].
-
-    Args:
-        total: [N, M].
-        memory: of the rows.
-        rows: first element of the matrix's row 0.
-        row: first element of the first 16 rows, [16].
-        rank: of the matrix.
-        n: columns, [N].
-        inside: which there are, [1, N].
-        s: of part 0.
-        at: element of s of each place's rank 0, [1, M].
-        part_stride: elements from a part to the next.
-        taken: which places there are, [1, M].
-        scale: of s.
-        most_rank: rows that the table takes.
-        PARTS: of s.
-    """
-    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
-    for first_rank in range(0, rank, 16):
-        k = first_rank + tl.arange(0, 16)
-        b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside, 0.0)
-        part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
-        # Under way while the product is made.
-        row = tl.multiple_of(tl.load(rows + k + 16, k + 16 < most_rank, 0), [of_16_bytes])
-        total = wide_product(tl.trans(b), part * scale, total)
-    return total
-
-
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
-def expand_kernel(
-    y, stride, z, z_stride, order, tiles, memory, rows, ranks, columns, scales, s,
-    slices, slots, places, most_rank,
-    HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """z for a tile and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones.
-
-    The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
-    """
-    tile = tiles + 3 * tl.program_id(0)
-    j = tl.program_id(2) * SUMMED
-    slot = tl.load(tile)
-    first_place = tl.load(tile + 1)
-    count = tl.load(tile + 2)
-    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
-    first = tl.program_id(1) * BLOCK_N
-    if (count == 0) | (first >= size):
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
-    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
-    row = tl.load(rows + matrix * most_rank + tl.arange(0, 16))
-    row = tl.multiple_of(row, [of_16_bytes])
-    scale = 1.0
-    if HAS_SCALES:
-        scale = tl.load(scales + matrix)
-    m = tl.arange(0, BLOCK_M)
-    place = first_place + m
-    taken = (m < count)[None, :]
-    token = tl.load(order + place, m < count, 0).to(tl.int64)
-    if SUMMED == 1:
-        is_absent = rank == 0
-        if is_absent:
-            return
-    start = tl.multiple_of(tl.load(columns + 2 * j), 8)
-    n = first + tl.arange(0, BLOCK_N)
-    inside = n < size
-    y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
-    if BLOCK_M == 16:  # under way while the product waits; in prefill it would cost registers
-        before = tl.load(y, inside[:, None] & taken, 0.0)
-    part_stride = slices * places * most_rank
-    at = (j * places + place)[None, :] * most_rank
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    total = expand_matrix(
-        total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
-        s, at, part_stride, taken, scale, most_rank, PARTS,
-    )  # fmt: skip
-    for _ in range(1, SUMMED):
-        matrix += slots
-        at += places * most_rank
-        rank = tl.load(ranks + matrix)
-        row = tl.load(rows + matrix * most_rank + tl.arange(0, 16))
-        row = tl.multiple_of(row, [of_16_bytes])
-        if HAS_SCALES:
-            scale = tl.load(scales + matrix)
-        total = expand_matrix(
-            total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
-            s, at, part_stride, taken, scale, most_rank, PARTS,
-        )  # fmt: skip
-    if BLOCK_M != 16:
-        before = tl.load(y, inside[:, None] & taken, 0.0)
-    z += tl.multiple_of(token * z_stride, [8])[None, :] + (start + n)[:, None]
-    tl.store(z, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
-
-
 def expand_add(
     y: Tensor,
     s: Tensor,
@@ -377,7 +157,37 @@ def expand_add(
     return z
 
 
-# ------------------------------------------------------------------------------------- checks
+def segment_outer(
+    s: Tensor, x: Tensor, gradients: RankRows, tiles: TokenTiles, scales: Tensor | None = None
+) -> None:
+    """Write scale · Σ s ⊗ x over each segment's tokens: dA of ds and x, dB of s and dy.
+
+    Slots without tokens in the batch are left as they are.
+
+    Args:
+        s: of `shrink`, or ds.
+        x: [tokens, columns], or dy.
+        gradients: where the rows of the gradients lie, in fp32, and the ranks.
+        tiles: as for s.
+        scales: [slices, slots], fp32.
+    Raises:
+        CodegenError: x cannot be loaded 16 bytes at once, s is of others, gradients are not fp32.
+    """
+    check_tokens(x, gradients)
+    check_partial_sums(s, gradients, tiles)
+    check_gradients(gradients)
+    if s.shape[0] > 1:
+        s = s.sum(0)  # once, as every block of columns reads it
+    columns = triton.cdiv(max(gradients.sizes), OUTER_COLUMNS)
+    ranks = gradients.most_rank // 16
+    if tiles.room.segments:
+        outer_kernel[(tiles.room.segments, columns, gradients.slices * ranks)](
+            x, x.stride(0), tiles.order, tiles.segments, s, gradients.memory, gradients.rows,
+            gradients.ranks, gradients.columns, scales,
+            gradients.slices, gradients.slots, tiles.room.places, gradients.most_rank,
+            HAS_SCALES=scales is not None, BLOCK_T=32 if x.dtype == torch.float32 else 64,
+            BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, num_warps=4, num_stages=3,
+        )  # fmt: skip
 
 
 def check_tokens(x: Tensor, rows: RankRows) -> None:
@@ -395,6 +205,12 @@ def check_tokens(x: Tensor, rows: RankRows) -> None:
             f"strides {x.stride()} and address {x.data_ptr():#x} of x: rows must be contiguous, "
             f"a multiple of {ROW_ALIGNMENT} elements apart and begin at multiples of 16 bytes"
         )
+
+
+def check_gradients(gradients: RankRows) -> None:
+    """CodegenError: gradients are not in fp32."""
+    if gradients.memory.dtype != torch.float32:
+        raise CodegenError(f"gradients in {gradients.memory.dtype}; they are kept in torch.float32")
 
 
 def check_partial_sums(s: Tensor, rows: RankRows, tiles: TokenTiles) -> None:

@@ -1,7 +1,7 @@
 """Vectors of many adapters in one launch, each token with its own: (IA)³, DoRA, biases.
 
     segmented_scale:    y[order[p], c] = (y[order[p], c] - base[c]) · v[j, n] + base[c]
-    segmented_bias_add: y[order[p], c] += scale v[j, n] - base[c]
+    segmented_bias_add: y[order[p], c] += v[j, n] - base[c]
     segment_inner:      dv[j, n] = scale Σ_p dy[order[p], c] · (y[order[p], c] - base[c])
 
 c = start_j + n is column n of slice j, p a place of `token_tiles`, and v the one row that the
@@ -17,48 +17,46 @@ Grids: (tiles or segments, blocks of columns, slices).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.triton.adapters.lookups import (
+    columns_of,
+    rows_at,
+    segment_of,
+    tokens_at,
+)
 from pcg.kernels.triton.adapters.rank_rows import RankRows
-from pcg.kernels.triton.adapters.segmented_lora import check_tokens
+from pcg.kernels.triton.adapters.segmented_lora import check_gradients, check_tokens
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["tiles"])
 def vector_kernel(
-    y, stride, order, tiles, memory, rows, ranks, columns, base, scales, slots, most_rank,
-    ADDS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, stride, order, tiles, memory, rows, ranks, columns, base, slots, most_rank,
+    ADDS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y for a tile and BLOCK_N columns of a slice, by what ADDS says."""
-    tile = tiles + 3 * tl.program_id(0)
+    """y for a tile and BLOCK_N columns of a slice: v is added where it ADDS, else it scales."""
     j = tl.program_id(2)
-    count = tl.load(tile + 2)
+    slot, first_place, count = segment_of(tiles)
     if count == 0:
         return
-    matrix = j * slots + tl.load(tile)
+    matrix = j * slots + slot
     rank = tl.load(ranks + matrix)
-    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
+    start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
     if (rank == 0) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
-    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
-    row = tl.multiple_of(tl.load(rows + matrix * most_rank), of_16_bytes)
+    row = rows_at(rows + matrix * most_rank, memory)
     v = tl.load(memory + row + n, inside, 0.0).to(tl.float32)
-    if HAS_SCALES:
-        v *= tl.load(scales + matrix)
-    c = tl.multiple_of(tl.load(columns + 2 * j), 8) + n
+    c = start + n
     m = tl.arange(0, BLOCK_M)
     taken = m < count
-    token = tl.load(order + tl.load(tile + 1) + m, taken, 0)
-    token = tl.multiple_of(token.to(tl.int64) * stride, [8])
-    y += token[:, None] + c[None, :]
+    y += tokens_at(order, first_place + m, taken, stride)[:, None] + c[None, :]
     chosen = taken[:, None] & inside[None, :]
     before = tl.load(y, chosen, 0.0)
     own = tl.zeros((BLOCK_N,), tl.float32)
@@ -86,39 +84,21 @@ def segmented_scale(
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, or y or base has too few columns.
     """
-    return _change(y, vectors, tiles, base, None, False)
+    return _change(y, vectors, tiles, base, False)
 
 
 def segmented_bias_add(
-    y: Tensor,
-    vectors: RankRows,
-    tiles: TokenTiles,
-    base: Tensor | None = None,
-    scales: Tensor | None = None,
+    y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None = None
 ) -> Tensor:
-    """y + scale · v - base, each token with its own adapter's vector, written over y.
+    """y + v - base, each token with its own adapter's vector, written over y.
 
-    Args:
-        y: as of `segmented_scale`.
-        vectors: likewise.
-        tiles: likewise.
-        base: [columns].
-        scales: of the vectors, [slices, slots], fp32.
-    Returns:
-        y.
-    Raises:
-        CodegenError: as of `segmented_scale`.
+    Arguments, result and errors are those of `segmented_scale`.
     """
-    return _change(y, vectors, tiles, base, scales, True)
+    return _change(y, vectors, tiles, base, True)
 
 
 def _change(
-    y: Tensor,
-    vectors: RankRows,
-    tiles: TokenTiles,
-    base: Tensor | None,
-    scales: Tensor | None,
-    adds: bool,
+    y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None, adds: bool
 ) -> Tensor:
     check_tokens(y, vectors)
     _check_base(base, vectors)
@@ -127,8 +107,8 @@ def _change(
     if tiles.room.tiles:
         vector_kernel[(tiles.room.tiles, triton.cdiv(max(vectors.sizes), block_n), vectors.slices)](
             y, y.stride(0), tiles.order, tiles.tiles, vectors.memory, vectors.rows, vectors.ranks,
-            vectors.columns, base, scales, vectors.slots, vectors.most_rank,
-            ADDS=adds, HAS_BASE=base is not None, HAS_SCALES=scales is not None,
+            vectors.columns, base, vectors.slots, vectors.most_rank,
+            ADDS=adds, HAS_BASE=base is not None,
             BLOCK_M=tiles.block, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return y
@@ -138,28 +118,26 @@ def _change(
 def inner_kernel(
     dy, dy_stride, y, y_stride, order, segments, memory, rows, ranks, columns, base, scales,
     slots, most_rank,
-    HAS_Y: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr, ADDS: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of a segment's dv of a slice.
 
     Each of BLOCK_T lines adds up every BLOCK_T-th token, and then the lines are added.
     """
-    segment = segments + 3 * tl.program_id(0)
     j = tl.program_id(2)
-    count = tl.load(segment + 2)
+    slot, first_place, count = segment_of(segments)
     if count == 0:
         return
-    matrix = j * slots + tl.load(segment)
+    matrix = j * slots + slot
     rank = tl.load(ranks + matrix)
-    size = tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
+    start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
     if (rank == 0) | (first >= size):
         return
-    first_place = tl.load(segment + 1)
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
-    c = tl.multiple_of(tl.load(columns + 2 * j), 8) + n
+    c = start + n
     own = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BASE:
         own = tl.load(base + c, inside, 0.0).to(tl.float32)
@@ -179,10 +157,8 @@ def inner_kernel(
     total = tl.sum(lines, 0)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    at = memory + tl.multiple_of(tl.load(rows + matrix * most_rank), 4) + n
-    if ADDS:
-        total += tl.load(at, inside, 0.0)
-    tl.store(at, total, inside)
+    row = rows_at(rows + matrix * most_rank, memory)
+    tl.store(memory + row + n, total, inside)
 
 
 def segment_inner(
@@ -192,7 +168,6 @@ def segment_inner(
     tiles: TokenTiles,
     base: Tensor | None = None,
     scales: Tensor | None = None,
-    adds: bool = False,
 ) -> None:
     """Write scale · Σ dy ⊙ (y - base) over each segment's tokens; without y, scale · Σ dy.
 
@@ -205,15 +180,13 @@ def segment_inner(
         tiles: the tokens by slot, on the device.
         base: [columns]; only with y.
         scales: [slices, slots], fp32.
-        adds: to what is there, rather than over it.
     Raises:
         CodegenError: dy or y cannot be loaded 16 bytes at once, or gradients are not fp32.
     """
     for x in (dy,) if y is None else (dy, y):
         check_tokens(x, gradients)
     _check_base(base, gradients)
-    if gradients.memory.dtype != torch.float32:
-        raise CodegenError(f"gradients in {gradients.memory.dtype}; they are kept in torch.float32")
+    check_gradients(gradients)
     grid = (tiles.room.segments, triton.cdiv(max(gradients.sizes), _COLUMNS), gradients.slices)
     if tiles.room.segments:
         inner_kernel[grid](
@@ -221,12 +194,12 @@ def segment_inner(
             gradients.memory, gradients.rows, gradients.ranks, gradients.columns, base, scales,
             gradients.slots, gradients.most_rank,
             HAS_Y=y is not None, HAS_BASE=base is not None, HAS_SCALES=scales is not None,
-            ADDS=adds, BLOCK_T=32, BLOCK_N=_COLUMNS, num_warps=4, num_stages=2,
+            BLOCK_T=32, BLOCK_N=_COLUMNS, num_warps=4, num_stages=2,
         )  # fmt: skip
 
 
 _COLUMNS = 64
-"""Of a program of segment_inner: narrow, as a segment's tokens are not shared out."""
+"""Columns of a program of segment_inner: few, as a segment's tokens are not shared out."""
 
 
 def _check_base(base: Tensor | None, vectors: RankRows) -> None:

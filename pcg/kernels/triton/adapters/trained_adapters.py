@@ -1,4 +1,4 @@
-"""Products by adapters in training, by the segmented kernels: of one, or of several jobs at once.
+"""Products by adapters in training, by the segmented kernels: one job's, or several jobs' at once.
 
     s = x Aᵀ                   z = y + scale · s Bᵀ
     ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
@@ -20,18 +20,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import (
-    Bypass,
-    Part,
+    InputGradientTerm,
     Product,
     ProductRequest,
     joined_tokens,
     product_backward,
 )
-from pcg.kernels.triton.adapters import segmented_lora, segmented_lora_backward
+from pcg.kernels.triton.adapters import segmented_lora
 from pcg.kernels.triton.adapters.segmented_activate import (
     segment_sum,
     segmented_activate,
@@ -81,7 +81,7 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
     up, tiles = rows_of([b.weight.t()]), segments_of([len(dz)], dz.device)
-    ds = segmented_lora_backward.expand_backward(dz, up, tiles, scales_of([b], dz.device))
+    ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device))
     return of_rank(whole_sum(ds), b.weight.shape[1])
 
 
@@ -103,13 +103,13 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 
 
 def lora_linear_backward(
-    batch: Any, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
+    batch: ProgramBatch, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
 ) -> ProductRequest[Any]:
-    """Ask for the gradients of a linear operator with LoRA, without dA.
+    """Request the gradients of a linear operator with LoRA, without dA.
 
     Args:
-        batch: whose tokens dz has.
-        name: of the weight in its layer.
+        batch: the step's.
+        name: the weight's name in its layer.
         dz: [T, out].
         weight: the base's, [out, in].
         a: the adapter's A [r, in].
@@ -130,11 +130,11 @@ def lora_linear_backward(
     return ds, db, dx.add_(torch_ops.shrink_backward(ds, a))
 
 
-class LoraGradients(Bypass):
+class LoraGradients(InputGradientTerm):
     """The gradients of one job's LoRA at a linear operator.
 
     Attributes:
-        ds: [T, r], once it was run.
+        ds: [T, r], once it was added.
         db: [out, r], likewise.
     """
 
@@ -145,37 +145,42 @@ class LoraGradients(Bypass):
         self.ds: Any = None
         self.db: Any = None
 
-    def run(self, dz: Tensor, dx: Tensor, parts: Sequence[Part[LoraGradients]]) -> None:
-        jobs = [part.bypass for part in parts]
+    def add(
+        self,
+        dz: Tensor,
+        dx: Tensor,
+        jobs: Sequence[LoraGradients],
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
         up = rows_of([job._b.weight.t() for job in jobs])
         down = rows_of([job._a.weight for job in jobs])
-        tiles = segments_at([(part.start, part.count) for part in parts], dz.device)
+        tiles = segments_at(spans, dz.device)
         scales = scales_of([job._b for job in jobs], dz.device)
         ranks = [job._s.shape[1] for job in jobs]
-        ds = whole_sum(segmented_lora_backward.expand_backward(dz, up, tiles, scales))
+        ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales))
         s = as_places([job._s for job in jobs], up)[0]
         gradients = _outers(s, dz, ranks, tiles, scales)
-        segmented_lora_backward.shrink_backward(dx, ds.unsqueeze(0), down, tiles)
-        of_job = ds[0].split([part.count for part in parts])
+        segmented_lora.expand_add(dx, ds.unsqueeze(0), down, tiles)
+        of_job = ds[0].split([count for _, count in spans])
         for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
-def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
-    """Ask for dA = dsᵀ x, [r, in].
+def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
+    """Request dA = dsᵀ x, [r, in].
 
     Args:
-        batch: whose tokens they have.
-        name: of the gradient in its layer.
+        batch: the step's.
+        name: the gradient's name in its layer.
         ds: [T, r].
         x: [T, in].
     """
     if not (is_tokens(x) and is_summand(ds)):
         return torch_ops.outer(ds, x)
-    asked = OuterProduct((batch.layer, name), x, ds)
+    request = OuterProduct((batch.layer, name), x, ds)
     del x
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()
 
 
 class OuterProduct(Product):
@@ -208,13 +213,13 @@ class OuterProduct(Product):
 
 
 def bottleneck_backward(
-    batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
+    batch: ProgramBatch, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
 ) -> ProductRequest[Any]:
-    """Ask for the gradients of a bottleneck adapter, from its width on.
+    """Request the gradients of a bottleneck adapter, from its width on.
 
     Args:
-        batch: whose tokens dz has.
-        name: of `up` in its layer.
+        batch: the step's.
+        name: the name of `up` in its layer.
         dz: [T, out].
         up: the adapter's U [out, size], and scale.
         s: x Aᵀ, [T, size].
@@ -225,10 +230,10 @@ def bottleneck_backward(
     """
     up, bias = as_weight(up), as_weight(bias)
     if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
-        asked = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
+        request = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
         del dz
-        yield asked
-        return asked.take()
+        yield request
+        return request.take()
     dh = torch_ops.expand_backward(dz, up)
     with torch.enable_grad():
         before = s.detach().requires_grad_()
@@ -262,7 +267,7 @@ class BottleneckGradients(Product):
         of_bias = scales_of([one._bias for one in every], device)
         biases = vectors_of([one._bias.weight for one in every])
         s = as_places([one._s for one in every], up)
-        dh = segmented_lora_backward.expand_backward(dz, up, tiles, of_up)
+        dh = segmented_lora.shrink(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
         ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
         sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
@@ -284,6 +289,6 @@ def _outers(
     memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
     gradients = rows_of(memory.split([*ranks]), memory)
     padded = padded_to(s, gradients.most_rank).unsqueeze(0)
-    segmented_lora_backward.segment_outer(padded, x, gradients, tiles, scales)
+    segmented_lora.segment_outer(padded, x, gradients, tiles, scales)
     own: Sequence[Tensor] = memory.split(list(ranks))
     return own

@@ -1,0 +1,226 @@
+"""Finetuning data: rows of text become tokens and labels.
+
+    rows (`rows`) → samples (`formats`) → Example(ids, labels)
+
+`labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
+learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
+`labels[i + 1]`, and `labels[0]` is never used.
+
+A token is learned if it stands for any learned character. Text is tokenized as a whole and
+characters are followed through the tokenizer's offsets, so a label never depends on how a part of
+the text would have been tokenized alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, overload
+
+from pcg.errors import DataError, GenerationError
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.formats import (
+    FORMATS,
+    ChatSample,
+    Format,
+    Sample,
+    TextSample,
+    detect,
+    parse,
+)
+from pcg.runtime.data.rows import Row, Source, is_document, read_rows
+from pcg.runtime.text.chat import Span, assistant_spans
+from pcg.runtime.text.tokenizer import Encoding, Tokenizer
+
+
+@dataclass(frozen=True)
+class Dataset(Sequence[Example]):
+    """The examples of a data set, and facts of reading it.
+
+    Attributes:
+        examples: the examples in the order of the rows.
+        format: name of the rows' format; "document" for a plain text file.
+        truncated: number of examples that were cut to the maximum length.
+        dropped: number of rows left out because nothing was left to learn.
+        places: the place of each example, as "train.jsonl line 7"; empty if unknown.
+    """
+
+    examples: tuple[Example, ...]
+    format: str
+    truncated: int = 0
+    dropped: int = 0
+    places: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        return self.examples[index]
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.examples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(example.ids) for example in self.examples)
+
+    @property
+    def targets(self) -> int:
+        return sum(example.targets for example in self.examples)
+
+
+def load_examples(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int | None = None,
+    format: str = "auto",
+    append_eos: bool = True,
+    empty: Literal["error", "drop"] = "error",
+) -> Dataset:
+    """Read and tokenize finetuning data.
+
+    Args:
+        source: path of a .jsonl or .txt file, or rows in memory: dicts or strings.
+        tokenizer: the model's tokenizer.
+        max_length: the most tokens of an example; longer ones keep their head. A plain text file is
+            cut into consecutive examples of that length instead. None keeps all.
+        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
+        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
+        empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
+    Raises:
+        DataError: the data cannot be read, with file and line; or nothing at all is left.
+    """
+    if max_length is not None and max_length < 2:
+        raise DataError(f"max_length={max_length}; an example needs at least 2 tokens")
+    if format != "auto" and format not in FORMATS:
+        raise DataError(f"unknown data format {format!r}; use auto, {', '.join(FORMATS)}")
+    if empty not in ("error", "drop"):
+        raise DataError(f"empty={empty!r}; use 'error' or 'drop'")
+    rows = read_rows(source)
+    if is_document(source):
+        return _document(next(rows), tokenizer, max_length, append_eos)
+    chosen: Format | None = FORMATS.get(format)
+    examples: list[Example] = []
+    places: list[str] = []
+    truncated = dropped = 0
+    for row in rows:
+        if chosen is None:
+            chosen = detect(row.value, row.where)
+        sample = parse(chosen, row.value, row.where)
+        example = tokenize(sample, tokenizer, row.where, append_eos)
+        whole_targets, length = example.targets, len(example.ids)
+        if max_length is not None and length > max_length:
+            example = Example(example.ids[:max_length], example.labels[:max_length])
+            truncated += 1
+        if example.targets:
+            examples.append(example)
+            places.append(row.where)
+        elif empty == "drop":
+            dropped += 1
+        else:
+            raise _nothing_to_learn(row, sample, whole_targets, length, max_length)
+    if not examples:
+        left = f"; all {dropped} rows were dropped: none has a token to learn" if dropped else ""
+        name = source if isinstance(source, str | Path) else "the data"
+        raise DataError(f"no examples in {name}{left}")
+    assert chosen is not None
+    return Dataset(tuple(examples), chosen.name, truncated, dropped, tuple(places))
+
+
+def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
+    """Return the tokens and labels of one sample.
+
+    Args:
+        sample: the result of `formats.parse`.
+        tokenizer: the model's tokenizer.
+        where: the row's place, for messages.
+        append_eos: end a `TextSample` with the end-of-sequence token.
+    Raises:
+        DataError: a chat cannot be rendered.
+    """
+    if isinstance(sample, ChatSample):
+        return _tokenize_chat(sample, tokenizer, where)
+    return _tokenize_text(sample, tokenizer, append_eos)
+
+
+def _tokenize_text(sample: TextSample, tokenizer: Tokenizer, append_eos: bool) -> Example:
+    text = sample.prompt + sample.completion
+    encoding = tokenizer.encode_with_offsets(text)
+    ids = list(encoding.ids)
+    if not sample.completion:
+        return Example(ids, [IGNORED] * len(ids))
+    if sample.prompt:
+        labels = _labels(encoding, [(len(sample.prompt), len(text))])
+        if ids[-1:] == [tokenizer.eos_id]:  # from the post-processor; the completion ends here
+            labels[-1] = ids[-1]
+    else:
+        labels = list(ids)
+    if append_eos and tokenizer.eos_id is not None and ids[-1:] != [tokenizer.eos_id]:
+        ids.append(tokenizer.eos_id)
+        labels.append(tokenizer.eos_id)
+    return Example(ids, labels)
+
+
+def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer, where: str) -> Example:
+    variables = tokenizer.special_tokens
+    try:
+        template = tokenizer.template()
+        text, spans = assistant_spans(
+            sample.messages,
+            sample.learn,
+            lambda messages, prompt: template.render(
+                messages, add_generation_prompt=prompt, tools=sample.tools, **variables
+            ),
+            template.marked_spans(sample.messages, tools=sample.tools, **variables),
+            tokenizer.end_texts(),
+        )
+    except (DataError, GenerationError) as error:
+        raise DataError(f"{where}: {error}") from error
+    encoding = tokenizer.encode_with_offsets(text, add_special_tokens=False)
+    return Example(list(encoding.ids), _labels(encoding, spans))
+
+
+def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
+    """Label the tokens that stand for a character in any of the spans, the others -100.
+
+    An empty token is a space whose offsets were trimmed to its end, or has no text at all; it
+    belongs to the character before it.
+    """
+    labels = [IGNORED] * len(encoding.ids)
+    for index, (start, end) in enumerate(encoding.offsets):
+        first = start if start < end else start - 1
+        if any(first < span_end and end > span_start for span_start, span_end in spans):
+            labels[index] = encoding.ids[index]
+    return labels
+
+
+def _document(row: Row, tokenizer: Tokenizer, max_length: int | None, append_eos: bool) -> Dataset:
+    """Cut one text into consecutive examples; every token but the first of each is learned."""
+    whole = _tokenize_text(TextSample("", row.value), tokenizer, append_eos)
+    size = max_length or max(len(whole.ids), 1)
+    parts = [whole.ids[start : start + size] for start in range(0, len(whole.ids), size)]
+    # A last part of one token has nothing to predict.
+    examples = tuple(Example(ids, list(ids)) for ids in parts if len(ids) > 1)
+    if not examples or not row.value.strip():
+        raise DataError(f"{row.where} is empty; there is nothing to learn")
+    places = tuple(f"{row.where} from token {size * i}" for i in range(len(examples)))
+    return Dataset(examples, "document", places=places)
+
+
+def _nothing_to_learn(
+    row: Row, sample: Sample, targets: int, length: int, max_length: int | None
+) -> DataError:
+    if targets:
+        why = (
+            f"all {targets} target tokens lie beyond max_length={max_length}, the row has "
+            f"{length}; raise it, or pass empty='drop'"
+        )
+    elif isinstance(sample, ChatSample):
+        why = "no assistant message of weight 1 with a text; remove the row, or pass empty='drop'"
+    else:
+        why = "no target tokens, the text to learn is empty; remove the row, or pass empty='drop'"
+    return DataError(f"{row.where}: nothing to learn: {why}")

@@ -1,0 +1,151 @@
+"""The order of finetuning's examples: seeded, cut into batches, resumable anywhere.
+
+The order of an epoch is a function of (seed, epoch), and a position is (epoch, index), so that an
+interrupted job goes on with the batch it would have had. Batches are token-flat, without padding:
+`max_tokens` bounds the sum of lengths.
+"""
+
+import random
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pcg.errors import FinetuneError
+from pcg.runtime.data.example import Example
+
+
+class Batches:
+    """Batches of examples, epoch after epoch.
+
+    Iterating yields the rest of the current epoch and ends with it; iterating again yields the
+    next. The position moves on before a batch is yielded: a state saved while a batch is being
+    worked on resumes with the batch after it.
+
+    Args:
+        examples: at least one.
+        batch_size: examples a batch; the last of an epoch may have fewer.
+        max_tokens: tokens a batch; as many examples as fit, in order. Both bounds may be given.
+        seed: the seed of the order.
+        shuffle: a new order each epoch; else the order of `examples`.
+
+    Attributes:
+        epoch: epoch of the next batch, from 0.
+        index: index of the next batch in its epoch, from 0.
+
+    Raises:
+        FinetuneError: no examples, no bound, or an example longer than `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if not examples:
+            raise FinetuneError("no examples to finetune on")
+        if batch_size is None and max_tokens is None:
+            raise FinetuneError("batches need a bound: give batch_size, max_tokens or both")
+        if batch_size is not None and batch_size < 1:
+            raise FinetuneError(f"batch_size={batch_size}; use at least 1")
+        self._lengths = [len(example.ids) for example in examples]
+        longest = max(range(len(examples)), key=self._lengths.__getitem__)
+        if max_tokens is not None and self._lengths[longest] > max_tokens:
+            raise FinetuneError(
+                f"example {longest} has {self._lengths[longest]} tokens, more than "
+                f"max_tokens={max_tokens} of a batch; raise it, or truncate with max_length"
+            )
+        self._examples = examples
+        self._settings = {
+            "batch_size": batch_size,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+        self._fingerprint = _fingerprint(examples)
+        self.epoch = 0
+        self.index = 0
+        self._plan = self.plan(0)
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """Return the indexes of the examples in each batch of an epoch."""
+        order = list(range(len(self._examples)))
+        if self._settings["shuffle"]:
+            # Seeded by text, so that the order is alike on all platforms and new each epoch.
+            random.Random(f"{self._settings['seed']}:{epoch}").shuffle(order)
+        size, most = self._settings["batch_size"], self._settings["max_tokens"]
+        batches: list[list[int]] = []
+        tokens = 0
+        for example in order:
+            tokens += self._lengths[example]
+            full = bool(batches) and (
+                (size is not None and len(batches[-1]) == size)
+                or (most is not None and tokens > most)
+            )
+            if full or not batches:
+                batches.append([])
+                tokens = self._lengths[example]
+            batches[-1].append(example)
+        return batches
+
+    def __len__(self) -> int:
+        """Return the number of batches of the current epoch."""
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[list[Example]]:
+        """Iterate over the remaining batches of the current epoch."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            indexes = self._plan[self.index]
+            self._advance()
+            yield [self._examples[index] for index in indexes]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the settings and a checksum of the examples, as JSON values."""
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "examples": len(self._examples),
+            "fingerprint": self._fingerprint,
+            **self._settings,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            FinetuneError: it was saved with other examples or settings.
+        """
+        own = self.state_dict()
+        for key in own:
+            if key not in state:
+                raise FinetuneError(f"the saved position has no {key!r}; it is not one of Batches")
+            if key not in ("epoch", "index") and state[key] != own[key]:
+                raise FinetuneError(
+                    f"the saved position has {key}={state[key]!r}, this run {key}={own[key]!r}; "
+                    "resume with the same data and settings, or start anew"
+                )
+        epoch, index = state["epoch"], state["index"]
+        plan = self.plan(epoch)
+        if not 0 <= index < len(plan):
+            raise FinetuneError(f"the saved index={index} is outside the {len(plan)} batches")
+        self.epoch, self.index, self._plan = epoch, index, plan
+
+    def _advance(self) -> None:
+        self.index += 1
+        if self.index == len(self._plan):
+            self.epoch += 1
+            self.index = 0
+            self._plan = self.plan(self.epoch)
+
+
+def _fingerprint(examples: Sequence[Example]) -> int:
+    """Return a checksum of all tokens and labels, to notice changed data."""
+    checksum = 0
+    for example in examples:
+        checksum = zlib.crc32(array("q", [*example.ids, *example.labels]).tobytes(), checksum)
+    return checksum

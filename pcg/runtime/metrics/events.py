@@ -1,0 +1,168 @@
+"""The event log: every state transition of requests, jobs and adapters, in order.
+
+Metrics and tests read what happened from it alone. A request that comes during a step is logged
+after the step's events, with the time when it came.
+
+Nearly all events are tokens. Those of one step are held as one object: an object for each would
+be a thousand long-lived ones a step, which Python's garbage collector traverses again and again.
+
+Kinds by subject:
+
+    requests   submitted → refused
+               submitted → admitted → token … → finished
+               admitted or submitted → cancelled | timed_out | failed
+               admitted → preempted → admitted
+    jobs       queued → started → stepped … → completed | cancelled | failed
+               started → paused → resumed;  published between
+    adapters   paged_in, evicted
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """The kind of an event."""
+
+    SUBMITTED = "submitted"
+    REFUSED = "refused"
+    ADMITTED = "admitted"
+    TOKEN = "token"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    QUEUED = "queued"
+    STARTED = "started"
+    STEPPED = "stepped"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    PUBLISHED = "published"
+    COMPLETED = "completed"
+    PAGED_IN = "paged_in"
+    EVICTED = "evicted"
+
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+_ONE: Mapping[str, object] = MappingProxyType({"count": 1})
+
+
+class Event(NamedTuple):
+    """A state transition.
+
+    Attributes:
+        time_s: time on the engine's clock, seconds.
+        kind: what happened.
+        subject: id of the request or job, or name of the adapter.
+        details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
+            `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
+            refusal.
+    """
+
+    time_s: float
+    kind: Kind
+    subject: str
+    details: Mapping[str, object] = _NOTHING
+
+
+class _Tokens(NamedTuple):
+    """A token of each of several requests at one time."""
+
+    time_s: float
+    subjects: tuple[str, ...]
+
+    def events(self) -> Iterator[Event]:
+        return (Event(self.time_s, Kind.TOKEN, subject, _ONE) for subject in self.subjects)
+
+
+class EventLog:
+    """Events in order of time; keeps the latest, and calls listeners with each.
+
+    Args:
+        kept: the number of events to keep; None for all.
+    """
+
+    def __init__(self, kept: int | None = None) -> None:
+        self._kept = kept
+        self._entries: deque[Event | _Tokens] = deque()
+        self._count = 0
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def add(self, *events: Event) -> None:
+        """Append events."""
+        self._entries.extend(events)
+        self._count += len(events)
+        self._drop()
+        for listener in self._listeners:
+            for event in events:
+                listener(event)
+
+    def add_tokens(self, time_s: float, subjects: Sequence[str]) -> None:
+        """Append a token's event, not a first token's, of each of some requests."""
+        tokens = _Tokens(time_s, tuple(subjects))
+        if tokens.subjects:
+            self._entries.append(tokens)
+            self._count += len(tokens.subjects)
+            self._drop()
+        for listener in self._listeners:
+            for event in tokens.events():
+                listener(event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call a function with each event from now on; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def __iter__(self) -> Iterator[Event]:
+        return _events(tuple(self._entries))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, subject: str) -> tuple[Event, ...]:
+        """Return the events of one subject."""
+        return tuple(event for event in self if event.subject == subject)
+
+    def _drop(self) -> None:
+        """Drop the earliest events beyond those that are kept."""
+        while self._kept is not None and self._count > self._kept:
+            excess, first = self._count - self._kept, self._entries.popleft()
+            if isinstance(first, _Tokens) and len(first.subjects) > excess:
+                self._entries.appendleft(first._replace(subjects=first.subjects[excess:]))
+                self._count -= excess
+            else:
+                self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
+
+
+def _events(entries: Iterable[Event | _Tokens]) -> Iterator[Event]:
+    for entry in entries:
+        if isinstance(entry, _Tokens):
+            yield from entry.events()
+        else:
+            yield entry
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Writes events with the present time.
+
+    Parts of an engine hold this instead of the engine, so that nothing in an engine refers to it,
+    and its memory is freed as soon as it is dropped.
+
+    Attributes:
+        log: the log to write to.
+        now_s: tells the present time.
+    """
+
+    log: EventLog
+    now_s: Callable[[], float]
+
+    def __call__(self, kind: Kind, subject: str, **details: object) -> None:
+        self.log.add(Event(self.now_s(), kind, subject, details))

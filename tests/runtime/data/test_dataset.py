@@ -1,0 +1,353 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from pcg.errors import DataError
+from pcg.runtime.data.dataset import load_examples
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.text.tokenizer import Tokenizer
+from tests.support import toy_tokenizers as toys
+
+CHAT = [
+    {"role": "system", "content": "think"},
+    {"role": "user", "content": "Hello, how are you?"},
+    {"role": "assistant", "content": " I am fine. 中文 😀  "},
+    {"role": "user", "content": "what is it?"},
+    {"role": "assistant", "content": "naïve café"},
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def chatml(root):
+    return Tokenizer.load(toys.save_chatml(root / "chatml"))
+
+
+@pytest.fixture(scope="module")
+def llama2(root):
+    return Tokenizer.load(toys.save_llama2(root / "llama2"))
+
+
+def one(source, tokenizer, **options):
+    (example,) = load_examples(source, tokenizer, **options)
+    assert len(example.ids) == len(example.labels)
+    assert all(b in (a, IGNORED) for a, b in zip(example.ids, example.labels, strict=True))
+    return example
+
+
+def learned(example, tokenizer):
+    """Text of what is learned."""
+    ids = [index for index in example.labels if index != IGNORED]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# ------------------------------------------------------------------------------- chats
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("template", [toys.CHATML, toys.CHATML_MARKED])
+def test_the_assistant_mask_is_that_of_transformers(tmp_path, template, trim_offsets):
+    # transformers gives up on a span that begins with a space if offsets are trimmed.
+    chat = [{**m, "content": m["content"].strip()} for m in CHAT] if trim_offsets else CHAT
+    marked = toys.save_chatml(tmp_path / "marked", toys.CHATML_MARKED, trim_offsets)
+    theirs = PreTrainedTokenizerFast.from_pretrained(marked).apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True
+    )
+    directory = toys.save_chatml(tmp_path / "ours", template, trim_offsets)
+    example = one([{"messages": chat}], Tokenizer.load(directory))
+    assert example.ids == theirs["input_ids"]
+    assert [int(label != IGNORED) for label in example.labels] == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_spaces_at_the_ends_are_learned(tmp_path, trim_offsets):
+    tokenizer = Tokenizer.load(toys.save_chatml(tmp_path, toys.CHATML, trim_offsets))
+    messages = [CHAT[1], {"role": "assistant", "content": "a   b   "}]
+    assert learned(one([{"messages": messages}], tokenizer), tokenizer) == "a   b   <|im_end|>"
+
+
+def test_the_end_of_turn_is_learned_and_the_line_break_not(chatml):
+    example = one([{"messages": CHAT}], chatml)
+    assert learned(example, chatml) == (" I am fine. 中文 😀  <|im_end|>naïve café<|im_end|>")
+    assert example.targets == sum(label != IGNORED for label in example.labels)
+
+
+def test_a_message_of_weight_0_is_context(chatml):
+    messages = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    example = one([{"messages": messages}], chatml)
+    assert learned(example, chatml) == "naïve café<|im_end|>"
+    assert example.ids == one([{"messages": CHAT}], chatml).ids
+
+
+def test_a_bos_from_the_template_is_not_doubled(llama2):
+    example = one([{"messages": CHAT[1:]}], llama2)
+    assert example.ids.count(llama2.bos_id) == 2  # the template's, one a user message
+    assert learned(example, llama2).count("</s>") == 2
+
+
+CONTENT = st.text(alphabet=st.sampled_from("ab é中😀\n.<"), min_size=1, max_size=12).filter(
+    # A leading space may share a token with the line break before it, which is then learned, too.
+    lambda text: not text[0].isspace()
+)
+
+
+@settings(deadline=None)
+@given(turns=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3))
+def test_any_content_is_learned_to_the_letter(turns):
+    tokenizer = Tokenizer(toys.byte_level(), {}).with_template(toys.CHATML)
+    messages = []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    example = one([{"messages": messages}], tokenizer)
+    expected = "".join(answer + "<|im_end|>" for _, answer in turns)
+    assert learned(example, tokenizer) == expected
+
+
+def test_sharegpt_is_a_chat(chatml):
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[m["role"]], "value": m["content"]} for m in CHAT]
+    data = load_examples([{"conversations": turns}], chatml)
+    assert data.format == "sharegpt"
+    assert list(data) == [one([{"messages": CHAT}], chatml)]
+
+
+def test_text_parts_and_tool_arguments(chatml):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+    plain = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    assert one([{"messages": messages}], chatml) == one([{"messages": plain}], chatml)
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments.a }}!{% endfor %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    tokenizer = chatml.with_template(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    example = one([{"messages": messages, "tools": [{"name": "f"}]}], tokenizer)
+    assert tokenizer.decode(example.ids).startswith('[{"name": "f"}]user')
+    assert "7!" in learned(example, tokenizer)
+
+
+# ------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama2"])
+def test_prompt_and_completion(request, family):
+    tokenizer = request.getfixturevalue(family)
+    row = {"prompt": "print(1)\n", "completion": "you today?"}
+    example = one([row], tokenizer)
+    assert example.ids == [*tokenizer.encode("print(1)\nyou today?"), tokenizer.eos_id]
+    end = tokenizer.backend.id_to_token(tokenizer.eos_id)
+    assert learned(example, tokenizer) == f"you today?{end}"
+    bare = one([row], tokenizer, append_eos=False)
+    assert bare.ids == example.ids[:-1]
+
+
+def test_prompt_and_completion_as_messages(chatml):
+    row = {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    example = one([row], chatml)
+    assert example.ids == one([{"messages": CHAT}], chatml).ids
+    assert learned(example, chatml) == "naïve café<|im_end|>"
+
+
+@pytest.mark.parametrize("given", ["", None, "1 and 2"])
+def test_alpaca(chatml, given):
+    row = {"instruction": "add", "input": given, "output": "3"}
+    example = one([row], chatml)
+    assert learned(example, chatml) == "3<|im_end|>"
+    text = chatml.decode(example.ids)
+    assert text.startswith("Below is an instruction that describes a task")
+    assert text.endswith("### Instruction:\nadd\n\n### Response:\n3") == (not given)
+    assert ("### Input:\n1 and 2\n\n### Response:\n3" in text) == bool(given)
+
+
+@pytest.mark.parametrize("row", [{"text": "The quick brown fox"}, "The quick brown fox"])
+def test_all_of_a_text_is_learned(llama2, row):
+    example = one([row], llama2)
+    assert example.labels == example.ids
+    assert example.ids == [*llama2.encode("The quick brown fox"), llama2.eos_id]
+    # The first token is predicted by nothing.
+    assert example.targets == len(example.ids) - 1
+
+
+def test_labels_give_the_loss_of_transformers(llama2):
+    # Not shifted: transformers' loss, which shifts, and ours over labels[1:], agree.
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    example = one([{"prompt": "Hello,", "completion": " how are you?"}], llama2)
+    logits = torch.randn(1, len(example.ids), llama2.vocab_size)
+    theirs = ForCausalLMLoss(logits, torch.tensor([example.labels]), llama2.vocab_size)
+    rows = [i for i, label in enumerate(example.labels[1:]) if label != IGNORED]
+    targets = torch.tensor([example.labels[row + 1] for row in rows])
+    ours = torch.nn.functional.cross_entropy(logits[0, rows], targets)
+    assert len(rows) == example.targets
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_document_is_cut_into_pieces(tmp_path, chatml):
+    text = "\n".join(toys.CORPUS)
+    path = tmp_path / "corpus.txt"
+    path.write_text(text, encoding="utf-8")
+    data = load_examples(path, chatml, max_length=16)
+    assert data.format == "document"
+    assert [index for example in data for index in example.ids] == [
+        *chatml.encode(text),
+        chatml.eos_id,
+    ][: data.tokens]
+    assert {len(example.ids) for example in data[:-1]} == {16}
+    assert data.targets == data.tokens - len(data)
+    assert len(load_examples(path, chatml)) == 1
+    path.write_text(" \n")
+    with pytest.raises(DataError, match="is empty; there is nothing to learn"):
+        load_examples(path, chatml)
+
+
+# ------------------------------------------------------------------------------- truncation
+
+
+def test_truncation_keeps_the_head(chatml):
+    whole = one(["Hello, how are you today?"], chatml)
+    data = load_examples(["Hello, how are you today?", "dog"], chatml, max_length=4)
+    assert data.truncated == 1
+    assert data[0] == Example(whole.ids[:4], whole.labels[:4])
+
+
+def test_targets_beyond_the_cut(chatml):
+    rows = [{"prompt": "dog", "completion": "!"}, {"prompt": "Hello " * 20, "completion": "dog"}]
+    with pytest.raises(DataError, match=r"data\[1\]: nothing to learn: all \d+ target tokens lie"):
+        load_examples(rows, chatml, max_length=8)
+    data = load_examples(rows, chatml, max_length=8, empty="drop")
+    assert (len(data), data.truncated, data.dropped) == (1, 1, 1)
+    with pytest.raises(DataError, match="no examples in the data; all 1 rows were dropped"):
+        load_examples(rows[1:], chatml, max_length=8, empty="drop")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT[:2]},
+        {"messages": [CHAT[1], {**CHAT[2], "weight": 0}]},
+        {"prompt": "a", "completion": ""},
+        {"instruction": "a", "output": ""},
+        {"text": ""},
+    ],
+)
+def test_rows_with_nothing_to_learn(chatml, row):
+    with pytest.raises(DataError, match=r"data\[0\]: nothing to learn: no "):
+        load_examples([row], chatml)
+    with pytest.raises(DataError, match="all 1 rows were dropped"):
+        load_examples([row], chatml, empty="drop")
+
+
+# ------------------------------------------------------------------------------- files and errors
+
+
+def test_a_file_of_json_lines(tmp_path, chatml):
+    path = tmp_path / "train.jsonl"
+    rows = [{"messages": CHAT, "id": 1}, {"messages": CHAT[1:3]}]
+    lines = [json.dumps(rows[0], ensure_ascii=False), "", json.dumps(rows[1])]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    data = load_examples(str(path), chatml)
+    assert data.format == "chat"
+    assert list(data) == list(load_examples(rows, chatml))
+    path.write_text('"Hello"\n"dog"\n')
+    assert list(load_examples(path, chatml)) == list(load_examples(["Hello", "dog"], chatml))
+
+
+LINE_ERRORS = [
+    ('{"text": "a"}\n{"text": }', r"line 2, column 10: not JSON: Expecting value"),
+    ('{"text": "a"}\n\n{"prompt": "a"}', r"line 3: missing key 'text' \(has 'prompt'\)"),
+    ('{"text": "a"}\n[1]', "line 2: a JSON array; write one row a line"),
+    ('[\n{"text": "a"}\n]', "line 1, column 1: not JSON: .*: write one row a line"),
+    ('{"text": 3}', "line 1: 'text' is a number; expected a string"),
+    ("3", "line 1: a row is a number; expected an object or a string"),
+    ('{"txt": "a"}', "line 1: a row with 'txt' is of no known format .*chat: 'messages'"),
+    ('{"text": "a"}\n{"text": null}', "line 2: 'text' is null or missing"),
+    ('{"prompt": "a", "completion": "b"}\n"c"', "line 2: the row is a string"),
+    ('{"prompt": "a", "completion": []}', "'prompt' is a string and 'completion' is a list"),
+    ('{"messages": []}', "line 1: 'messages' is empty"),
+    ('{"messages": {}}', "line 1: 'messages' is an object; expected a list"),
+    ('{"messages": ["a"]}', r"'messages'\[0\] is a string; expected an object"),
+    ('{"messages": [{"role": "bot", "content": "a"}]}', r"'messages'\[0\] has role 'bot'; use one"),
+    ('{"messages": [{"content": "a"}]}', r"'messages'\[0\] has role None"),
+    ('{"messages": [{"role": "user"}]}', r"'messages'\[0\] 'content' is null or missing"),
+    ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', "only assistant may"),
+    ('{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}', "weight 2; use 0 or 1"),
+    (
+        '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        r"'content'\[0\] is of type 'image_url'; only text",
+    ),
+    (
+        '{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
+        r"'tool_calls'\[0\] has no 'function' with a 'name'",
+    ),
+    (
+        '{"messages": [{"role": "assistant", "tool_calls": '
+        '[{"function": {"name": "f", "arguments": "{"}}]}]}',
+        "the 'arguments' of .* are not JSON",
+    ),
+    ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is an object"),
+    ('{"conversations": [{"from": "bot", "value": "a"}]}', r"'conversations'\[0\] is from 'bot'"),
+    ('{"conversations": [{"from": "gpt"}]}', r"'conversations'\[0\] 'value' is null or missing"),
+    ('{"conversations": [1]}', r"'conversations'\[0\] is a number"),
+    ('{"instruction": "a", "output": "b", "input": 1}', "'input' is a number"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), LINE_ERRORS)
+def test_errors_name_the_line_and_what_is_wrong(tmp_path, chatml, content, words):
+    path = tmp_path / "train.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=words) as caught:
+        load_examples(path, chatml)
+    assert str(caught.value).startswith(f"{path} line ")
+
+
+def test_bytes_that_are_no_text(tmp_path, chatml):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'"a"\n"\xff"\n')
+    with pytest.raises(DataError, match=r"line 2: byte 2 is not UTF-8 \(0xff\)"):
+        load_examples(path, chatml)
+
+
+def test_wrong_arguments(tmp_path, chatml):
+    (tmp_path / "data.csv").touch()
+    (tmp_path / "empty.jsonl").touch()
+    for source, options, words in [
+        (tmp_path / "missing.jsonl", {}, "no data file"),
+        (tmp_path / "data.csv", {}, r"ends in \.csv; use JSON lines"),
+        (tmp_path / "empty.jsonl", {}, r"no examples in .*empty\.jsonl"),
+        ([], {}, "no examples in the data"),
+        ({"text": "a"}, {}, "data is one dict"),
+        (["a"], {"max_length": 1}, "max_length=1; an example needs at least 2 tokens"),
+        (["a"], {"format": "csv"}, "unknown data format 'csv'; use auto, chat"),
+        (["a"], {"empty": "skip"}, "use 'error' or 'drop'"),
+        (["a"], {"format": "alpaca"}, "the row is a string; .* the alpaca format"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            load_examples(source, chatml, **options)
+
+
+def test_the_format_can_be_named(chatml):
+    row = {"messages": CHAT, "text": "dog"}
+    assert load_examples([row], chatml).format == "chat"
+    assert load_examples([row], chatml, format="text")[0] == one(["dog"], chatml)
+
+
+def test_a_chat_without_a_template_names_the_row_and_the_fix(tmp_path):
+    tokenizer = Tokenizer.load(toys.save_llama2(tmp_path, template=None))
+    with pytest.raises(DataError, match=r"data\[0\]: the model has no chat template"):
+        load_examples([{"messages": CHAT}], tokenizer)
