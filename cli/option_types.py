@@ -28,7 +28,7 @@ class Kind:
 
 
 def kind_of(hint: Any) -> Kind:
-    """The way in which an option of a type is given: once, repeatedly, as several values, or as a flag."""
+    """The way in which an option is given: once, repeatedly, as several values, or as a flag."""
     kinds = _members(hint)
     plain = [kind for kind in kinds if get_origin(kind) is not Literal]
     if plain == [bool]:  # also with words for what it is by default
