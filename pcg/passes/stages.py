@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
-from pcg.codegen.functions import Function
+from pcg.codegen.program_functions import Function
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
@@ -22,7 +22,7 @@ from pcg.parallel.search import Search
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
-from pcg.trace import Trace
+from pcg.trace import TracedModel
 
 Named: TypeAlias = Mapping[str, Graph]
 """Graphs by what they are for and their own name, as `training.block_0_backward`."""
@@ -32,7 +32,7 @@ Named: TypeAlias = Mapping[str, Graph]
 class Traced:
     """A model as transformers runs it, in one graph."""
 
-    trace: Trace
+    trace: TracedModel
 
     @property
     def graphs(self) -> Named:
