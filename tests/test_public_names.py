@@ -83,12 +83,12 @@ def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
     import pcg.explain.report
     import pcg.trace.export
     from pcg.explain.report import Report
-    from pcg.trace import Trace
+    from pcg.trace import TracedModel
 
     assert isinstance(pcg.explain(model, seq=16), Report)
 
     by_path = pcg.trace(model)
-    assert isinstance(by_path, Trace)
+    assert isinstance(by_path, TracedModel)
     by_config = pcg.trace(json.loads((model / "config.json").read_text()))
     by_module = pcg.trace(LlamaForCausalLM.from_pretrained(model))
     assert by_path.graph == by_config.graph == by_module.graph

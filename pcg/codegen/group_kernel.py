@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pcg.codegen.lines import filled
 from pcg.codegen.tile_kernel import TileWriter, arguments_of
@@ -28,21 +29,29 @@ class GroupKernel:
         source: the Triton source, from its decorator on, with that of its parts.
         inputs: values that it reads, in order.
         outputs: values that it makes, in order.
-        appends: True if some of these go to the KV cache.
+        scope: path of the innermost module that holds all nodes.
+        appends: True if some outputs go to the KV cache; it then reads the batch, too.
     """
 
     name: str
     source: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    scope: str
     appends: bool
 
 
 def group_kernel(group: KernelGroup, name: str) -> GroupKernel:
     """The kernel of a group, under a name."""
     write = _side_by_side if group.parts else _alone
-    appends = any(group.appended(output) for output in group.outputs)
-    return GroupKernel(name, write(group, name), group.inputs, group.outputs, appends)
+    levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
+    scope = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    source, appends = write(group, name), _appends(group)
+    return GroupKernel(name, source, group.inputs, group.outputs, scope, appends)
+
+
+def _appends(group: KernelGroup) -> bool:
+    return any(group.appended(output) for output in group.outputs)
 
 
 def _alone(group: KernelGroup, name: str) -> str:
@@ -66,8 +75,8 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
         for part, own, shape in zip(group.parts, names, shapes, strict=True)
     ]
     firsts = [f"first_{i}" for i in range(1, len(group.parts))]
-    appends = any(group.appended(output) for output in group.outputs)
-    arguments = [*arguments_of(group), "tokens", *firsts, *["PAGE: tl.constexpr"] * appends]
+    page = ["PAGE: tl.constexpr"] * _appends(group)
+    arguments = [*arguments_of(group), "tokens", *firsts, *page]
     unspecialised = ", ".join(f'"{name}"' for name in ("tokens", *firsts))
     kernel = [
         "@K.side_by_side(",
@@ -138,7 +147,7 @@ def _condition(number: int, count: int) -> str:
 def _call(part: KernelGroup, name: str, shape: TileShape, program: str) -> list[str]:
     rows = "tokens" if shape.rows_a_token == 1 else f"tokens * {shape.rows_a_token}"
     constants = [f"ROWS={shape.row_block}", f"COLUMNS={shape.column_block}"]
-    if any(part.appended(output) for output in part.outputs):
+    if _appends(part):
         constants.append("PAGE=PAGE")
     words = [f"{word}," for word in (program, *arguments_of(part), rows, *constants)]
     return [f"        {name}(", *filled(words, 12), "        )"]

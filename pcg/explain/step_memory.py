@@ -86,7 +86,7 @@ class PlannedModel:
         epilogue: the loss, forward and backward in one graph; None likewise.
         use: what the recipes train.
         adapter_dtype: of the adapters' parameters.
-        attention: as `pcg.trace.Trace.attention`.
+        attention: as `pcg.trace.TracedModel.attention`.
         refusal: why pcg cannot train the model; empty where it can.
         sharded: the model over ranks; None for one rank.
         windowed: the plan of sequences that come window by window, through the KV cache; None where

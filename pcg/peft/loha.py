@@ -25,16 +25,15 @@ Communication-Efficient Federated Learning" (Hyeon-Woo et al. 2022).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import first_match
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LoraBypass
-from pcg.peft.method import Bypass, EagerModule, Place, Shape, Shards, low_rank
+from pcg.peft.lora import MadeLoraBypass
+from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
-from pcg.peft.targets import FAMILY_TARGETS, LayeredRecipe, check_alphas, check_ranks
+from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
 from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind, partners
 
 if TYPE_CHECKING:
@@ -42,17 +41,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LohaBypass(Bypass):
+class LohaBypass(MadeLoraBypass):
     """LoHa beside one module: LoRA, whose A and B training makes of the four factors.
 
         A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
 
     Attributes:
-        rank: of each of the two products.
         scale: of what they make.
     """
 
-    rank: int
     scale: float
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -60,12 +57,6 @@ class LohaBypass(Bypass):
 
     def __str__(self) -> str:
         return f"LoHa of rank {self.rank} with scale {self.scale:g}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -175,7 +166,7 @@ class LohaWeights(ModuleWeights):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoHaConfig(LayeredRecipe):
+class LoHaConfig(PatternedRecipe):
     """A LoHa configuration, with peft's fields and defaults.
 
     Attributes:
@@ -183,8 +174,6 @@ class LoHaConfig(LayeredRecipe):
         alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
         rank_dropout: probability that an output of ΔW is dropped in training, which pcg does not.
         module_dropout: probability that a module is left out of a step, which pcg does not.
-        rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
-        alpha_pattern: the same for alpha.
         init_weights: True, one of the factors is zero, which changes nothing; False, none is.
     """
 
@@ -199,22 +188,17 @@ class LoHaConfig(LayeredRecipe):
     }
     rank_field: ClassVar[str] = "r"
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
-    patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")
+    alpha_field: ClassVar[str] = "alpha"
 
     r: int = 8
     alpha: float = 8
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
-    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     init_weights: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranks(self.r, self.rank_pattern)
-        check_alphas("alpha", self.alpha, self.alpha_pattern)
-        for name in ("rank_dropout", "module_dropout"):
-            self._check_probability(name)
+        self._check_probabilities("rank_dropout", "module_dropout")
         self._check_flags("init_weights")
 
     @property
@@ -223,8 +207,8 @@ class LoHaConfig(LayeredRecipe):
         return None
 
     def bypass_at(self, path: str) -> LohaBypass:
-        rank = first_match(self.rank_pattern, path, self.r)
-        return LohaBypass(rank, first_match(self.alpha_pattern, path, self.alpha) / rank)
+        rank, alpha = self.rank_and_alpha(path)
+        return LohaBypass(rank, alpha / rank)
 
     def training_beside(self, shards: Shards, total_steps: int) -> None:
         for name in ("rank_dropout", "module_dropout"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from pcg.ir.graph import Graph
-from pcg.trace.export import export
+from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
 
 _MOST_CACHED = 64
@@ -19,8 +19,8 @@ _MOST_CACHED = 64
 
 
 @dataclass(frozen=True)
-class Trace:
-    """A traced model, before any pass; fields that are not here are as in `export.Exported`.
+class TracedModel(TraceFacts):
+    """A traced model, before any pass.
 
     Attributes:
         graph: input_ids and position_ids, both [T], to logits [T, V]; a few layers of all kinds.
@@ -29,15 +29,11 @@ class Trace:
     """
 
     graph: Graph
-    layers_path: str
-    schedule: tuple[int, ...]
     constants: Mapping[str, torch.Tensor]
-    base_prefix: str
     dtype: str
-    attention: str
 
 
-def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Trace:
+def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> TracedModel:
     """Trace the model of a configuration, on the meta device, without weights.
 
     Args:
@@ -52,22 +48,15 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
     floating = next(
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
     )
-    return Trace(
-        graph,
-        exported.layers_path,
-        exported.schedule,
-        constants,
-        exported.base_prefix,
-        floating,
-        exported.attention,
-    )
+    facts = {field.name: getattr(exported, field.name) for field in fields(TraceFacts)}
+    return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
 
 
-def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> Trace:
+def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> TracedModel:
     """The same, once a process: to compile a model again, for other adapters, is quicker."""
     return _trace_of_json(json.dumps(config, sort_keys=True), dtype, whole)
 
 
 @functools.lru_cache(_MOST_CACHED)
-def _trace_of_json(config: str, dtype: str | None, whole: bool) -> Trace:
+def _trace_of_json(config: str, dtype: str | None, whole: bool) -> TracedModel:
     return trace(json.loads(config), dtype, whole)

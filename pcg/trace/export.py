@@ -31,30 +31,37 @@ from pcg.trace.model_config import parse_config
 
 
 @dataclass(frozen=True)
-class Exported:
-    """An exported model.
+class TraceFacts:
+    """Facts of a traced model that its graph does not hold.
 
     Attributes:
-        program: torch.export's result; input_ids and position_ids are [1, T].
         layers_path: module path of the list of layers, as `model.layers`.
-        schedule: for each layer of the model, the exported layer that equals it.
-        constants: values of the buffers that no checkpoint holds, by name.
-        checkpoint_names: parameters and buffers that a checkpoint holds; tied ones map to the name
-            that it holds.
+        schedule: for each layer of the model, the traced layer that equals it.
         base_prefix: name of the base model within the causal LM, as `model`.
-        config: the model's configuration.
         attention: how transformers runs its attention by default: "sdpa" or "eager", through its
             registry, or "own-sdpa" or "own-eager", within the architecture's own module.
     """
 
-    program: torch.export.ExportedProgram
     layers_path: str
     schedule: tuple[int, ...]
+    base_prefix: str
+    attention: str
+
+
+@dataclass(frozen=True)
+class Exported(TraceFacts):
+    """An exported model.
+
+    Attributes:
+        program: torch.export's result; input_ids and position_ids are [1, T].
+        constants: values of the buffers that no checkpoint holds, by name.
+        checkpoint_names: parameters and buffers that a checkpoint holds; tied ones map to the name
+            that it holds.
+    """
+
+    program: torch.export.ExportedProgram
     constants: Mapping[str, torch.Tensor]
     checkpoint_names: Mapping[str, str]
-    base_prefix: str
-    config: Any
-    attention: str
 
 
 def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Exported:
@@ -104,7 +111,7 @@ def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
     prefix = str(getattr(model, "base_model_prefix", ""))
     kind = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     attention = kind if implementation == IMPLEMENTATION else f"own-{kind}"
-    return Exported(program, path, schedule, constants, names, prefix, config, attention)
+    return Exported(path, schedule, prefix, attention, program, constants, names)
 
 
 def _build(config: Any, implementation: str) -> nn.Module:

@@ -443,7 +443,7 @@ def test_truncated_weights(saved: Path, keep: int) -> None:
         ({}, "", {"a.v.lora_A.weight": torch.zeros(2, 4, 1)}, AdapterError, "expected .rank, in."),
         ({"r": 4}, "", {}, AdapterError, "rank 2, .* gives it 4"),
         ({"target_modules": ["q"]}, "", {}, AdapterError, "a.v, which .* does not target"),
-        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "DoRA magnitude"),
+        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "use_dora=False"),
         ({}, "", {"a.wte.lora_embedding_A": torch.zeros(2, 6)}, UnsupportedError, "an embedding"),
         ({}, "", {"a.embed_tokens.weight": torch.zeros(2, 6)}, UnsupportedError, "vocabulary"),
         ({}, "", {"a.norm.weight": torch.zeros(2)}, AdapterError, "no LoRA weight"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import sympy
@@ -83,7 +84,9 @@ class Operator:
             raise UnsupportedError(
                 f"operator {self.name!r} cannot run yet; it can only be explained"
             )
-        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **attributes)
+        fields = {field for _, field, _, _ in Formatter().parse(self.template) if field}
+        named = {name: attributes[name] for name in fields & set(attributes)}
+        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         """The expression in a function that requests the base's products from its caller.
