@@ -25,7 +25,7 @@ from pcg.passes.registry import run_graphs
 from pcg.peft.loha import LohaBypass, LoHaConfig
 from pcg.peft.lora import LoraBypass
 from pcg.peft.registry import recipe_from
-from pcg.runtime.training.data import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
