@@ -149,23 +149,23 @@ def steps(folder: Path, way: str, count: int = 4) -> dict[str, float]:
     def gaps_ms(first: int) -> list[float]:
         return sorted(1e3 * (b - a) for a, b in pairwise(ends[first:]))
 
-    with engine.start() as front:
-        running = front.submit([1, 2, 3], max_new_tokens=4000, ignore_eos=True)
+    with engine.start() as async_engine:
+        running = async_engine.submit([1, 2, 3], max_new_tokens=4000, ignore_eos=True)
         for _ in range(20):
             next(running)
         first = len(ends)
         for index in range(count):
             name = f"{way} {index}"
             if way == "beside":
-                front.add_adapter(name, folder).result()
+                async_engine.add_adapter(name, folder).result()
             elif way == "within":
-                front.call(partial(executor.add_adapter, name, folder)).result()
+                async_engine.call(partial(executor.add_adapter, name, folder)).result()
             time.sleep(0.3)
         adding = gaps_ms(first)
         first = len(ends)
         for index in range(count):
             name = None if way == "none" else f"{way} {index}"
-            front.submit([1, 2], name, max_new_tokens=2, ignore_eos=True).wait()
+            async_engine.submit([1, 2], name, max_new_tokens=2, ignore_eos=True).wait()
         using = gaps_ms(first)
         running.cancel()
     return {

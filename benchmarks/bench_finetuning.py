@@ -57,7 +57,7 @@ def budget_of(model: torch.nn.Module, batch: int, sequence: int) -> float:
 
 def ours(model: torch.nn.Module, ids: torch.Tensor, budget: float) -> Callable[[], None]:
     """Return a call that runs a step of pcg."""
-    from pcg.runtime.training.example import Example
+    from pcg.runtime.data.example import Example
 
     batch, sequence = ids.shape
     executor = pcg.compile(model, {"mine": "lora"}, memory_budget=budget, batch=batch, seq=sequence)

@@ -23,7 +23,7 @@ from measure import interleave, medians, ratio, write
 from peft import LoraConfig, get_peft_model
 
 import pcg
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 
 CASES = ((4, 16), (4, 64), (4, 256), (16, 16), (16, 64))
 """Numbers of jobs, and of tokens of a sequence."""

@@ -47,7 +47,6 @@ from pcg.parallel.ranks.group import ALONE
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
@@ -58,6 +57,7 @@ from pcg.runtime.engine.sequence import Sequence as Running
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.model.sampling_params import SamplingParams

@@ -45,6 +45,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pcg
+from pcg.runtime.data.example import Example
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
@@ -59,7 +60,6 @@ from pcg.runtime.engine.sharing import (
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.example import Example
 from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson

@@ -70,12 +70,12 @@ class CpuCosts:
 
 
 def served(
-    rule: Sharing, rate_per_s: float, new: int, promised_s: float, seed: int, seconds: float
+    rule: Sharing, rate_per_s: float, new: int, tpot_slo_s: float, seed: int, seconds: float
 ) -> ServingReport:
     """Simulate one rule under one load."""
     forward = Latency(0.0155, 7e-4, 4e-7, 7e-4, 1.4e-3, 0.013)
     latencies = Latencies(forward, Latency(0.002, 1.7e-4, 1e-7))
-    limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=promised_s)
+    limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     engine = SimulatedEngine(CpuCosts(), 20_000, 1, limits, latencies=latencies, sharing=rule)
     engine.finetune("trained", repeat((128, 128)))
     lengths = Between(16, 64), Fixed(new)
@@ -101,24 +101,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
 
-    def of(rule: Callable[[], Sharing], rate: float, new: int, promised_s: float) -> dict[str, Any]:
+    def of(rule: Callable[[], Sharing], rate: float, new: int, tpot_slo_s: float) -> dict[str, Any]:
         seeds = range(arguments.seeds)
         return row(
-            [served(rule(), rate, new, promised_s, seed, arguments.seconds) for seed in seeds]
+            [served(rule(), rate, new, tpot_slo_s, seed, arguments.seconds) for seed in seeds]
         )
 
     loads = []
     for new, rates in RATES.items():
-        for promised_s in PROMISES_S:
+        for tpot_slo_s in PROMISES_S:
             for rate in rates:
-                own = of(CoServing, rate, new, promised_s)
-                found = {name: of(rule, rate, new, promised_s) for name, rule in OTHERS.items()}
+                own = of(CoServing, rate, new, tpot_slo_s)
+                found = {name: of(rule, rate, new, tpot_slo_s) for name, rule in OTHERS.items()}
                 as_good = {
                     name: other
                     for name, other in found.items()
                     if other["slo_attainment"] >= own["slo_attainment"]
                 }
-                load = {"requests_per_s": rate, "output_tokens": new, "tpot_slo_s": promised_s}
+                load = {"requests_per_s": rate, "output_tokens": new, "tpot_slo_s": tpot_slo_s}
                 loads.append({**load, "co-serving": own, **_against(own, as_good)})
                 print(loads[-1], flush=True)
     bursts = {

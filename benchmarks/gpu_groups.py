@@ -19,9 +19,9 @@ from gpu_work import Work
 
 TOKENS = 4096
 LEAST_BYTES = 32 * 2**20
-"""That a group moves to be measured: less takes as long as its launch."""
+"""The fewest bytes of a group that is measured: less takes as long as its launch."""
 TOLERANCE = {"f64": 1e-12, "f32": 1e-4, "bf16": 2e-2, "f16": 4e-3}
-"""Between two ways to round, of the largest element."""
+"""Tolerance between two ways to round, relative to the largest element."""
 
 
 def group_graphs(model: Any) -> list[Any]:
@@ -73,19 +73,17 @@ def _operators(nodes: Sequence[Any]) -> str:
 
 def emitted(graph: Any, backend: str) -> Any:
     """A graph's function, of its inputs."""
-    from pcg.codegen import torch_emitter, triton_emitter
-    from pcg.codegen.functions import Function
+    from pcg.codegen.emit import emit_module
+    from pcg.codegen.program_functions import Function
     from pcg.ir.program.program import python_name
     from pcg.passes.fusion.group_kernels import GroupKernels
     from pcg.passes.fusion.order_kernels import OrderKernels
     from pcg.runtime.model.runner import load_functions
 
-    module = triton_emitter if backend == "triton" else torch_emitter
     if backend == "triton":
         graph = OrderKernels().run(GroupKernels().run(graph))
     name = "group"
-    written = module.emit_function(Function(graph, name, "A group."))
-    source = module.emit_module("One group.", "", [written])
+    source = emit_module("One group.", "", [Function(graph, name, "A group.")], backend)
     function = load_functions(source, f"{python_name(backend)}_group")[name]
     return lambda *inputs: function(None, None, None, *inputs)
 

@@ -11,13 +11,14 @@ With --debug the first two are raised, with their tracebacks.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from pcg import __version__
 from pcg.errors import FinetuneInterrupted, PcgError
+from pcg.version import __version__
 
 from .bench import serve_command
 from .compile import compile_command
@@ -27,6 +28,7 @@ from .explain import explain_command
 from .finetune import finetune_command
 from .models import models_command
 from .opt import opt_command
+from .options import with_options
 from .profile import profile_command
 from .run import run_command
 from .simulate import simulate_command
@@ -34,7 +36,17 @@ from .simulate import simulate_command
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-class Group(TyperGroup):
+class LazyGroup(TyperGroup):
+    """Commands whose options are made when one of them is run or asked for help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named, with its options."""
+        name, command, rest = super().resolve_command(ctx, args)
+        make = getattr(getattr(command, "callback", None), "make", None)
+        return name, command if make is None else make(), rest
+
+
+class Group(LazyGroup):
     """The commands, with --debug anywhere on the line, and errors as one line each."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -107,48 +119,57 @@ def options(
     """Compile, serve and finetune many adapters over one frozen language model."""
 
 
-def _example(*lines: str) -> str:
-    return "\n\n".join(["Example:", *(f"[cyan]{line}[/]" for line in lines)])
+def _add(group: typer.Typer, name: str, command: Callable[..., None], *examples: str) -> None:
+    """Add a command with examples of its use."""
+    epilog = "\n\n".join(["Example:", *(f"[cyan]{example}[/]" for example in examples)])
+
+    def make() -> Any:
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        alone.info.context_settings = app.info.context_settings
+        alone.command(name, epilog=epilog)(with_options(command))
+        return typer.main.get_command(alone)
+
+    def summary() -> None:
+        """The command in the list of all."""
+
+    summary.__doc__ = command.__doc__
+    summary.make = make  # type: ignore[attr-defined]
+    group.command(name)(summary)
 
 
-app.command("explain", epilog=_example("pcg explain llama-3.1-70b --batch 1 --seq 1024"))(
-    explain_command
-)
-app.command("compile", epilog=_example("pcg compile examples/checkpoint --rank 8 -o program"))(
-    compile_command
-)
-app.command(
-    "run",
-    epilog=_example(
-        'pcg run program --prompt "def main(" --adapter tests=adapters/unittest --stream'
-    ),
-)(run_command)
-app.command(
-    "finetune",
-    epilog=_example(
-        "pcg finetune program --data train.jsonl --adapter mine --output adapters/mine"
-    ),
-)(finetune_command)
-app.command("models", epilog=_example("pcg models --json"))(models_command)
-app.command(
-    "opt",
-    epilog=_example(
-        "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
-        "pcg opt --list",
-    ),
-)(opt_command)
-app.command("profile", epilog=_example("pcg profile --tp 2 -o profile.json"))(profile_command)
-app.command("simulate", epilog=_example("pcg simulate flexllm --model Llama-3.1-8B --duration 60"))(
-    simulate_command
-)
-app.command("doctor", epilog=_example("pcg doctor"))(doctor_command)
-
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-bench.command(
-    "serve",
-    epilog=_example(
-        "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
-        "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",
-    ),
-)(serve_command)
+bench = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")
+
+_add(app, "explain", explain_command, "pcg explain llama-3.1-70b --batch 1 --seq 1024")
+_add(app, "compile", compile_command, "pcg compile examples/checkpoint --rank 8 -o program")
+_add(
+    app,
+    "run",
+    run_command,
+    'pcg run program --prompt "def main(" --adapter sql=adapters/sql --use sql --stream',
+)
+_add(
+    app,
+    "finetune",
+    finetune_command,
+    "pcg finetune program --data train.jsonl --adapter mine --output adapters/mine",
+    "pcg finetune MODEL --peft dora --r 16 --dropout 0.1 --data train.jsonl --adapter mine -o mine",
+)
+_add(app, "models", models_command, "pcg models --json")
+_add(
+    app,
+    "opt",
+    opt_command,
+    "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
+    "pcg opt --list",
+)
+_add(app, "profile", profile_command, "pcg profile --tp 2 -o profile.json")
+_add(app, "simulate", simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")
+_add(app, "doctor", doctor_command, "pcg doctor")
+_add(
+    bench,
+    "serve",
+    serve_command,
+    "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
+    "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",
+)

@@ -1,494 +1,278 @@
 """`pcg bench serve`: serve a workload, beside finetuning or not, and report how it went.
 
-The options are those of `vllm bench serve` and `vllm serve` where these have them.
-
-Long because half of it are the options and what they say of themselves.
+The options have the names of `vllm bench serve` and `vllm serve` where these have them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from .arguments import Device, Dtype, Json, Model, ModelBackend, Targets
-from .bench_workload import ARRIVALS, POPULARITIES, WorkloadOptions
-from .console import busy, count_text, err, out, print_json
-from .executors import open_executor
+from pcg.options import CompileOptions
+from pcg.units import counted
+
+from .arguments import Json, Model
+from .bench_workload import WorkloadOptions, at_least
+from .console import busy, err, out, print_json
+from .executors import PlaceOptions, open_executor
+from .options import Given, Only
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.engine import Engine
+    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.policies import Policy
     from pcg.runtime.engine.sharing import Sharing
     from pcg.runtime.executor import Executor
     from pcg.runtime.metrics.metrics import ServingReport
     from pcg.simulate.workloads.workload import Workload
 
-WORKLOAD = "Workload"
-ADAPTERS = "Adapters"
-FINETUNING = "Finetuning"
-ENGINE = "Engine"
-
-POLICIES = ("fcfs", "adapter-clustering", "early-abort", "fair-share")
-SHARINGS = ("co-serving", "temporal", "spatial", "inference-only", "finetuning-only")
 JOB = "finetuned"
 """Name of the adapter that is trained."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinetuningOptions:
+    """Options of the finetuning beside requests.
+
+    Attributes:
+        finetune: train an adapter meanwhile: a .jsonl or .txt file, or random for random tokens.
+        finetune_len: tokens of a random example.
+        finetune_batch_size: examples a step.
+        finetune_rank: LoRA's rank.
+        sharing: how finetuning goes beside requests, or which of the two runs alone.
+        inference_frequency: with temporal sharing, steps that serve between two that train.
+        finetuning_share: with spatial sharing, finetuning's part of the time.
+    """
+
+    title: ClassVar[str] = "Finetuning"
+
+    finetune: str | None = None
+    finetune_len: int = 128
+    finetune_batch_size: int = 2
+    finetune_rank: int = 16
+    sharing: Literal["co-serving", "temporal", "spatial", "inference-only", "finetuning-only"] = (
+        "co-serving"
+    )
+    inference_frequency: int = 128
+    finetuning_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        at_least("finetune_len", self.finetune_len, 2)
+        at_least("finetune_batch_size", self.finetune_batch_size, 1)
+        at_least("finetune_rank", self.finetune_rank, 1)
+        if self.sharing == "finetuning-only" and self.finetune is None:
+            raise typer.BadParameter(
+                "there is nothing to train; give --finetune", param_hint="--sharing"
+            )
+        if self.sharing == "inference-only" and self.finetune is not None:
+            raise typer.BadParameter("it does not go with --finetune", param_hint="--sharing")
+
+    @property
+    def rule(self) -> Sharing:
+        """The rule by which the engine shares its time."""
+        from pcg.runtime.engine.sharing import (
+            CoServing,
+            InferenceOnly,
+            SpatialSharing,
+            TemporalSharing,
+        )
+
+        if self.sharing == "temporal":
+            return TemporalSharing(self.inference_frequency)
+        if self.sharing == "spatial":
+            return SpatialSharing(self.finetuning_share)
+        return InferenceOnly() if self.sharing == "inference-only" else CoServing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """Options of the engine.
+
+    Attributes:
+        ttft_slo_ms: SLO of the time to the first token, ms.
+        tpot_slo_ms: SLO of the mean time of an output token after the first, ms.
+        policy: the order in which requests are admitted.
+        max_num_seqs: the most requests at once.
+        max_num_batched_tokens: the most tokens of a step.
+        kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
+        enable_prefix_caching: share the KV blocks of prompts that begin alike.
+    """
+
+    title: ClassVar[str] = "Engine"
+
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    policy: Literal["fcfs", "adapter-clustering", "early-abort", "fair-share"] = "fcfs"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    kv_cache_gib: float = 4.0
+    enable_prefix_caching: bool = True
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a step, and the SLOs."""
+        from pcg.runtime.engine.limits import Limits
+
+        return Limits(
+            running=self.max_num_seqs,
+            tokens=self.max_num_batched_tokens,
+            ttft_slo_s=None if self.ttft_slo_ms is None else self.ttft_slo_ms / 1e3,
+            tpot_slo_s=None if self.tpot_slo_ms is None else self.tpot_slo_ms / 1e3,
+        )
+
+    def admission(self) -> Policy:
+        """The policy that admits requests."""
+        from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs
+
+        known: dict[str, type[Policy]] = {
+            "fcfs": Fcfs,
+            "adapter-clustering": AdapterClustering,
+            "early-abort": EarlyAbort,
+            "fair-share": FairShare,
+        }
+        return known[self.policy]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of what is measured, and drawn.
+
+    Attributes:
+        load_format: dummy gives the model random weights: a configuration is enough.
+        plot: a file to draw latencies in, over time, and their distribution, as FILE.svg.
+        device: the device, as torch names it; a GPU where there is one, else the CPU.
+    """
+
+    load_format: Literal["auto", "dummy"] = "auto"
+    plot: Path | None = None
+    device: str | None = None
+
+
 def serve_command(
     model: Model,
-    request_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Requests a second; inf for all at once. 1 by default, of a trace its own.",
-            show_default=False,
-            rich_help_panel=WORKLOAD,
-            metavar="R",
-        ),
-    ] = None,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the Gamma intervals; 1 is Poisson, less is burstier.",
-            rich_help_panel=WORKLOAD,
-            metavar="X",
-        ),
-    ] = 1.0,
-    arrivals: Annotated[
-        str,
-        typer.Option(
-            help="gamma, constant, bursty (a rate that changes), s-lora (one for each adapter).",
-            rich_help_panel=WORKLOAD,
-            metavar="|".join(ARRIVALS),
-        ),
-    ] = "gamma",
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests. 100 without --duration.",
-            show_default=False,
-            rich_help_panel=WORKLOAD,
-            metavar="N",
-            min=1,
-        ),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds of requests, instead of --num-prompts.",
-            show_default=False,
-            rich_help_panel=WORKLOAD,
-            metavar="S",
-        ),
-    ] = None,
-    input_len: Annotated[
-        str,
-        typer.Option(
-            help="Tokens of a prompt: a number, a range as 8-512, or sharegpt.",
-            rich_help_panel=WORKLOAD,
-            metavar="N|A-B|sharegpt",
-        ),
-    ] = "8-64",
-    random_prefix_len: Annotated[
-        int,
-        typer.Option(
-            help="Tokens that all prompts begin with, before those of --input-len.",
-            rich_help_panel=WORKLOAD,
-            metavar="N",
-            min=0,
-        ),
-    ] = 0,
-    output_len: Annotated[
-        str,
-        typer.Option(
-            help="Tokens that are generated, likewise.",
-            rich_help_panel=WORKLOAD,
-            metavar="N|A-B|sharegpt",
-        ),
-    ] = "8-64",
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay this instead: JSON lines, or the CSV of Azure's and BurstGPT's traces.",
-            rich_help_panel=WORKLOAD,
-            metavar="FILE",
-        ),
-    ] = None,
-    tenants: Annotated[
-        int,
-        typer.Option(
-            help="Tenants that own the adapters.", rich_help_panel=WORKLOAD, metavar="N", min=0
-        ),
-    ] = 0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Of the workload, prompts and random weights.",
-            rich_help_panel=WORKLOAD,
-            metavar="N",
-        ),
-    ] = 0,
-    adapters: Annotated[
-        int,
-        typer.Option(
-            help="Fresh LoRA adapters; 0 serves the base alone. Those of a trace have its names.",
-            rich_help_panel=ADAPTERS,
-            metavar="N",
-            min=0,
-        ),
-    ] = 8,
-    ranks: Annotated[
-        str,
-        typer.Option(help="Of the adapters, in turn.", rich_help_panel=ADAPTERS, metavar="R,…"),
-    ] = "8,16,32,64",
-    targets: Targets = None,
-    popularity: Annotated[
-        str,
-        typer.Option(
-            help="How requests fall to adapters: S-LoRA's power law, or Punica's four.",
-            rich_help_panel=ADAPTERS,
-            metavar="|".join(POPULARITIES),
-        ),
-    ] = "zipf",
-    zipf_alpha: Annotated[
-        float, typer.Option(help="Of zipf and s-lora.", rich_help_panel=ADAPTERS, metavar="X")
-    ] = 1.0,
-    finetune: Annotated[
-        str | None,
-        typer.Option(
-            help="Train an adapter meanwhile: a .jsonl or .txt file, or random for random tokens.",
-            show_default=False,
-            rich_help_panel=FINETUNING,
-            metavar="FILE|random",
-        ),
-    ] = None,
-    finetune_len: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of a random example.", rich_help_panel=FINETUNING, metavar="N", min=2
-        ),
-    ] = 128,
-    finetune_batch_size: Annotated[
-        int, typer.Option(help="Examples a step.", rich_help_panel=FINETUNING, metavar="N", min=1)
-    ] = 2,
-    finetune_rank: Annotated[
-        int, typer.Option(help="LoRA rank.", rich_help_panel=FINETUNING, metavar="R", min=1)
-    ] = 16,
-    sharing: Annotated[
-        str,
-        typer.Option(
-            help="How finetuning goes beside requests, or which of the two runs alone.",
-            rich_help_panel=FINETUNING,
-            metavar="|".join(SHARINGS),
-        ),
-    ] = "co-serving",
-    inference_frequency: Annotated[
-        int,
-        typer.Option(
-            help="Of temporal: steps that serve between two that train.",
-            rich_help_panel=FINETUNING,
-            metavar="N",
-        ),
-    ] = 128,
-    finetuning_share: Annotated[
-        float,
-        typer.Option(
-            help="Of spatial: finetuning's part of the time.",
-            rich_help_panel=FINETUNING,
-            metavar="X",
-        ),
-    ] = 0.5,
-    ttft_slo_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Promise for first tokens.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-            metavar="MS",
-        ),
-    ] = None,
-    tpot_slo_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Promise for the mean time of an output token after the first.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-            metavar="MS",
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="In which order requests are admitted.",
-            rich_help_panel=ENGINE,
-            metavar="|".join(POLICIES),
-        ),
-    ] = "fcfs",
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Requests at once.", rich_help_panel=ENGINE, metavar="N")
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of a step.", rich_help_panel=ENGINE, metavar="N")
-    ] = 4096,
-    kv_cache_gib: Annotated[
-        float,
-        typer.Option(
-            "--kv-cache-gib",
-            help="Memory of the KV cache and the adapters in it.",
-            rich_help_panel=ENGINE,
-            metavar="GIB",
-        ),
-    ] = 4.0,
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Share the KV blocks of prompts that begin alike.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = True,
-    load_format: Annotated[
-        str,
-        typer.Option(
-            help="dummy gives the model random weights: a configuration is enough.",
-            metavar="auto|dummy",
-        ),
-    ] = "auto",
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw latencies over time, and their distribution.", metavar="FILE.svg"),
-    ] = None,
+    requests: WorkloadOptions,
+    training: FinetuningOptions,
+    serving: ServingOptions,
+    how: BenchOptions,
+    compiling: Annotated[Given[CompileOptions], Only(("dtype", "backend"))],
     json: Json = False,
-    dtype: Dtype = None,
-    backend: ModelBackend = None,
-    device: Device = None,
 ) -> None:
     """Serve a workload, beside finetuning or not, and report how it went.
 
     Prompts are random tokens, and every output has the length that the workload asks for.
     """
-    _one_of("--load-format", load_format, ("auto", "dummy"))
-    _one_of("--policy", policy, POLICIES)
-    _one_of("--sharing", sharing, SHARINGS)
-    if sharing == "finetuning-only" and finetune is None:
-        raise typer.BadParameter(
-            "there is nothing to train; give --finetune", param_hint="--sharing"
-        )
-    if sharing == "inference-only" and finetune is not None:
-        raise typer.BadParameter("it does not go with --finetune", param_hint="--sharing")
-    options = WorkloadOptions(
-        request_rate,
-        burstiness,
-        arrivals,
-        num_prompts,
-        duration,
-        input_len,
-        output_len,
-        adapters,
-        popularity,
-        zipf_alpha,
-        tenants,
-        seed,
-        trace,
-    )
-    rank_list = _ranks(ranks)
-    executor = _executor(model, load_format, dtype, backend, device, seed)
-    workload = options.workload(executor.max_positions)
+    executor = _executor(model, how, compiling.values, requests.seed)
+    workload = requests.workload(executor.max_positions)
     names = workload.adapters
-    if trace is None or not set(names) - {f"adapter-{i}" for i in range(adapters)}:
-        names = tuple(f"adapter-{index}" for index in range(adapters))
-    with busy(f"making {count_text(len(names), 'adapter')}"):
-        _add_adapters(executor, names, rank_list, targets, seed)
-    engine = _engine(
-        executor,
-        _policy(policy),
-        _sharing(sharing, inference_frequency, finetuning_share),
-        {
-            "running": max_num_seqs,
-            "tokens": max_num_batched_tokens,
-            "ttft_slo_s": None if ttft_slo_ms is None else ttft_slo_ms / 1e3,
-            "tpot_slo_s": None if tpot_slo_ms is None else tpot_slo_ms / 1e3,
-        },
-        kv_cache_gib,
-        prefix_caching,
-    )
-    if finetune is not None:
-        if ttft_slo_ms is None and tpot_slo_ms is None:
-            engine.calibrate()  # without promises jobs go by the time of an idle step
+    own = tuple(f"adapter-{index}" for index in range(requests.adapters))
+    if requests.trace is None or not set(names) - set(own):
+        names = own
+    with busy(f"making {counted(len(names), 'adapter')}"):
+        for index, name in enumerate(names):
+            executor.add_adapter(name, requests.recipe(index), seed=requests.seed + index)
+    with busy("measuring how long steps take"):
+        engine = executor.engine(
+            serving.limits,
+            kv_cache_bytes=int(serving.kv_cache_gib * 2**30),
+            policy=serving.admission(),
+            sharing=training.rule,
+            prefix_caching=serving.enable_prefix_caching,
+        )
+    if training.finetune is not None:
+        if serving.ttft_slo_ms is None and serving.tpot_slo_ms is None:
+            engine.calibrate()  # without SLOs jobs go by the time of an idle step
         with busy("compiling the finetuning job"):
-            _finetune(engine, finetune, finetune_len, finetune_batch_size, finetune_rank, seed)
-    served = None if sharing == "finetuning-only" else workload
-    report = _run(engine, served, workload, random_prefix_len, seed)
-    if plot is not None:
+            _finetune(engine, training.finetune, training, requests.seed)
+    serves = training.sharing != "finetuning-only"
+    report = _run(engine, workload, requests) if serves else _train(engine, workload)
+    if how.plot is not None:
         from pcg.simulate.latency_plot import serving_svg
 
-        plot.write_text(serving_svg(report, f"{executor.program.name}, {sharing}"), "utf-8")
+        title = f"{executor.program.name}, {training.sharing}"
+        how.plot.write_text(serving_svg(report, title), "utf-8")
     if json:
         print_json(
             {
                 "model": executor.program.name,
-                "sharing": sharing,
-                "policy": policy,
+                "sharing": training.sharing,
+                "policy": serving.policy,
                 "adapters": len(names),
-                "seed": seed,
-                "ttft_slo_ms": ttft_slo_ms,
-                "tpot_slo_ms": tpot_slo_ms,
+                "seed": requests.seed,
+                "ttft_slo_ms": serving.ttft_slo_ms,
+                "tpot_slo_ms": serving.tpot_slo_ms,
                 **report.to_json(),
             }
         )
         return
-    _print(report, plot)
+    _print(report, how.plot)
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}", param_hint=option)
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise typer.BadParameter(f"{text!r}; use ranks as 8,16,32", param_hint="--ranks")
-    return found
-
-
-def _executor(
-    model: str,
-    load_format: str,
-    dtype: str | None,
-    backend: Any,
-    device: str | None,
-    seed: int,
-) -> Executor:
-    if load_format == "auto":
-        return open_executor(
-            model,
-            {},
-            weights=None,
-            dtype=dtype,
-            backend=backend,
-            device=device,
-            trust_edits=False,
-        )
+def _executor(model: str, how: BenchOptions, compiling: Any, seed: int) -> Executor:
+    if how.load_format == "auto":
+        return open_executor(model, None, compiling, PlaceOptions(device=how.device))
     with busy(f"compiling {model}"):
         from pcg import compiler
 
-        return compiler.compile_random(
-            model, backend=backend or "torch", dtype=dtype, device=device, seed=seed
-        )
+        return compiler.compile_random(model, device=how.device, seed=seed, **compiling)
 
 
-def _add_adapters(
-    executor: Executor, names: tuple[str, ...], ranks: list[int], targets: str | None, seed: int
-) -> None:
-    from .arguments import lora_of
-
-    for index, name in enumerate(names):
-        recipe = lora_of(ranks[index % len(ranks)], None, targets)
-        executor.add_adapter(name, recipe, seed=seed + index)
-
-
-def _policy(name: str) -> Policy:
-    from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs
-
-    known: dict[str, type[Policy]] = {
-        "fcfs": Fcfs,
-        "adapter-clustering": AdapterClustering,
-        "early-abort": EarlyAbort,
-        "fair-share": FairShare,
-    }
-    return known[name]()
-
-
-def _sharing(name: str, frequency: int, share: float) -> Sharing:
-    from pcg.runtime.engine.sharing import (
-        CoServing,
-        InferenceOnly,
-        SpatialSharing,
-        TemporalSharing,
-    )
-
-    if name == "temporal":
-        return TemporalSharing(frequency)
-    if name == "spatial":
-        return SpatialSharing(share)
-    return InferenceOnly() if name == "inference-only" else CoServing()
-
-
-def _engine(
-    executor: Executor,
-    policy: Policy,
-    sharing: Sharing,
-    limits: dict[str, Any],
-    kv_cache_gib: float,
-    prefix_caching: bool,
-) -> Engine:
-    from pcg.runtime.engine.limits import Limits
-
-    with busy("measuring how long steps take"):
-        return executor.engine(
-            Limits(**limits),
-            kv_cache_bytes=int(kv_cache_gib * 2**30),
-            policy=policy,
-            sharing=sharing,
-            prefix_caching=prefix_caching,
-        )
-
-
-def _finetune(
-    engine: Engine, source: str, length: int, batch_size: int, rank: int, seed: int
-) -> None:
+def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: int) -> None:
     """Give the engine a job that does not end by itself."""
     from random import Random
 
-    from pcg.runtime.training.example import Example
+    from pcg.peft.lora import LoraConfig
+    from pcg.runtime.data.example import Example
     from pcg.runtime.training.training_data import vocabulary_size
-
-    from .arguments import lora_of
 
     data: Any = Path(source)
+    size, rank = training.finetune_batch_size, training.finetune_rank
     if source == "random":
         random, vocabulary = Random(f"{seed} examples"), vocabulary_size(engine.state.program)
-        rows = [random.choices(range(vocabulary), k=length) for _ in range(16 * batch_size)]
+        length = training.finetune_len
+        rows = [random.choices(range(vocabulary), k=length) for _ in range(16 * size)]
         data = [Example(row, row) for row in rows]
-    engine.finetune(
-        data, JOB, peft=lora_of(rank, None, None), batch_size=batch_size, max_steps=10**9
-    )
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    engine.finetune(data, JOB, peft=lora, batch_size=size, max_steps=10**9)
 
 
-def _run(
-    engine: Engine,
-    served: Workload | None,
-    workload: Workload,
-    prefix_tokens: int,
-    seed: int,
-) -> ServingReport:
-    """Serve, beside the job if there is one; without requests train for as long as they take."""
+def _train(engine: Engine, workload: Workload) -> ServingReport:
+    """Train for as long as the requests of a workload take, without them."""
+    from pcg.simulate.replay import train
+
+    try:
+        with busy("finetuning"):
+            return train(engine, max(workload.duration_s, 1.0))
+    finally:
+        _cancel_jobs(engine)
+
+
+def _run(engine: Engine, workload: Workload, options: WorkloadOptions) -> ServingReport:
+    """Serve, beside the job if there is one."""
     from pcg.runtime.training.training_data import vocabulary_size
-    from pcg.simulate.replay import replay, train
+    from pcg.simulate.replay import replay
 
     state = engine.state
     try:
-        if served is None:
-            with busy("finetuning"):
-                return train(engine, max(workload.duration_s, 1.0))
-        with busy(f"serving {count_text(len(served), 'request')}"):
+        with busy(f"serving {counted(len(workload), 'request')}"):
             return replay(
                 engine,
-                served,
+                workload,
                 state.adapters,
                 vocabulary_size(state.program),
-                seed=seed,
-                prefix_tokens=prefix_tokens,
+                seed=options.seed,
+                prefix_tokens=options.random_prefix_len,
                 most_positions=state.max_positions,
             )
     finally:
-        for job in list(engine.jobs):
-            engine.cancel_job(job.name)
+        _cancel_jobs(engine)
+
+
+def _cancel_jobs(engine: Engine) -> None:
+    for job in list(engine.jobs):
+        engine.cancel_job(job.name)
 
 
 def _print(report: ServingReport, plot: Path | None) -> None:

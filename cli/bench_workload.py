@@ -4,54 +4,95 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import typer
 
+from .options import flags_of
+
 if TYPE_CHECKING:
+    from pcg.peft.lora import LoraConfig
     from pcg.simulate.workloads.arrivals import Arrivals
     from pcg.simulate.workloads.lengths import Lengths
     from pcg.simulate.workloads.popularity import Popularity
     from pcg.simulate.workloads.workload import Workload
 
-ARRIVALS = ("gamma", "constant", "bursty", "s-lora")
-POPULARITIES = ("zipf", "distinct", "uniform", "skewed", "identical")
 
-
-@dataclass(frozen=True)
-class WorkloadOptions:
-    """What the options say.
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Options of the adapters that are served.
 
     Attributes:
-        request_rate: requests a second; infinite for all at once, None for a trace's own or 1.
-        burstiness: shape of the intervals' Gamma distribution, 1/cv².
-        arrivals: one of `ARRIVALS`.
-        num_prompts: requests; None for as many as come within `duration`.
-        duration: seconds.
-        input_len, output_len: tokens: a number, a range as 8-512, or sharegpt.
-        adapters: how many there are; 0 for the base alone.
-        popularity: one of `POPULARITIES`.
-        zipf_alpha: of `zipf`.
-        tenants: that own the adapters; 0 for none.
-        seed: of all of it.
-        trace: file to read instead; what it says of times, lengths and adapters holds.
+        adapters: the number of fresh LoRA adapters; 0 serves the base alone. Those of a trace have
+            its names.
+        ranks: the ranks of the adapters, in turn, as 8,16.
+        targets: the modules to adapt, separated by commas; all linear ones by default.
+        popularity: how requests fall to adapters: by S-LoRA's power law (zipf), or as one of
+            Punica's four.
+        zipf_alpha: the exponent of zipf and s-lora.
+        tenants: the number of tenants that own the adapters; 0 for none.
     """
 
-    request_rate: float | None
-    burstiness: float
-    arrivals: str
-    num_prompts: int | None
-    duration: float | None
-    input_len: str
-    output_len: str
-    adapters: int
-    popularity: str
-    zipf_alpha: float
-    tenants: int
-    seed: int
-    trace: Path | None
+    title: ClassVar[str] = "Adapters"
+
+    adapters: int = 8
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    targets: Sequence[str] | str = "all-linear"
+    popularity: Literal["zipf", "distinct", "uniform", "skewed", "identical"] = "zipf"
+    zipf_alpha: float = 1.0
+    tenants: int = 0
+
+    def recipe(self, index: int) -> LoraConfig:
+        """The configuration of an adapter."""
+        from pcg.peft.lora import LoraConfig
+
+        rank = self.ranks[index % len(self.ranks)]
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=self.targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(AdapterOptions):
+    """Options of the requests that come.
+
+    Attributes:
+        request_rate: requests a second; inf for all at once. 1 by default, of a trace its own.
+        burstiness: shape of the Gamma distribution of intervals, 1/cv²; 1 is Poisson, less is
+            burstier.
+        arrivals: how requests come: bursty has a rate that changes, s-lora a process for each
+            adapter.
+        num_prompts: the number of requests; 100 without `duration`.
+        duration: seconds of requests, instead of `num_prompts`.
+        input_len: tokens of a prompt: a number, a range as 8-512, or sharegpt.
+        random_prefix_len: tokens that all prompts begin with, before those of `input_len`.
+        output_len: tokens that are generated: a number, a range as 8-512, or sharegpt.
+        trace: a file to replay instead: JSON lines, or the CSV of Azure's and BurstGPT's traces.
+            What it says of times, lengths and adapters holds.
+        seed: the seed of the workload, prompts and random weights.
+    """
+
+    title: ClassVar[str] = "Workload"
+
+    request_rate: float | None = None
+    burstiness: float = 1.0
+    arrivals: Literal["gamma", "constant", "bursty", "s-lora"] = "gamma"
+    num_prompts: int | None = None
+    duration: float | None = None
+    input_len: str = "8-64"
+    random_prefix_len: int = 0
+    output_len: str = "8-64"
+    trace: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("adapters", self.adapters, 0)
+        at_least("tenants", self.tenants, 0)
+        at_least("random_prefix_len", self.random_prefix_len, 0)
+        at_least("ranks", min(self.ranks), 1)
+        if self.num_prompts is not None:
+            at_least("num_prompts", self.num_prompts, 1)
 
     def workload(self, most_positions: int | None) -> Workload:
         """The requests.
@@ -143,11 +184,7 @@ class WorkloadOptions:
             return Gamma(rate_per_s, self._cv)
         if self.arrivals == "bursty":
             return Bursty(rate_per_s, self._cv)
-        if self.arrivals == "constant":
-            return Constant(rate_per_s)
-        raise typer.BadParameter(
-            f"{self.arrivals!r} is none of {', '.join(ARRIVALS)}", param_hint="--arrivals"
-        )
+        return Constant(rate_per_s)
 
     def _spread(self, workload: Workload) -> Workload:
         """Give requests adapters, of those there are."""
@@ -174,12 +211,13 @@ class WorkloadOptions:
             "skewed": Skewed(),
             "identical": Identical(),
         }
-        if self.popularity not in known:
-            raise typer.BadParameter(
-                f"{self.popularity!r} is none of {', '.join(POPULARITIES)}",
-                param_hint="--popularity",
-            )
         return known[self.popularity]
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Refuse a value of an option that is less than another."""
+    if value < least:
+        raise typer.BadParameter(f"{value}; use at least {least}", param_hint=flags_of(name)[0])
 
 
 def _at_once(workload: Workload) -> Workload:

@@ -1,9 +1,9 @@
-"""What `pcg run` shows: prompts and their continuations, whole or as they are made."""
+"""The output of `pcg run`: prompts and their continuations, whole or as they are made."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ class Prompt:
     adapter: str | None
 
 
-def wait_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
     """Gather the completions."""
     done: dict[int, Completion] = {}
     for chunk in chunks:
@@ -32,7 +32,7 @@ def wait_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Com
     return [done[index] for index in range(len(prompts))]
 
 
-def print_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
     """Print the completions when all are done."""
     done = wait_completions(chunks, prompts)
     for index, completion in enumerate(done):
@@ -42,7 +42,7 @@ def print_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Co
     return done
 
 
-def stream_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[Completion]:
+def stream_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
     """Print the first completion that is not done as it is made; the others wait for their turn."""
     waiting: list[list[str]] = [[] for _ in prompts]
     done: dict[int, Completion] = {}
@@ -65,7 +65,7 @@ def stream_completions(chunks: Iterator[Chunk], prompts: list[Prompt]) -> list[C
     return [done[index] for index in range(len(prompts))]
 
 
-def _head(prompts: list[Prompt], index: int) -> None:
+def _head(prompts: Sequence[Prompt], index: int) -> None:
     """The prompt, dim, below a line that says whose it is where there are several."""
     prompt = prompts[index]
     console = out()
@@ -82,7 +82,7 @@ def _text(text: str) -> None:
 
 
 def summary_of(
-    model: str, prompts: list[Prompt], done: list[Completion], tokens: int, seconds: float
+    model: str, prompts: Sequence[Prompt], done: list[Completion], tokens: int, seconds: float
 ) -> dict[str, Any]:
     """The completions as JSON, in the order of the prompts."""
     return {

@@ -1,4 +1,4 @@
-"""What the commands print: results on standard output, all else on standard error.
+"""Printing of the commands: results on standard output, all else on standard error.
 
 Consoles are made when they are needed: rich takes a while to import, and tests change the streams.
 """
@@ -60,30 +60,6 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return made
-
-
-def size_text(size_bytes: float) -> str:
-    """A size as people read it: 1.5 GiB."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size_bytes >= 1024 and len(units) > 1:
-        size_bytes /= 1024
-        del units[0]
-    return f"{size_bytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
-
-
-def time_text(seconds: float) -> str:
-    """A duration as people read it."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
-
-
-def count_text(number: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def plain(value: Any) -> str:

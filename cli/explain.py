@@ -1,157 +1,96 @@
-"""`pcg explain`: what a model needs under a recipe, without its weights."""
+"""`pcg explain`: what a model needs under a PEFT method, without its weights."""
 
 from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import ClassVar
 
 import typer
 
 from pcg.errors import PcgError
-from pcg.explain.text import comparison
+from pcg.options import ExplainOptions
+from pcg.units import size_text
 
-from .arguments import (
-    Accumulation,
-    Alpha,
-    Batch,
-    Budget,
-    Costs,
-    Dtype,
-    Json,
-    Model,
-    OptimizerName,
-    OptimizerOptions,
-    Peft,
-    Rank,
-    Seq,
-    SequenceParallel,
-    Targets,
-    TensorParallel,
-    TpPlan,
-    optimizer_options_of,
-    peft_of,
-)
-from .console import busy, print_json, size_text
+from .arguments import Json, Model
+from .console import busy, print_json
+from .method import Method, adapter_or_none
+from .options import Given
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of how a report is shown.
+
+    Attributes:
+        tensors: say what becomes of every tensor, and why; over ranks, list all candidates.
+        compare: methods to compare side by side: words of --peft, separated by commas.
+        html: a file to write the report to, with figures, as one HTML page.
+    """
+
+    title: ClassVar[str] = "Report"
+
+    tensors: bool = False
+    compare: str | None = None
+    html: Path | None = None
+
+    def check(self, json: bool, peers: bool) -> None:
+        """Refuse options that do not go together, before the work."""
+        if json and self.tensors:
+            raise typer.BadParameter("--json lists every tensor anyway", param_hint="--tensors")
+        if self.compare is not None and (self.tensors or peers or self.html is not None):
+            raise typer.BadParameter(
+                "it goes with none of --tensors, --peers and --html", param_hint="--compare"
+            )
+        if self.html is not None:
+            _check_place(self.html)
 
 
 def explain_command(
     model: Model,
-    peft: Peft = "lora",
-    rank: Rank = None,
-    alpha: Alpha = None,
-    targets: Targets = None,
-    tp: TensorParallel = 1,
-    costs: Costs = None,
-    tp_plan: TpPlan = None,
-    sequence_parallel: SequenceParallel = False,
-    gradient_accumulation_steps: Accumulation = 1,
-    batch: Batch = 1,
-    seq: Seq = 1024,
-    memory_budget: Budget = None,
-    optimizer: OptimizerName = "adamw",
-    optimizer_options: OptimizerOptions = None,
-    dtype: Dtype = None,
-    tensors: Annotated[
-        bool,
-        typer.Option(
-            "--tensors",
-            help="Say what becomes of every tensor, and why; over ranks, list all candidates.",
-        ),
-    ] = False,
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Say what fits this GPU, as H200, A100-80 or L40S. Repeatable.",
-            show_default=False,
-            metavar="NAME",
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare methods side by side: words of --peft, parted by commas.",
-            show_default=False,
-            metavar="METHOD,…",
-        ),
-    ] = None,
-    formula: Annotated[
-        bool,
-        typer.Option(
-            "--formula", help="Print the bytes as formulas, and where the plan stays the optimum."
-        ),
-    ] = False,
-    peers: Annotated[
-        bool,
-        typer.Option("--peers", help="Say what torch's partitioner keeps, too; takes seconds."),
-    ] = False,
+    method: Method,
+    options: Given[ExplainOptions],
+    show: ReportOptions,
     json: Json = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the report, with figures, as one HTML page.",
-            show_default=False,
-            metavar="FILE",
-        ),
-    ] = None,
 ) -> None:
-    """Show the memory that a model and a recipe need, and why.
+    """Show the memory that a model and a PEFT method need, and why.
 
     Weights are not needed.
     """
-    if json and tensors:
-        raise typer.BadParameter("--json lists every tensor anyway", param_hint="--tensors")
-    if html is not None:
-        _check_place(html)
+    asked = options.make()
+    show.check(json, asked.peers)
     from pcg.source import resolve
 
     source = resolve(model)
-    recipe = peft_of(peft, rank, alpha, targets)
-    options: dict[str, Any] = {
-        "tp": tp,
-        "costs": costs,
-        "tp_plan": tp_plan,
-        "sequence_parallel": sequence_parallel,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "batch": batch,
-        "seq": seq,
-        "dtype": dtype,
-        "memory_budget": memory_budget,
-        "optimizer": optimizer,
-        "optimizer_options": optimizer_options_of(optimizer_options),
-        "gpus": gpu or (),
-        "find_region": formula,
-    }
-    if compare is not None:
-        if tensors or peers or html is not None:
-            raise typer.BadParameter(
-                "it goes with none of --tensors, --peers and --html", param_hint="--compare"
-            )
-        methods = {
-            name.strip(): peft_of(name.strip(), option="--compare") for name in compare.split(",")
-        }
+    if show.compare is not None:
+        words = [word.strip() for word in show.compare.split(",")]
+        methods = {word: adapter_or_none(word, "--compare") for word in words}
         with busy(f"tracing {source.name}"):
             from pcg.explain import explain as explaining
 
-            reports = explaining.compare(model, methods, **options)
+            reports = explaining.compare(model, methods, **options.values)
         if json:
             print_json({name: report.to_json() for name, report in reports.items()})
         else:
+            from pcg.explain.text import comparison
+
             print(comparison(reports))
         return
+    peft = method.configuration()
     with busy(f"tracing {source.name}"):
         from pcg.explain import explain as explaining
 
-        report = explaining.explain(model, recipe, peers=peers, **options)
+        report = explaining.explain(model, peft, **options.values)
     if json:
         print_json(report.to_json())
     else:
-        print(report.to_text(tensors=tensors, formulas=formula))
-    if html is not None:
-        size = _write_page(html, report.to_html())
+        print(report.to_text(tensors=show.tensors, formulas=asked.find_region))
+    if show.html is not None:
+        size = _write_page(show.html, report.to_html())
         # With --json the one object is alone on standard output.
-        print(f"wrote {html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+        print(f"wrote {show.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
 
 
 def _check_place(path: Path) -> None:

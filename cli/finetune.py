@@ -1,300 +1,87 @@
-"""`pcg finetune`: train an adapter on a file of data, and save it in peft's format.
-
-The options are those of `FinetuneOptions`, with its defaults; a test compares the two.
-"""
+"""`pcg finetune`: train an adapter on a file of data, and save it in peft's format."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .arguments import (
-    OPTIMIZER,
-    Alpha,
-    Device,
-    Dtype,
-    Json,
-    ModelBackend,
-    OptimizerName,
-    OptimizerOptions,
-    Rank,
-    Ranks,
-    Runnable,
-    SequenceParallel,
-    Targets,
-    TrustEdits,
-    WeightsPlace,
-    lora_of,
-    optimizer_options_of,
-)
-from .console import count_text, err, print_json, time_text
-from .executors import on_ranks, open_executor, ranks_of
+from pcg.options import CompileOptions
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.units import counted, duration_text
+
+from .arguments import Json, Runnable
+from .console import err, print_json
+from .executors import PlaceOptions, on_ranks, open_executor, ranks_of
+from .method import Method
+from .options import Given
 
 if TYPE_CHECKING:
     from pcg.ir.program.program import Program
     from pcg.runtime.training.result import FinetuneResult
 
-LENGTH = "Length and batches"
-DATA = "Data"
-EVALUATION = "Evaluation"
-CHECKPOINTS = "Checkpoints"
-
 OWN_CHECKPOINTS = "pcg-checkpoints"
 """Folder within the output that is removed when the adapter is saved."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterFiles:
+    """The data of a job, and the adapter that it makes.
+
+    Attributes:
+        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text) or a .txt file.
+        adapter: the adapter's name.
+        output: the directory to save it in; checkpoints are there, too, until it is saved.
+        start_from: a saved adapter to go on with, instead of a new one.
+    """
+
+    data: Path
+    adapter: str
+    output: Path
+    start_from: Path | None = None
+
+
 def finetune_command(
     program: Runnable,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="JSON lines (chat, prompt/completion, alpaca, ShareGPT, text) or a .txt file.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ],
-    adapter: Annotated[
-        str, typer.Option(help="Name of the adapter.", metavar="NAME", show_default=False)
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", help="Directory to save it in.", metavar="PATH", show_default=False
-        ),
-    ],
-    start_from: Annotated[
-        Path | None,
-        typer.Option(help="Go on with this saved adapter, instead of a new one.", metavar="PATH"),
-    ] = None,
-    rank: Rank = None,
-    alpha: Alpha = None,
-    targets: Targets = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            help="Passes over the data. 1 without --max-steps.",
-            rich_help_panel=LENGTH,
-            metavar="N",
-        ),
-    ] = None,
-    max_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps, instead of epochs.", rich_help_panel=LENGTH, metavar="N"),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Examples a batch. 8 without --max-tokens.", rich_help_panel=LENGTH, metavar="N"
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens a batch.", rich_help_panel=LENGTH, metavar="N")
-    ] = None,
-    gradient_accumulation_steps: Annotated[
-        int, typer.Option(help="Batches a step.", rich_help_panel=LENGTH, metavar="N")
-    ] = 1,
-    learning_rate: Annotated[
-        float, typer.Option("--learning-rate", "--lr", rich_help_panel=OPTIMIZER, metavar="X")
-    ] = 2e-4,
-    optimizer: OptimizerName = "adamw",
-    optimizer_options: OptimizerOptions = None,
-    weight_decay: Annotated[float, typer.Option(rich_help_panel=OPTIMIZER, metavar="X")] = 0.0,
-    betas: Annotated[
-        tuple[float, float] | None,
-        typer.Option(
-            help="Of Adam's family; torch's by default.",
-            rich_help_panel=OPTIMIZER,
-            show_default=False,
-            metavar="X X",
-        ),
-    ] = None,
-    eps: Annotated[
-        float | None,
-        typer.Option(
-            help="Torch's by default.",
-            rich_help_panel=OPTIMIZER,
-            show_default=False,
-            metavar="X",
-        ),
-    ] = None,
-    max_grad_norm: Annotated[
-        float, typer.Option(help="0 does not clip.", rich_help_panel=OPTIMIZER, metavar="X")
-    ] = 1.0,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="linear, cosine, cosine_with_restarts, polynomial, constant or "
-            "constant_with_warmup.",
-            rich_help_panel=OPTIMIZER,
-            metavar="NAME",
-        ),
-    ] = "linear",
-    warmup_steps: Annotated[
-        int | None, typer.Option(rich_help_panel=OPTIMIZER, metavar="N")
-    ] = None,
-    warmup_ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="Of all steps, instead of --warmup-steps.", rich_help_panel=OPTIMIZER, metavar="X"
-        ),
-    ] = None,
-    min_lr_ratio: Annotated[
-        float,
-        typer.Option(
-            help="Where the schedule ends, of the rate.", rich_help_panel=OPTIMIZER, metavar="X"
-        ),
-    ] = 0.0,
-    cycles: Annotated[
-        int,
-        typer.Option(help="Of cosine_with_restarts.", rich_help_panel=OPTIMIZER, metavar="N"),
-    ] = 1,
-    power: Annotated[
-        float, typer.Option(help="Of polynomial.", rich_help_panel=OPTIMIZER, metavar="X")
-    ] = 1.0,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens an example may have; longer ones keep their head.",
-            rich_help_panel=DATA,
-            metavar="N",
-        ),
-    ] = None,
-    data_format: Annotated[
-        str,
-        typer.Option(
-            help="Of the rows; auto takes it from the first.", rich_help_panel=DATA, metavar="NAME"
-        ),
-    ] = "auto",
-    append_eos: Annotated[
-        bool, typer.Option(help="End text with the end token.", rich_help_panel=DATA)
-    ] = True,
-    empty: Annotated[
-        str,
-        typer.Option(
-            help="What to do with rows that have nothing to learn.",
-            rich_help_panel=DATA,
-            metavar="error|drop",
-        ),
-    ] = "error",
-    seed: Annotated[
-        int,
-        typer.Option(help="Of the order, and of new weights.", rich_help_panel=DATA, metavar="N"),
-    ] = 0,
-    shuffle: Annotated[bool, typer.Option(help="Anew each epoch.", rich_help_panel=DATA)] = True,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to measure the loss on.", rich_help_panel=EVALUATION, metavar="FILE"
-        ),
-    ] = None,
-    eval_every: Annotated[
-        int | None,
-        typer.Option(help="Steps; each epoch by default.", rich_help_panel=EVALUATION, metavar="N"),
-    ] = None,
-    eval_at_start: Annotated[
-        bool, typer.Option("--eval-at-start", rich_help_panel=EVALUATION)
-    ] = False,
-    patience: Annotated[
-        int | None,
-        typer.Option(
-            help="Stop after N evaluations without improvement.",
-            rich_help_panel=EVALUATION,
-            metavar="N",
-        ),
-    ] = None,
-    min_delta: Annotated[
-        float,
-        typer.Option(
-            help="What the loss must fall by to improve.", rich_help_panel=EVALUATION, metavar="X"
-        ),
-    ] = 0.0,
-    restore_best: Annotated[
-        bool | None,
-        typer.Option(
-            help="Save the adapter of the best evaluation. Yes with --patience.",
-            rich_help_panel=EVALUATION,
-        ),
-    ] = None,
-    checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="In PATH by default, until the adapter is saved.",
-            rich_help_panel=CHECKPOINTS,
-            metavar="DIR",
-        ),
-    ] = None,
-    save_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps; each epoch by default.", rich_help_panel=CHECKPOINTS, metavar="N"
-        ),
-    ] = None,
-    keep_last: Annotated[
-        int, typer.Option(help="Checkpoints to keep.", rich_help_panel=CHECKPOINTS, metavar="N")
-    ] = 2,
-    resume: Annotated[
-        bool | None,
-        typer.Option(
-            help="Demand a checkpoint to go on from, or start anew. By default it goes on from "
-            "one if there is one.",
-            rich_help_panel=CHECKPOINTS,
-            show_default=False,
-        ),
-    ] = None,
-    log_every: Annotated[
-        int | None, typer.Option(help="Steps between lines of a log.", metavar="N")
-    ] = None,
-    progress: Annotated[bool, typer.Option(help="Show a bar on a terminal.")] = True,
+    files: AdapterFiles,
+    method: Method,
+    options: Given[FinetuneOptions],
+    compiling: Given[CompileOptions],
+    place: PlaceOptions,
     json: Json = False,
-    tp: Ranks = None,
-    sequence_parallel: SequenceParallel = False,
-    weights: WeightsPlace = None,
-    dtype: Dtype = None,
-    backend: ModelBackend = None,
-    device: Device = None,
-    trust_edits: TrustEdits = False,
 ) -> None:
     """Finetune an adapter on a file of data.
 
     It is saved in peft's format.
     Interrupted with Ctrl-C, the same command goes on where it was, to the very same adapter.
     """
-    given = dict(locals())
-    recipe = _recipe(rank, alpha, targets, start_from)
-    if output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"{output} is a file; give a directory", param_hint="--output")
-    from pcg.runtime.training.options import FinetuneOptions
-
-    names = [field.name for field in dataclasses.fields(FinetuneOptions)]
-    options = {name: given[name] for name in names}
-    options["max_grad_norm"] = max_grad_norm or None
-    options["optimizer_options"] = optimizer_options_of(optimizer_options)
-    options["resume"] = "auto" if resume is None else resume
-    options["checkpoint_dir"] = checkpoint_dir or output / OWN_CHECKPOINTS
-    FinetuneOptions(**options)  # says what is wrong before the model is loaded
-    degree = ranks_of(program, tp, sequence_parallel)
-    place = {
-        "weights": weights,
-        "dtype": dtype,
-        "backend": backend,
-        "device": device,
-        "trust_edits": trust_edits,
-        "tp": degree,
-        "sequence_parallel": sequence_parallel,
-    }
+    if files.output.exists() and not files.output.is_dir():
+        raise typer.BadParameter(
+            f"{files.output} is a file; give a directory", param_hint="--output"
+        )
+    given = {"checkpoint_dir": files.output / OWN_CHECKPOINTS, **options.values}
+    if not given.get("max_grad_norm", 1.0):
+        given["max_grad_norm"] = None
+    FinetuneOptions(**given)  # says what is wrong before the model is loaded
+    peft = _configuration(method, files)
+    compiled = dict(compiling.values)
+    degree = ranks_of(program, compiled, place)
+    if degree == 1:
+        # Which spreads sums over ranks; of the job it is, too.
+        compiled.pop("gradient_accumulation_steps", None)
     arguments = {
         "program": program,
+        "compiling": {**compiled, "tp": degree},
         "place": place,
-        "data": data,
-        "adapter": adapter,
-        "recipe": recipe,
-        "options": options,
-        "output": output,
+        "files": files,
+        "peft": peft,
+        "options": given,
         "json": json,
     }
     on_ranks(degree, train, arguments)
@@ -302,34 +89,33 @@ def finetune_command(
 
 def train(
     program: str,
-    place: dict[str, Any],
-    data: Path,
-    adapter: str,
-    recipe: Any,
-    options: dict[str, Any],
-    output: Path,
+    compiling: Mapping[str, Any],
+    place: PlaceOptions,
+    files: AdapterFiles,
+    peft: Any,
+    options: Mapping[str, Any],
     json: bool,
 ) -> None:
     """Finetune an adapter, save it, and print what came of it.
 
     Args:
         program: folder or model.
-        place: how to open it.
-        data: the file.
-        adapter: its name.
-        recipe: what it starts as; None for the program's own.
-        options: of `Executor.finetune`.
-        output: directory to save it in.
+        compiling: fields of `CompileOptions`.
+        place: where it runs.
+        files: the data and the adapter.
+        peft: what the adapter starts as; None for the program's own.
+        options: fields of `FinetuneOptions`.
         json: print one object.
     """
-    if options["log_every"] is not None:
+    if options.get("log_every") is not None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pcg.finetuning").setLevel(logging.INFO)
-    executor = open_executor(program, {}, **place)
-    if recipe is None:
-        recipe = _compiled_recipe(executor.program, adapter)
-    result = executor.finetune(data, adapter=adapter, peft=recipe, **options)
-    executor.save_adapter(adapter, output)
+    executor = open_executor(program, None, compiling, place)
+    name, output = files.adapter, files.output
+    if peft is None:
+        peft = _compiled_recipe(executor.program, name)
+    result = executor.finetune(files.data, adapter=name, peft=peft, **options)
+    executor.save_adapter(name, output)
     if executor.ranks.rank:
         return
     if options["checkpoint_dir"] == output / OWN_CHECKPOINTS:
@@ -342,17 +128,13 @@ def train(
         _print(result, program, output)
 
 
-def _recipe(
-    rank: int | None, alpha: float | None, targets: str | None, start_from: Path | None
-) -> Any:
-    """What the adapter starts as; None where no option says."""
-    given = {"--rank": rank, "--alpha": alpha, "--targets": targets}
-    options = [name for name, value in given.items() if value is not None]
-    if start_from is not None and options:
-        raise typer.BadParameter("a saved adapter has its own", param_hint=options[0])
-    if start_from is not None:
-        return start_from
-    return lora_of(rank, alpha, targets) if options else None
+def _configuration(method: Method, files: AdapterFiles) -> Any:
+    """The configuration or the adapter to start from; None where no option says."""
+    if files.start_from is not None:
+        if method.is_given:
+            raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)
+        return files.start_from
+    return method.one() if method.is_given else None
 
 
 def _compiled_recipe(program: Program, name: str) -> Any:
@@ -366,10 +148,10 @@ def _compiled_recipe(program: Program, name: str) -> Any:
 
 def _print(result: FinetuneResult, program: str, output: Path) -> None:
     console = err()
-    steps = count_text(result.steps, "step")
+    steps = counted(result.steps, "step")
     resumed = "" if result.resumed_from is None else f", resumed from step {result.resumed_from}"
     speed = f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s"
-    lines = [f"{result.adapter}: {steps} in {time_text(result.seconds)}, {speed}{resumed}"]
+    lines = [f"{result.adapter}: {steps} in {duration_text(result.seconds)}, {speed}{resumed}"]
     if result.losses:
         few = max(1, len(result.losses) // 10)
         first, last = (sum(part) / few for part in (result.losses[:few], result.losses[-few:]))

@@ -4,57 +4,51 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pcg import __version__
+from pcg.units import counted
+from pcg.version import __version__
 
-from .arguments import Device, Json
-from .console import count_text, err, out, print_json, table
+from .arguments import Json
+from .console import err, out, print_json, table
 
 if TYPE_CHECKING:
     import torch
 
     from pcg.parallel.costs.device_profile import CollectiveTime, DeviceProfile
 
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Profile to write; it is kept in the user's cache, too.",
-        show_default=False,
-        metavar="FILE",
-    ),
-]
-Ranks = Annotated[
-    int,
-    typer.Option("--tp", help="Measure collectives over so many ranks, too.", metavar="N", min=1),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="float32, bfloat16, float16 or float64 of the base model; by default bfloat16 on a "
-        "GPU and float32 on a CPU.",
-        show_default=False,
-        metavar="DTYPE",
-    ),
-]
-Quick = Annotated[bool, typer.Option("--quick", help="A few small shapes, in seconds.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the cache has.")]
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Options of a profile.
+
+    Attributes:
+        output: the file to write the profile to; it is kept in the user's cache, too.
+        tp: measure collectives over so many ranks, too.
+        dtype: float32, bfloat16, float16 or float64 of the base model; by default bfloat16 on a GPU
+            and float32 on a CPU.
+        device: the device, as torch names it; a GPU where there is one, else the CPU.
+        quick: measure a few small shapes, in seconds.
+        fresh: measure again what the cache has.
+    """
+
+    output: Path | None = None
+    tp: int = 1
+    dtype: str | None = None
+    device: str | None = None
+    quick: bool = False
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise typer.BadParameter("use at least 1", param_hint="--tp")
 
 
-def profile_command(
-    output: Output = None,
-    tp: Ranks = 1,
-    dtype: Dtype = None,
-    device: Device = None,
-    quick: Quick = False,
-    fresh: Fresh = False,
-    json: Json = False,
-) -> None:
+def profile_command(options: ProfileOptions, json: Json = False) -> None:
     """Measure operators and collectives on this device.
 
     The profile is a cost model for parallel plans. It is cached by device and versions.
@@ -63,12 +57,12 @@ def profile_command(
 
     from pcg.parallel.costs.operator_profiler import device_name
 
-    where = _device(device)
-    base_dtype = _dtype(dtype, where)
+    where, tp, output = _device(options.device), options.tp, options.output
+    base_dtype, quick = _dtype(options.dtype, where), options.quick
     name = device_name(where)
     parts = (name, base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
     kept = _cache() / f"{_slug(*parts, torch.__version__)}.json"
-    found = None if fresh else _cached(kept)
+    found = None if options.fresh else _cached(kept)
     profile = _measure(where, base_dtype, tp, quick) if found is None else found
     if found is None:
         profile.save(kept)
@@ -157,7 +151,7 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DevicePr
 
 
 def _summary(profile: DeviceProfile) -> dict[str, Any]:
-    """What was measured, by operator and dtype, and the links."""
+    """The measurements by operator and dtype, and the links."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for point in profile.points:
         work = point.work
@@ -215,6 +209,6 @@ def _print(profile: DeviceProfile) -> None:
         console.print(rows)
     ranks = f", {found['backend']} over {found['tp']} ranks" if found["links"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    points = count_text(len(profile.points), "point")
+    points = counted(len(profile.points), "point")
     console.print("\nµs of the shortest call, and the best rates", style="dim")
     console.print(f"{points} of {found['device']}{ranks}; {versions}", soft_wrap=True)

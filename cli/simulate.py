@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,90 +20,53 @@ if TYPE_CHECKING:
 
 
 class Experiment(StrEnum):
-    """What to simulate."""
+    """The experiment to simulate."""
 
     FLEXLLM = "flexllm"
     S_LORA = "s-lora"
     PUNICA = "punica"
 
 
-Duration = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds that requests come; the paper's own by default: 1200, 300 and 3600.",
-        show_default=False,
-        metavar="SECONDS",
-        min=1.0,
-    ),
-]
-Rate = Annotated[
-    list[float] | None,
-    typer.Option(
-        help="Requests a second of all pipelines or GPUs; flexllm has 4, 8, 12, 16 and 20 by "
-        "default, s-lora those of its table 2, punica 30. Repeatable with flexllm.",
-        show_default=False,
-        metavar="RATE",
-        min=0.01,
-    ),
-]
-Setting = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        help="Only this one of the experiment's models: Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B; "
-        "S1, S2, S4. Repeatable.",
-        show_default=False,
-        metavar="NAME",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the workload.", metavar="N")]
-Seeds = Annotated[
-    int,
-    typer.Option(
-        help="With flexllm: workloads of so many seeds, from --seed on; means and spread.",
-        metavar="N",
-        min=1,
-    ),
-]
-Arranged = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sharing",
-        help="With flexllm: co-serving, as by default; temporal-64, -128 or -512; spatial-25 or "
-        "-50; separate-25, -50 or -75; inference-only. Repeatable.",
-        show_default=False,
-        metavar="NAME",
-    ),
-]
-Fit = Annotated[
-    bool,
-    typer.Option(
-        "--fit",
-        help="With flexllm: GPUs reach the share of their peak at which 4 requests/s leave the "
-        "paper's finetuning throughput, in place of the cost model's share.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Options of a simulated experiment.
 
+    Attributes:
+        model: only this one of the experiment's models: Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B;
+            S1, S2, S4. Repeatable.
+        rate: requests a second of all pipelines or GPUs; flexllm has 4, 8, 12, 16 and 20 by
+            default, s-lora those of its table 2, punica 30. Repeatable with flexllm.
+        duration: seconds that requests come; the paper's own by default: 1200, 300 and 3600.
+        seed: the seed of the workload.
+        seeds: with flexllm, the number of workloads, each with the next seed; means and spread.
+        sharing: with flexllm, how finetuning goes beside requests: co-serving, as by default;
+            temporal-64, -128 or -512; spatial-25 or -50; separate-25, -50 or -75; inference-only.
+            Repeatable.
+        fit: with flexllm, let GPUs reach the share of their peak at which 4 requests/s leave the
+            paper's finetuning throughput, in place of the cost model's share.
+        migration: with punica, move running requests between GPUs, so that some can be handed back.
+    """
 
-Migrating = Annotated[
-    bool,
-    typer.Option(
-        "--migration/--no-migration",
-        help="With punica: requests that run move between GPUs, so that some can be handed back.",
-    ),
-]
+    model: Sequence[str] = ()
+    rate: Sequence[float] = ()
+    duration: float | None = None
+    seed: int = 0
+    seeds: int = 1
+    sharing: Sequence[str] = ()
+    fit: bool = False
+    migration: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"rate": (self.rate, 0.01), "seeds": ([self.seeds], 1)}
+        least["duration"] = ([] if self.duration is None else [self.duration], 1)
+        for name, (values, most) in least.items():
+            if any(value < most for value in values):
+                raise typer.BadParameter(f"use at least {most:g}", param_hint=f"--{name}")
 
 
 def simulate_command(
     experiment: Annotated[Experiment, typer.Argument(show_default=False)],
-    model: Setting = None,
-    rate: Rate = None,
-    duration: Duration = None,
-    seed: Seed = 0,
-    seeds: Seeds = 1,
-    sharing: Arranged = None,
-    fit: Fit = False,
-    migration: Migrating = True,
+    options: SimulateOptions,
     json: Json = False,
 ) -> None:
     """Simulate a paper's serving experiment.
@@ -111,33 +75,33 @@ def simulate_command(
     the paper's GPUs say. flexllm: finetuning beside inference, co-served or shared otherwise.
     s-lora: throughput over numbers of adapters. punica: an hour of a cluster, consolidated.
     """
+    model, rate, seed, duration = options.model, options.rate, options.seed, options.duration
     if experiment is Experiment.FLEXLLM:
-        _flexllm(model, rate, sharing, duration or 1200.0, range(seed, seed + seeds), fit, json)
+        _flexllm(options, json)
         return
-    if sharing or fit or seeds > 1:
+    if options.sharing or options.fit or options.seeds > 1:
         raise typer.BadParameter(f"{experiment} has none", param_hint="--sharing, --seeds, --fit")
     if experiment is Experiment.S_LORA:
         _s_lora(model, _one(rate), duration or 300.0, seed, json)
     else:
         if model:
             raise typer.BadParameter("punica has one model", param_hint="--model")
-        _punica(_one(rate) or PUNICA_RATE_PER_S, duration or 3600.0, seed, migration, json)
+        rate_per_s = _one(rate) or PUNICA_RATE_PER_S
+        _punica(rate_per_s, duration or 3600.0, seed, options.migration, json)
 
 
 PUNICA_RATE_PER_S = 30.0
 """Mean of the hour; the paper's curve has no numbers. The peak is twice as much."""
 
 
-def _one(rates: list[float] | None) -> float | None:
-    if rates and len(rates) > 1:
+def _one(rates: Sequence[float]) -> float | None:
+    if len(rates) > 1:
         raise typer.BadParameter("this experiment takes one rate", param_hint="--rate")
     return rates[0] if rates else None
 
 
-def _chosen(
-    names: list[str] | None, known: Sequence[str], option: str = "--model"
-) -> Sequence[str]:
-    for name in names or ():
+def _chosen(names: Sequence[str], known: Sequence[str], option: str = "--model") -> Sequence[str]:
+    for name in names:
         if name not in known:
             raise typer.BadParameter(f"{name!r}; there are {', '.join(known)}", param_hint=option)
     return names or known
@@ -146,31 +110,25 @@ def _chosen(
 # ------------------------------------------------------------------------------------ FlexLLM
 
 
-def _flexllm(
-    names: list[str] | None,
-    rates: list[float] | None,
-    arrangements: list[str] | None,
-    duration: float,
-    seeds: Sequence[int],
-    fit: bool,
-    json: bool,
-) -> None:
+def _flexllm(options: SimulateOptions, json: bool) -> None:
     from pcg.parallel.costs.accelerators import ASSUMED
     from pcg.simulate.papers import flexllm
 
     settings = {setting.name: setting for setting in flexllm.MODELS}
-    _chosen(arrangements, list(flexllm.ARRANGEMENTS), "--sharing")
+    seeds = range(options.seed, options.seed + options.seeds)
+    duration = options.duration or 1200.0
+    _chosen(options.sharing, list(flexllm.ARRANGEMENTS), "--sharing")
     rows: list[dict[str, Any]] = []
-    for name in _chosen(names, list(settings)):
+    for name in _chosen(options.model, list(settings)):
         setting = settings[name]
         share = ASSUMED.product
-        if fit:
+        if options.fit:
             with busy(f"fitting {name}"):
                 share = flexllm.fitted_share(setting)
         with busy(f"compiling {name}"):
             program = flexllm.co_serving_program(setting, share)
-        for arrangement in arrangements or ["co-serving"]:
-            for rate in rates or flexllm.RATES:
+        for arrangement in options.sharing or ["co-serving"]:
+            for rate in options.rate or flexllm.RATES:
                 with busy(f"{name}, {arrangement}, at {rate:g} requests/s"):
                     reports = [
                         flexllm.co_serving(
@@ -252,7 +210,7 @@ def _flexllm_row(
 
 
 def _s_lora(
-    names: list[str] | None, rate: float | None, duration: float, seed: int, json: bool
+    names: Sequence[str], rate: float | None, duration: float, seed: int, json: bool
 ) -> None:
     from pcg.simulate.papers import s_lora
 

@@ -25,8 +25,8 @@ import pcg
 HERE = Path(__file__).parent
 ADAPTERS = HERE / "adapters"
 PROMPTS = (
-    'def save_image(path, width=640, mode="rgb"):',
-    "def search_order(user, limit=20, strict=True):",
+    "def copy_file(path, recursive=True):",
+    'def find_user(name, limit=20, prefix="tmp"):',
 )
 HELD_OUT = 100
 NEW_TASK = "unittest"

@@ -42,7 +42,7 @@ from pcg.runtime.model.random_weights import RandomWeights
 from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
-from pcg.trace import Trace
+from pcg.trace import TracedModel
 from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _check_same_model(program: Program, config: Mapping[str, Any], where: str) -
         )
 
 
-def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace:
+def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:
     """Trace a model to a graph, before any pass; no weights are needed.
 
     Args:

@@ -49,6 +49,8 @@ class PlanOptions:
         UnsupportedError: another option is out of range.
     """
 
+    title: ClassVar[str] = "Precision, memory and ranks"
+
     tp: int = 1
     costs: str | os.PathLike[str] | None = None
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None
@@ -129,6 +131,8 @@ class CompileOptions(PlanOptions):
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
             NVIDIA GPUs; or auto, which is torch.
     """
+
+    title: ClassVar[str] = PlanOptions.title
 
     backend: Backend = "auto"
 

@@ -17,3 +17,41 @@ def parse_bytes(text: str) -> int | None:
     if found is None or found[3] not in _BYTES:
         return None
     return int(float(found[1] + (found[2] or "")) * _BYTES[found[3]])
+
+
+def size_text(size_bytes: float) -> str:
+    """A size as people read it: 1.5 GiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size_bytes >= 1024 and len(units) > 1:
+        size_bytes /= 1024
+        del units[0]
+    return f"{size_bytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes in GiB, without the unit; two more places for what is small."""
+    size = size_bytes / 2**30
+    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as people read it: 250 ms, 3.2 s, 4 min 10 s."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def rounded(number: int) -> str:
+    """A large number as people say it: 8.03 B, 41.9 M."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
+    return f"{number}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 file`, `2 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

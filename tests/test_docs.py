@@ -16,6 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from pcg.compiler import compile_program
+from pcg.options import PlanOptions
+from pcg.passes.pipeline import Settings, pipeline
 from pcg_cli.application import app
 
 ROOT = Path(__file__).parent.parent
@@ -67,8 +69,9 @@ def _exists(name: str) -> bool:
                 continue
             except ModuleNotFoundError:
                 pass
-        fields = getattr(value, "__annotations__", {})
         if not hasattr(value, part):
+            classes = getattr(value, "__mro__", ())
+            fields = {name for one in classes for name in getattr(one, "__annotations__", ())}
             return part in fields and end == len(parts)
         value = getattr(value, part)
     return True
@@ -152,6 +155,10 @@ def test_python_in_documents_compiles(document: Path) -> None:
             compile(code, _id(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_recipes_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,9 +180,9 @@ def _commands(text: str) -> Iterator[list[str]]:
         if language in ("", "console", "sh", "bash"):
             lines = code.replace("\\\n", " ").splitlines()
             for line in lines:
-                line = line.removeprefix("$ ").removeprefix(".venv/bin/")
-                if line.startswith("pcg ") and "…" not in line:
-                    yield shlex.split(line, comments=True)[1:]
+                for part in line.removeprefix("$ ").split(" | "):
+                    if part.startswith("pcg ") and "…" not in part:
+                        yield shlex.split(part, comments=True)[1:]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
@@ -183,7 +190,7 @@ def test_commands_in_documents_have_their_options(document: Path) -> None:
     for words in _commands(document.read_text(encoding="utf-8")):
         command: Any = typer.main.get_command(app)
         while words and words[0] in getattr(command, "commands", ()):
-            command = command.commands[words.pop(0)]
+            _, command, words = command.resolve_command(typer.Context(command), words)
         known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
         assert given <= known | {"--help"}, (command.name, given - known)
@@ -210,6 +217,14 @@ def test_transcripts_show_what_explain_prints(command: str, output: str) -> None
     """A line of `…` in a transcript stands for any lines."""
     expected = re.escape(output).replace("…\\\n", r"(?:.*\n)*")
     assert re.fullmatch(expected, _printed(command)), _printed(command)
+
+
+def test_docs_name_every_pass_of_the_pipeline() -> None:
+    text = (ROOT / "docs" / "ir.md").read_text(encoding="utf-8")
+    for backend in ("torch", "triton"):
+        settings = Settings(PlanOptions(tp=2), backend=backend, windows=True)
+        names = {one.name for stage in pipeline(settings).stages for one, _ in stage.flat()}
+        assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_docs_show_the_layer_that_is_emitted() -> None:

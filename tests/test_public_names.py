@@ -1,5 +1,6 @@
 """`import pcg`: what it offers, and that it costs nothing until it is used."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -51,6 +52,17 @@ def test_every_name_is_there() -> None:
         _ = pcg.nonsense
 
 
+def test_type_checkers_know_every_name() -> None:
+    """Names that are found when they are first used are imported for type checkers."""
+    (block,) = (
+        node
+        for node in ast.parse((ROOT / "pcg/__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.If)
+    )
+    names = {a.name for line in block.body if isinstance(line, ast.ImportFrom) for a in line.names}
+    assert names | {"PcgError", "__version__"} == set(pcg.__all__)
+
+
 def test_public_errors_have_one_root_and_stand_in_the_tree() -> None:
     from pcg import errors
 
@@ -71,12 +83,12 @@ def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
     import pcg.explain.report
     import pcg.trace.export
     from pcg.explain.report import Report
-    from pcg.trace import Trace
+    from pcg.trace import TracedModel
 
     assert isinstance(pcg.explain(model, seq=16), Report)
 
     by_path = pcg.trace(model)
-    assert isinstance(by_path, Trace)
+    assert isinstance(by_path, TracedModel)
     by_config = pcg.trace(json.loads((model / "config.json").read_text()))
     by_module = pcg.trace(LlamaForCausalLM.from_pretrained(model))
     assert by_path.graph == by_config.graph == by_module.graph

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from pcg.codegen import torch_emitter, triton_emitter
-from pcg.codegen.functions import Function
+from pcg.codegen import function_emitter, triton_emitter
+from pcg.codegen.program_functions import Function
 
+_HEADER = '''"""{title}
 
-class Emitter(Protocol):
-    """The module that writes programs for one backend."""
+Emitted by pcg for {backend}. {note}
+"""
 
-    SERVING: Sequence[str]
+{imports}
+'''
+_TORCH_IMPORTS = """import torch
+import torch.nn.functional as F
 
-    def emit_function(self, function: Function) -> str: ...
-
-    def emit_module(self, title: str, note: str, functions: Sequence[str]) -> str: ...
-
-
-EMITTERS: Mapping[str, Emitter] = {"torch": torch_emitter, "triton": triton_emitter}
+from pcg.kernels.torch import ops as K"""
 
 
 def emit_serving(name: str, functions: Sequence[Function], backend: str) -> str:
-    """The source of the functions that serve, and of what else serving calls."""
-    emitter = EMITTERS[backend]
-    sources = [*map(emitter.emit_function, functions), *emitter.SERVING]
-    return emitter.emit_module(
-        name, "It generates, for adapters of any rank in one batch.", sources
-    )
+    """The source of the functions that serve, and of the others that serving calls."""
+    others = triton_emitter.SERVING if backend == "triton" else ()
+    note = "It generates, for adapters of any rank in one batch."
+    return emit_module(name, note, functions, backend, others)
 
 
 def emit_training(name: str, functions: Sequence[Function], backend: str) -> str:
     """The source of the functions that train."""
-    emitter = EMITTERS[backend]
-    sources = list(map(emitter.emit_function, functions))
-    return emitter.emit_module(name, "It finetunes one adapter at a time.", sources)
+    return emit_module(name, "It finetunes one adapter at a time.", functions, backend)
+
+
+def emit_module(
+    title: str,
+    note: str,
+    functions: Sequence[Function],
+    backend: str,
+    others: Sequence[str] = (),
+) -> str:
+    """The source of functions as a Python file, with the sources of others behind them."""
+    if backend == "triton":
+        imports, called = triton_emitter.IMPORTS, "Triton"
+        sources = map(triton_emitter.emit_function, functions)
+    else:
+        imports, called = _TORCH_IMPORTS, "PyTorch"
+        sources = map(function_emitter.emit_function, functions)
+    header = _HEADER.format(title=title, backend=called, note=note, imports=imports)
+    return "\n\n".join([header, *sources, *others])

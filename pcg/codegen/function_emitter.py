@@ -10,38 +10,19 @@ is one statement that begins it, and one that waits for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from pcg.codegen.functions import Function
+from pcg.codegen.group_kernel import GroupKernel
 from pcg.codegen.lines import WIDTH, statement, wrapped
+from pcg.codegen.program_functions import Function
 from pcg.errors import CodegenError
 from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import python_name
 
-
-@dataclass(frozen=True)
-class Launch:
-    """The launch of a kernel that runs several nodes.
-
-    Attributes:
-        name: of the kernel.
-        inputs: values read.
-        outputs: values made.
-        scope: path of the module that the nodes came from.
-        asks_batch: whether it is given the batch, too, before the values.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    scope: str
-    asks_batch: bool = False
-
-
-Item: TypeAlias = Node | Launch
+Item: TypeAlias = Node | GroupKernel
+"""A node, or the launch of the kernel of several."""
 
 
 def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
@@ -73,7 +54,7 @@ def emit_function(function: Function, items: Sequence[Item] | None = None) -> st
         if item.scope != scope:
             scope = item.scope
             lines.append(f"    # {scope or 'layer'}")
-        if isinstance(item, Launch):
+        if isinstance(item, GroupKernel):
             lines += _launch(item, expressions)
         elif index in waited:
             lines += _beginning(item, expressions)
@@ -92,7 +73,7 @@ def emit_function(function: Function, items: Sequence[Item] | None = None) -> st
 
 
 def _expressions(graph: Graph) -> dict[str, str]:
-    """How the source names each value."""
+    """The name of each value in the source."""
     expressions = {}
     for parameter in graph.parameters:
         holder = "a" if parameter.role == "adapter" else "w"
@@ -105,17 +86,17 @@ def _expressions(graph: Graph) -> dict[str, str]:
 
 
 def _is_frozen(graph: Graph, node: Node) -> bool:
-    """Whether a node's second input is a weight of the base."""
+    """Return whether a node's second input is a weight of the base."""
     parameter = graph.parameters_by_name.get(node.inputs[1]) if len(node.inputs) > 1 else None
     return parameter is not None and parameter.role == "frozen"
 
 
-def _launch(launch: Launch, expressions: Mapping[str, str]) -> list[str]:
-    targets = ", ".join(expressions[name] for name in launch.outputs)
-    arguments = ["batch,"] * launch.asks_batch
-    arguments += [f"{expressions[name]}," for name in launch.inputs]
+def _launch(kernel: GroupKernel, expressions: Mapping[str, str]) -> list[str]:
+    targets = ", ".join(expressions[name] for name in kernel.outputs)
+    arguments = ["batch,"] * kernel.appends
+    arguments += [f"{expressions[name]}," for name in kernel.inputs]
     arguments[-1] = arguments[-1].removesuffix(",")
-    return wrapped(arguments, f"{targets} = {launch.name}(", ")")
+    return wrapped(arguments, f"{targets} = {kernel.name}(", ")")
 
 
 def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -> list[str]:
@@ -131,7 +112,7 @@ def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -
 
 
 def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
-    """What begins a collective; until it is waited for, its first output's name is for that."""
+    """The statement that begins a collective; its first output's name holds the pending one."""
     entry = collective_of(node)
     assert entry is not None
     arguments = [expressions[name] for name in node.inputs]
@@ -142,7 +123,7 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
 def _waiting(
     items: Sequence[Item], waited: Mapping[int, int], index: int, expressions: Mapping[str, str]
 ) -> list[str]:
-    """What waits for the collectives that the item at a place is the first to read."""
+    """Statements that wait for the collectives that the item at a place is the first to read."""
     lines = []
     for begun in (items[place] for place, first in waited.items() if first == index):
         assert isinstance(begun, Node)
@@ -155,14 +136,14 @@ def _last_uses(
     graph: Graph, items: Sequence[Item], waited: Mapping[int, int]
 ) -> dict[int, list[str]]:
     """For each item's index, the values that no later one reads; outputs and parameters stay."""
-    kept = {*graph.outputs, *graph.parameters_by_name}
+    lasting = {*graph.outputs, *graph.parameters_by_name}
     last: dict[str, int] = {value.name: -1 for value in graph.inputs}
     for index, item in enumerate(items):
-        made = item.outputs if isinstance(item, Launch) else [v.name for v in item.outputs]
+        made = item.outputs if isinstance(item, GroupKernel) else [v.name for v in item.outputs]
         last |= dict.fromkeys(made, waited.get(index, index)) | dict.fromkeys(item.inputs, index)
     uses: dict[int, list[str]] = {}
     for name, index in last.items():
-        if name not in kept and index >= 0:
+        if name not in lasting and index >= 0:
             uses.setdefault(index, []).append(name)
     return uses
 

@@ -1,4 +1,4 @@
-"""Write the Triton kernel of a group of nodes, with what launches it.
+"""Write the Triton kernel of a group of nodes, and the decorator that launches it.
 
 A group is one function, of a grid of row blocks and column blocks. Where groups stand side by side
 each is a function of its own, and the kernel calls one of them: the programs of the first come
@@ -11,41 +11,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pcg.codegen.lines import filled
-from pcg.codegen.tile_kernel import Shape, TileWriter, arguments_of
+from pcg.codegen.tile_kernel import TileWriter, arguments_of
+from pcg.codegen.tile_layout import TileShape
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.program.program import python_name
 
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A kernel's source, and what its launcher has to know.
+    """A kernel's source, and the facts that its launch needs.
 
     Attributes:
-        name: of the function.
-        source: Triton source, from its decorator on; of its parts, too.
-        inputs: values that it is given, in order.
+        name: the function's name.
+        source: the Triton source, from its decorator on, with that of its parts.
+        inputs: values that it reads, in order.
         outputs: values that it makes, in order.
-        appends: whether some of these go to the KV cache.
+        scope: path of the innermost module that holds all nodes.
+        appends: True if some outputs go to the KV cache; it then reads the batch, too.
     """
 
     name: str
     source: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    scope: str
     appends: bool
 
 
 def group_kernel(group: KernelGroup, name: str) -> GroupKernel:
     """The kernel of a group, under a name."""
     write = _side_by_side if group.parts else _alone
-    appends = any(group.appended(output) for output in group.outputs)
-    return GroupKernel(name, write(group, name), group.inputs, group.outputs, appends)
+    levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
+    scope = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    source, appends = write(group, name), _appends(group)
+    return GroupKernel(name, source, group.inputs, group.outputs, scope, appends)
+
+
+def _appends(group: KernelGroup) -> bool:
+    return any(group.appended(output) for output in group.outputs)
 
 
 def _alone(group: KernelGroup, name: str) -> str:
-    shape = Shape.of(group)
+    shape = TileShape.of(group)
     lines = [
         "@K.fused(",
         *filled([f"{_inputs(group)},", f"outputs=({_outputs(group, group)}),"]),
@@ -57,16 +67,16 @@ def _alone(group: KernelGroup, name: str) -> str:
 
 
 def _side_by_side(group: KernelGroup, name: str) -> str:
-    elements = max(Shape.of(part).elements for part in group.parts)
-    shapes = [Shape.of(part, elements) for part in group.parts]
+    elements = max(TileShape.of(part).elements for part in group.parts)
+    shapes = [TileShape.of(part, elements) for part in group.parts]
     names = [f"{name}_of_{python_name(part.outputs[0])}" for part in group.parts]
     functions = [
         TileWriter(part, own, shape, is_part=True).written()
         for part, own, shape in zip(group.parts, names, shapes, strict=True)
     ]
     firsts = [f"first_{i}" for i in range(1, len(group.parts))]
-    appends = any(group.appended(output) for output in group.outputs)
-    arguments = [*arguments_of(group), "tokens", *firsts, *["PAGE: tl.constexpr"] * appends]
+    page = ["PAGE: tl.constexpr"] * _appends(group)
+    arguments = [*arguments_of(group), "tokens", *firsts, *page]
     unspecialised = ", ".join(f'"{name}"' for name in ("tokens", *firsts))
     kernel = [
         "@K.side_by_side(",
@@ -94,7 +104,7 @@ def _inputs(group: KernelGroup) -> str:
     return f"token_wise=({flags},)" + (f", apart=({apart},)" if apart else "")
 
 
-def _cut(shape: Shape) -> str:
+def _cut(shape: TileShape) -> str:
     return (
         f"rows_a_token={shape.rows_a_token}, columns={shape.columns}, "
         f"block=({shape.row_block}, {shape.column_block})"
@@ -106,7 +116,7 @@ def _outputs(part: KernelGroup, group: KernelGroup) -> str:
 
 
 def _output(name: str, group: KernelGroup) -> str:
-    """Its type without tokens; of what is appended where it goes, and what stands for it."""
+    """An output's type without tokens; if appended, the cache that it goes to and its source."""
     whole = group.graph.types[name]
     type_ = f"{whole.dtype}[{', '.join(map(str, whole.features))}]"
     node = group.appended(name)
@@ -117,7 +127,7 @@ def _output(name: str, group: KernelGroup) -> str:
     return f"{node.attribute('to')} {type_}{given}"
 
 
-def _parts(group: KernelGroup, shapes: list[Shape]) -> Iterator[str]:
+def _parts(group: KernelGroup, shapes: list[TileShape]) -> Iterator[str]:
     for part, shape in zip(group.parts, shapes, strict=True):
         yield "        K.FusedPart("
         yield from filled([f"{_cut(shape)},", f"outputs=({_outputs(part, group)}),"], 12)
@@ -134,10 +144,10 @@ def _condition(number: int, count: int) -> str:
     return f"{'elif' if number else 'if'} program < first_{number + 1}"
 
 
-def _call(part: KernelGroup, name: str, shape: Shape, program: str) -> list[str]:
+def _call(part: KernelGroup, name: str, shape: TileShape, program: str) -> list[str]:
     rows = "tokens" if shape.rows_a_token == 1 else f"tokens * {shape.rows_a_token}"
     constants = [f"ROWS={shape.row_block}", f"COLUMNS={shape.column_block}"]
-    if any(part.appended(output) for output in part.outputs):
+    if _appends(part):
         constants.append("PAGE=PAGE")
     words = [f"{word}," for word in (program, *arguments_of(part), rows, *constants)]
     return [f"        {name}(", *filled(words, 12), "        )"]

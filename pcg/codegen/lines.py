@@ -1,4 +1,4 @@
-"""Lines of emitted Python that are no longer than a reader wants them."""
+"""Break emitted Python into lines of a readable width."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 WIDTH = 100
 
 _OPERATORS = (("&", "|"), ("+", "-"), ("*", "/", "//", "%"))
-"""Binary ones, the loosest first."""
+"""Binary operators, the loosest first."""
 
 
 def statement(text: str, indent: int = 4) -> str:
-    """A statement on a line, or with what stands in its first parentheses on lines of its own."""
+    """A statement on one line, or with the contents of its first parentheses on further lines."""
     space = " " * indent
     begin = text.find("(", text.find(" = ") + 1)
     if len(text) + indent <= WIDTH or begin < 0:

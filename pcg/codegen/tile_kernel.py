@@ -1,17 +1,11 @@
 """Write the Triton function of a group of nodes: a kernel, or a part of one.
 
-A program has a tile of ROWS rows and COLUMNS columns. Where nothing is summed a row is a token,
-with all its features side by side; else it is what is summed, and a token has several:
-
-    row = token · R + group          R rows a token
-
-Each value is an expression over the place that is asked for, (group, column) among its own
-features, so what reads a value at another column (rotary embedding) or with other features (a
-reshape) makes it again there. Arithmetic is in fp32 at least; each operator's result is rounded to
-its dtype, as in PyTorch. What is appended to the KV cache is stored at its token's row there,
-slots[token], unless that is negative; without a cache it is a tensor like any other.
-
-The file is long by a few lines: the writer of a kernel, and of the places that its values are at.
+Each value is an expression over the position that is asked for, (group, column) among its own
+features (`pcg.codegen.tile_layout`), so what reads a value at another column (rotary embedding) or
+with other features (a reshape) recomputes it there. Arithmetic is in fp32 at least; each operator's
+result is rounded to its dtype, as in PyTorch. What is appended to the KV cache is stored at its
+token's row there, slots[token], unless that is negative; without a cache it is a tensor like any
+other.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from pcg.codegen.lines import filled, statement
+from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
 from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
@@ -39,87 +34,14 @@ _TRITON_NAMES = {
     "u8": "tl.uint8",
     "bool": "tl.int1",
 }
-_TILE = 2048
-"""Elements of a tile where rows are short: four warps load 16 bytes of bf16 a thread, twice."""
-_MOST_ROWS = 16
-_WARP_ELEMENTS = 512
-"""Elements of a tile that a warp holds: 16 registers a thread for each value in fp32."""
 _OWN_NAMES = (
     *("row", "rows", "column", "group", "token", "inside", "in_row", "in_rows", "tl", "K"),
     *("program", "slot", "cell", "head"),
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in a value's features: which of its rows, and where in that.
-
-    Attributes:
-        group: expression; "0" where there is one row a token.
-        column: expression; "0" where a row has one element.
-        mask: condition of elements that are there; empty where all are.
-    """
-
-    group: str
-    column: str
-    mask: str = ""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a kernel's tiles lie.
-
-    Attributes:
-        rows_a_token: R.
-        columns: of a row.
-        row_block: ROWS.
-        column_block: COLUMNS.
-        warps: of a program.
-    """
-
-    rows_a_token: int
-    columns: int
-    row_block: int
-    column_block: int
-    warps: int
-
-    @classmethod
-    def of(cls, group: KernelGroup, elements: int = _TILE) -> Shape:
-        """A group's, with tiles of so many elements where its rows are shorter."""
-        features = group.type.features
-        if group.sums_rows:
-            rows, columns = prod(features[:-1]), features[-1]
-            column_block = _power_of_two(columns)
-        else:
-            rows, columns = 1, prod(features)
-            column_block = min(_power_of_two(columns), _TILE)
-        row_block = max(1, min(elements // column_block, _MOST_ROWS))
-        held = row_block * column_block
-        warps = max(1, min(_power_of_two(held // _WARP_ELEMENTS), 32))
-        return cls(rows, columns, row_block, column_block, warps)
-
-    @property
-    def elements(self) -> int:
-        """Of a tile."""
-        return self.row_block * self.column_block
-
-    @property
-    def column_blocks(self) -> int:
-        """Programs for a row."""
-        return -(-self.columns // self.column_block)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether some columns of a tile are behind a row's end."""
-        return bool(self.columns % self.column_block)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def arguments_of(group: KernelGroup) -> list[str]:
-    """What a group's kernel is given: pointers, and distances of tokens, heads and in the cache."""
+    """The arguments of a group's kernel: pointers, and strides of tokens, heads and the cache."""
     names = [python_name(name) for name in (*group.inputs, *group.outputs)]
     token_wise = [name for name in group.inputs if group.graph.types[name].is_token_wise]
     appended = [python_name(name) for name in group.outputs if group.appended(name)]
@@ -137,18 +59,18 @@ class TileWriter:
     """Writes one function.
 
     Attributes:
-        group: of nodes.
-        name: of the function.
-        shape: of its tiles.
-        is_part: whether a kernel calls it, with the number of one of its programs.
-        lines: of its body, so far.
-        variables: by what they hold: a value at a place, an expression, a sum.
+        group: the nodes that it runs.
+        name: the function's name.
+        shape: the shape of its tiles.
+        is_part: True if a kernel calls it with the number of one of its programs.
+        lines: lines of its body so far.
+        variables: variables by what they hold: a value at a position, an expression, a sum.
         taken: names in use.
     """
 
     group: KernelGroup
     name: str
-    shape: Shape
+    shape: TileShape
     is_part: bool = False
     lines: list[str] = field(default_factory=list)
     variables: dict[object, str] = field(default_factory=dict)
@@ -160,7 +82,7 @@ class TileWriter:
         self.apart = set(self.group.apart)
 
     def written(self) -> str:
-        """Triton source, from its decorator on."""
+        """The function's Triton source, from its decorator on."""
         stored = [line for name in self.group.outputs for line in self._stored(name)]
         return "\n".join(self._head() + self.lines + stored)
 
@@ -184,7 +106,7 @@ class TileWriter:
             f"def {self.name}(",
             *filled([f"{argument}," for argument in arguments]),
             "):",
-            f'    """{self._summary()}',
+            f'    """{", ".join(dict.fromkeys(node.op for node in self.group.nodes))}.',
             "",
             *self._nodes(),
             '    """',
@@ -203,12 +125,8 @@ class TileWriter:
         lines.append(f"    token = (row // {shape.rows_a_token}).to(tl.int64)")
         return [*lines, f"    group = row % {shape.rows_a_token}"]
 
-    def _summary(self) -> str:
-        operators = dict.fromkeys(node.op for node in self.group.nodes)
-        return f"{', '.join(operators)}."
-
     def _nodes(self) -> list[str]:
-        """The nodes that it came from, as text IR without types, under their modules."""
+        """The group's nodes as text IR without types, under their modules."""
         lines: list[str] = []
         scope = None
         for node in self.group.nodes:
@@ -236,8 +154,8 @@ class TileWriter:
             return stored
         return [*stored, "    else:", statement(plain, 8)]
 
-    def _stored_in_cache(self, to: str, place: Place, value: str, mask: str) -> list[str]:
-        """At the token's row, of whose heads each row of the value is one."""
+    def _stored_in_cache(self, to: str, place: TilePosition, value: str, mask: str) -> list[str]:
+        """Lines that store a value at its token's cache row, whose heads are the value's rows."""
         head = "0" if place.group == "0" else f"{place.group}.to(tl.int64) * {to}_head"
         return [
             "    if PAGE:",
@@ -252,18 +170,18 @@ class TileWriter:
 
     # ------------------------------------------------------------------------- values
 
-    def main(self, type_: TensorType) -> Place:
-        """The place of a program's own elements among a value's features."""
+    def main(self, type_: TensorType) -> TilePosition:
+        """The position of a program's own elements among a value's features."""
         rows, size = prod(type_.features[:-1]), type_.features[-1]
         if self.shape.rows_a_token > 1:
-            return Place("group", "column")
+            return TilePosition("group", "column")
         if rows == 1:
-            return Place("0", "column")
+            return TilePosition("0", "column")
         which = self.let("which", f"column // {size}")
-        return Place(which, self.let("within", f"column % {size}"))
+        return TilePosition(which, self.let("within", f"column % {size}"))
 
-    def value(self, name: str, place: Place) -> str:
-        """A variable with a value at a place."""
+    def value(self, name: str, place: TilePosition) -> str:
+        """A variable with a value at a position."""
         key = (name, place)
         if key not in self.variables:
             node = self.makers.get(name)
@@ -276,7 +194,7 @@ class TileWriter:
                 self.variables[key] = self.assign(name, rounded)
         return self.variables[key]
 
-    def _loaded(self, name: str, place: Place) -> str:
+    def _loaded(self, name: str, place: TilePosition) -> str:
         type_, padded = self.types[name], self.shape.is_padded
         has_rows, is_flat = place.group != "0", self.shape.rows_a_token == 1
         terms = [f"{python_name(name)}_ptr"]
@@ -296,7 +214,7 @@ class TileWriter:
         cast = f".to({_TRITON_NAMES[wide]})" if wide else ""
         return self.assign(name, f"tl.load({' + '.join(terms)}{guard}){cast}")
 
-    def _offset(self, place: Place, type_: TensorType) -> str:
+    def _offset(self, place: TilePosition, type_: TensorType) -> str:
         """A value's element among its features."""
         if self.shape.rows_a_token == 1 and replace(place, mask="") == self.main(type_):
             return "column"
@@ -305,7 +223,7 @@ class TileWriter:
         return f"{place.group} * {type_.features[-1]} + {place.column}"
 
     def assign(self, name: str, expression: str) -> str:
-        """A new variable whose name begins so."""
+        """A new variable whose name begins with `name`."""
         stem = python_name(name)
         variable, count = stem, 1
         while variable in self.taken:
@@ -315,7 +233,7 @@ class TileWriter:
         return variable
 
     def let(self, name: str, expression: str) -> str:
-        """A variable with an expression's value; one for equal ones."""
+        """A variable with an expression's value; equal expressions share one."""
         key = ("let", expression)
         if key not in self.variables:
             self.variables[key] = self.assign(name, expression)
@@ -324,11 +242,11 @@ class TileWriter:
 
 @dataclass(frozen=True)
 class _NodeTile:
-    """A node's output at a place; see `pcg.ir.operators.tile.Tile`."""
+    """A node's output at a position; see `pcg.ir.operators.tile.Tile`."""
 
     writer: TileWriter
     node: Node
-    place: Place
+    place: TilePosition
 
     @property
     def column(self) -> str:
@@ -348,7 +266,7 @@ class _NodeTile:
         return self._type(index).dtype
 
     def read(self, index: int, column: str | None = None, where: str = "") -> str:
-        place = _read_at(self._type(index), self.node.output.type, self.place, self.node.op)
+        place = position_read(self._type(index), self.node.output.type, self.place, self.node.op)
         masks = [mask for mask in (self.place.mask, f"({where})" if where else "") if mask]
         place = replace(place, mask=" & ".join(masks))
         if column is not None:
@@ -359,15 +277,11 @@ class _NodeTile:
         return self.writer.let(name, expression)
 
     def rounded(self, expression: str, dtype: str) -> str:
-        if dtype not in _WIDE:
-            return (
-                f"({expression}).to({_TRITON_NAMES[dtype]})" if self._is_cast(dtype) else expression
-            )
-        return f"({expression}).to({_TRITON_NAMES[dtype]}).to(tl.float32)"
-
-    def _is_cast(self, dtype: str) -> bool:
+        rounded = f"({expression}).to({_TRITON_NAMES[dtype]})"
+        if dtype in _WIDE:
+            return f"{rounded}.to(tl.float32)"
         arithmetic = {_WIDE.get(self.dtype(i), self.dtype(i)) for i in range(self.inputs)}
-        return arithmetic != {dtype}
+        return expression if arithmetic == {dtype} else rounded
 
     def row_sum(self, name: str, summand: Callable[[Tile], str]) -> str:
         writer = self.writer
@@ -383,37 +297,3 @@ class _NodeTile:
 
 def _atom(expression: str) -> str:
     return expression if expression.isidentifier() or expression.isdigit() else f"({expression})"
-
-
-def _read_at(read: TensorType, made: TensorType, place: Place, op: str) -> Place:
-    """Where an operator reads an input, to make its output at a place."""
-    own, of_output = read.features, made.features
-    if op == "reshape" and own[-1:] != of_output[-1:]:
-        linear = _linear(place, of_output[-1])
-        if prod(own[:-1]) == 1:
-            return Place("0", linear)
-        return Place(f"({linear} // {own[-1]})", f"({linear} % {own[-1]})")
-    column = "0" if own[-1] == 1 else place.column
-    rows, rows_made = prod(own[:-1]), prod(of_output[:-1])
-    if rows == rows_made:
-        return Place(place.group, column)
-    if rows == 1:
-        return Place("0", column)
-    return Place(_broadcast_group(own[:-1], of_output[:-1], place.group), column)
-
-
-def _broadcast_group(own: tuple[int, ...], made: tuple[int, ...], group: str) -> str:
-    """The row of an input that is repeated along some dims of rows."""
-    terms, stride, own_stride = [], 1, 1
-    padded = (1,) * (len(made) - len(own)) + own
-    for size, size_made in zip(reversed(padded), reversed(made), strict=True):
-        if size != 1:
-            terms.append(f"{group} // {stride} % {size_made} * {own_stride}")
-        stride, own_stride = stride * size_made, own_stride * size
-    return f"({' + '.join(terms)})"
-
-
-def _linear(place: Place, size: int) -> str:
-    if place.group == "0":
-        return place.column
-    return f"({place.group} * {size} + {place.column})"

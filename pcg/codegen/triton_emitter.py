@@ -1,35 +1,27 @@
-"""Emit graphs for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
+"""Emit functions for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
 
-Kernels stand before the function that launches them. What is in no group is PyTorch, or a template
-kernel behind a function of `triton_ops`. The kernel that makes keys appends them to the cache.
+Kernels stand before the function that launches them. A node in no group is PyTorch, or a template
+kernel behind a function of `pcg.kernels.triton.ops`. The kernel that makes keys appends them to the
+cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
-
 from pcg.codegen import function_emitter
-from pcg.codegen.function_emitter import Item, Launch
-from pcg.codegen.functions import Function
+from pcg.codegen.function_emitter import Item
 from pcg.codegen.group_kernel import group_kernel
+from pcg.codegen.program_functions import Function
 from pcg.errors import CodegenError
 from pcg.ir.graph import KernelGraph
 from pcg.ir.kernel_group import KernelGroup, items_of
 
-_HEADER = '''"""{title}
-
-Emitted by pcg for Triton. {note}
-"""
-
-import torch
+IMPORTS = """import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pcg.kernels.triton import ops as K
-'''
-SERVING: Sequence[str] = (
+from pcg.kernels.triton import ops as K"""
+SERVING = (
     '''def greedy(logits):
     """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
     return K.greedy(logits)
@@ -47,23 +39,18 @@ SERVING: Sequence[str] = (
     return K.DecodeLists(room, device)
 ''',
 )
-"""How a serving program chooses tokens, and what it reads of those of a recorded step."""
+"""Functions of a serving program that choose tokens, and that list those of a recorded step."""
 _MOST_NAMED = 3
-"""Operators that a kernel's name says."""
-
-
-def emit_module(title: str, note: str, functions: Sequence[str]) -> str:
-    """A Python file of emitted kernels and functions."""
-    return "\n\n".join([_HEADER.format(title=title, note=note), *functions])
+"""The most operators that a kernel's name has."""
 
 
 def emit_function(function: Function) -> str:
     """The source of one function, behind its kernels.
 
     Raises:
-        CodegenError: it has not been said which of the graph's nodes one kernel runs.
+        CodegenError: the nodes of its graph are not grouped to kernels.
     """
-    graph, name = function.graph, function.name
+    graph = function.graph
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")
     kernels: list[str] = []
@@ -73,21 +60,14 @@ def emit_function(function: Function) -> str:
         if not isinstance(item, KernelGroup):
             items.append(item)
             continue
-        stem = "_".join([name, *_operators(item)])
+        stem = "_".join([function.name, *_operators(item)])
         names[stem] = number = names.get(stem, 0) + 1
         kernel = group_kernel(item, stem if number == 1 else f"{stem}_{number}")
         kernels.append(f"{kernel.source}\n")
-        launch = Launch(kernel.name, kernel.inputs, kernel.outputs, _scope(item), kernel.appends)
-        items.append(launch)
+        items.append(kernel)
     return "\n\n".join([*kernels, function_emitter.emit_function(function, items)])
 
 
 def _operators(group: KernelGroup) -> list[str]:
     every = list(dict.fromkeys(node.op for node in group.nodes))
     return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], "and_more"]
-
-
-def _scope(group: KernelGroup) -> str:
-    """The path of the innermost module that holds all nodes."""
-    levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

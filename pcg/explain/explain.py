@@ -22,7 +22,7 @@ from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.reader import recipes_of
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.source import resolve
 
 

@@ -22,7 +22,7 @@ from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
 from pcg.peft.recipe import Recipe
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memor
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
-from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
+from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
@@ -128,7 +128,7 @@ def _own_stages(
 ) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     model, at = trained.model, planned.setup.at
-    pruned = saved_memory(model, in_order(keep_all(model, planned.kinds)))
+    pruned = saved_memory(model, in_order(save_all(planned.kinds)))
     yield _stage("pruned", pruned.total, pruned.layers, at)
     if plain is not None:
         found = saved_memory(model, plain)

@@ -7,6 +7,7 @@ from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
+from pcg.units import gib, rounded
 
 _STAGES = {
     "eager": "transformers + peft",
@@ -64,7 +65,7 @@ def _heading(report: ReportData) -> list[str]:
         f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
         f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
         "",
-        f"parameters   {count_text(base)} base, {count_text(trainable)} trainable{share}",
+        f"parameters   {rounded(base)} base, {rounded(trainable)} trainable{share}",
     ]
 
 
@@ -218,7 +219,7 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
         ours = [stage for stage in report.activations if stage.stage == "compressed"]
         again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
         lines.append(
-            f"{name:<{wide}}  {count_text(report.parameters['trainable']):>10}  {gib(states):>8}"
+            f"{name:<{wide}}  {rounded(report.parameters['trainable']):>10}  {gib(states):>8}"
             f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
             f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
         )
@@ -233,12 +234,6 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
     return "\n".join(lines)
 
 
-def gib(size_bytes: int) -> str:
-    """Return bytes as GiB, with two decimals, or four if small."""
-    size = size_bytes / 2**30
-    return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
-
-
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
     """Return a bar as long as the share of the whole, to an eighth of a cell and at least one."""
     eighths = round(8 * cells * part / whole) if whole else 0
@@ -246,11 +241,3 @@ def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
         eighths = max(eighths, 1)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_BLOCKS[rest] if rest else "")
-
-
-def count_text(number: int) -> str:
-    """Return a number of parameters with a unit: 8.03 B, 41.9 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
-    return f"{number}"

@@ -1,15 +1,15 @@
-"""How the base model is sharded: Megatron's tensor parallelism, read off a layer's graph.
+"""The base model's sharding: Megatron's tensor parallelism, read off a layer's graph.
 
-    column    y = x [W_1; W_2]ᵀ    rows of W on each rank: x whole, y in parts
-    row       y = x [W_1, W_2]ᵀ    columns of W: x in parts, y a sum over the ranks
+    column    y = x [W_1; W_2]ᵀ    rows of W on each rank: x whole, y sharded
+    row       y = x [W_1, W_2]ᵀ    columns of W: x sharded, y a sum over the ranks
 
-A product of a whole value is column-parallel where what it makes reaches another product, through
-operators that treat its parts alike, before it meets a whole value again; that other product is
+A product of a whole value is column-parallel where its result reaches another product, through
+operators that treat its shards alike, before it meets a whole value again; that other product is
 row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
-calls them. Heads stay whole, as parts of q, k and v are of heads; where there are fewer KV heads
+calls them. Heads stay whole, as shards of q, k and v are of heads; where there are fewer KV heads
 than ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
 
-Or as the user says, by transformers' words for it (`base_model_tp_plan`).
+A user's plan, in transformers' words (`base_model_tp_plan`), takes the place of this.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
@@ -36,12 +36,11 @@ def base_plan(
     """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
 
     Args:
-        graph: of a layer, without bypass networks.
+        graph: a layer's graph without bypass networks.
         degree: number of ranks.
-        given: a plan of the user's, as `PlanOptions.styles` gives it; products that it does not
-            name are replicated.
+        given: the user's plan, `PlanOptions.styles`; products that it does not name are replicated.
     Raises:
-        ParallelError: the degree divides neither heads nor products; those that do are named. Or a
+        ParallelError: the degree divides neither heads nor products; names those that do. Or a
             given module is no linear operator of the layer.
     """
     plan = _given(graph, given) if given else _pairs(graph, degree)
@@ -78,26 +77,23 @@ def _path(source: str) -> str:
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
-    """What has to have equal parts, by what it is called."""
-    parted = partitioned_attentions(graph, plan)
+    """Names and sizes of what ranks hold equal parts of."""
+    attentions = partitioned_attentions(graph, plan)
     for node in graph.nodes:
-        if node.name in parted:
+        if node.name in attentions:
             yield "num_attention_heads", graph.types[node.inputs[0]].features[-2]
     for name, layout in plan.items():
         if layout == REPLICATED:
             continue
         out, in_ = graph.types[name].features
-        yield (
-            f"the {'rows' if layout == COLUMN else 'columns'} of {name}",
-            (out if layout == COLUMN else in_),
-        )
+        yield (f"the rows of {name}", out) if layout == COLUMN else (f"the columns of {name}", in_)
 
 
 def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
-    """Attentions whose queries come from a product that is column-parallel: each rank has heads.
+    """Names of attentions whose queries come from a column-parallel product: each rank has heads.
 
     Args:
-        graph: of a layer, without bypass networks.
+        graph: a layer's graph without bypass networks.
         plan: layouts of its weights.
     """
     has_part: set[str] = set()
@@ -115,14 +111,15 @@ def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozense
 def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     plan: dict[str, Layout] = {}
     makers: dict[str, frozenset[str]] = {}
+    carried = {value.name for value in graph.inputs[: len(graph.outputs)]}
     for node in graph.nodes:
         weight = _frozen_weight(graph, node)
         behind = frozenset().union(*(makers.get(name, frozenset()) for name in node.inputs))
         if weight is None:
-            met = [makers.get(name, frozenset()) for name in node.inputs if _is_value(graph, name)]
-            carried = [name for name in node.inputs if _is_carried(graph, name)]
-            if behind and (carried or _meets_whole(node, met)):
-                # A part meets what is whole: those products are no pairs with a later one.
+            values = [name for name in node.inputs if name not in graph.parameters_by_name]
+            adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
+            if behind and (adds_whole or not carried.isdisjoint(node.inputs)):
+                # A shard meets a whole value: those products are no pairs with a later one.
                 for name in behind:
                     plan.pop(name, None)
                 behind = frozenset()
@@ -150,17 +147,3 @@ def _frozen_weight(graph: Graph, node: Node) -> str | None:
         return None
     parameter = graph.parameters_by_name.get(node.inputs[1])
     return parameter.name if parameter is not None and parameter.role == "frozen" else None
-
-
-def _is_value(graph: Graph, name: str) -> bool:
-    return name not in graph.parameters_by_name
-
-
-def _is_carried(graph: Graph, name: str) -> bool:
-    """Whether a layer is handed it by the one before."""
-    return name in {value.name for value in graph.inputs[: len(graph.outputs)]}
-
-
-def _meets_whole(node: Node, met: list[frozenset[str]]) -> bool:
-    """Whether an addition joins a part with what no column-parallel product made."""
-    return node.op in ("add", "sub") and any(not one for one in met)

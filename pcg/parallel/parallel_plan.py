@@ -135,13 +135,11 @@ class ParallelPlan:
         nodes: the plan of each node, by its name.
         outputs: the transitions of the graph's outputs.
         inputs: layouts of the graph's inputs; whole where not named.
-        most_states: the largest number of states that were weighed at one node.
     """
 
     nodes: Mapping[str, NodePlan]
     outputs: NodePlan
     inputs: Mapping[str, Layout]
-    most_states: int
 
     @property
     def held(self) -> dict[str, Layout]:

@@ -32,6 +32,8 @@ from pcg.parallel.parallel_plan import Constraints, NodePlan, ParallelPlan, is_s
 from pcg.parallel.resharding import Path, ReshardPaths
 from pcg.parallel.saved_for_backward import saved_reads
 
+_FREE = Constraints()
+
 Versions = dict[str, frozenset[Layout]]
 """The layouts of the values that are still read, by name."""
 
@@ -51,25 +53,6 @@ class _State:
     cost: tuple[float, int]
     parent: _State | None = None
     node_plan: NodePlan | None = None
-
-
-def plan_graph(
-    graph: Graph,
-    degree: int,
-    costs: LayerCosts,
-    fixed: Constraints | None = None,
-    trains: bool = True,
-    token_nodes: frozenset[str] = frozenset(),
-) -> ParallelPlan:
-    """The cheapest plan to run a graph over ranks; see `Planner`.
-
-    Args:
-        fixed: what the plan has to keep to.
-    Raises:
-        TypeCheckError: no way to run an operator takes its inputs in the layouts that can be had;
-            names the operator, the layouts, and what it takes.
-    """
-    return Planner(graph, degree, costs, trains, token_nodes).plan(fixed or Constraints())
 
 
 class Planner:
@@ -119,14 +102,18 @@ class Planner:
         other._read(graph)
         return other
 
-    def plan(self, fixed: Constraints) -> ParallelPlan:
-        """The cheapest plan that keeps to what is given, where each message is by itself."""
+    def plan(self, fixed: Constraints = _FREE) -> ParallelPlan:
+        """The cheapest plan that keeps to constraints, where each message is by itself.
+
+        Raises:
+            TypeCheckError: no way to run an operator takes its inputs in the layouts that can be
+                had; names the operator, the layouts, and what it takes.
+        """
         given = {
             value.name: self.paths.made(value.type, fixed.inputs.get(value.name, WHOLE))
             for value in self.graph.inputs
         }
         states = [_State(given, (0.0, 0))]
-        most_states = 1
         for place, node in enumerate(self.graph.nodes):
             found: dict[object, _State] = {}
             for state in states:
@@ -137,7 +124,6 @@ class Planner:
             if not found:
                 raise TypeCheckError(self._refusal(node, states[0], fixed))
             states = self._undominated(found.values(), fixed)
-            most_states = max(most_states, len(states))
         ends = [end for state in states if (end := self._ended(state, fixed)) is not None]
         if not ends:
             wanted = ", ".join(map(str, self._outputs(fixed)))
@@ -150,7 +136,7 @@ class Planner:
         outputs, *rest = node_plans
         names = [node.name for node in self.graph.nodes]
         nodes = dict(zip(names, reversed(rest), strict=True))
-        return ParallelPlan(nodes, outputs, fixed.inputs, most_states)
+        return ParallelPlan(nodes, outputs, fixed.inputs)
 
     # ------------------------------------------------------------------------------------- a node
 

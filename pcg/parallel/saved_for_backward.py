@@ -1,8 +1,8 @@
-"""What backward reads of a layer's values, so far as that is known before ranks share them.
+"""The values of a layer that backward reads, as far as that is known before sharding.
 
-A value that was gathered of the ranks' tokens is not kept for backward, but gathered again there
-(Korthikanti et al. 2022, §4.2.2), where backward reads it, or reads what is made of it without a
-matrix product and so is not kept either (`pcg.passes.memory.rematerialize`).
+A value that was gathered of the ranks' tokens is not saved for backward, but gathered again there
+(Korthikanti et al. 2022, §4.2.2), where backward reads it, or reads a value that is recomputed from
+it without a matrix product (`pcg.passes.memory.rematerialize`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pcg.parallel.costs.layer_costs import backward_of
 
 
 def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
-    """Inputs of nodes, by the node's name and their place, that backward has to have.
+    """Inputs of nodes, by the node's name and their place, that backward needs.
 
     Args:
-        graph: of whole tensors.
+        graph: a graph of whole tensors.
         active: values that a gradient may flow back to.
     """
     needed: set[str] = set()
@@ -27,8 +27,8 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
     for node in reversed(graph.nodes):
         inputs, outputs = _gradient_reads(graph, node, active)
         needed.update(node.outputs[index].name for index in outputs)
-        is_made_again = not operator(node.op).is_product
-        if is_made_again and any(value.name in needed for value in node.outputs):
+        is_recomputed = not operator(node.op).is_product
+        if is_recomputed and any(value.name in needed for value in node.outputs):
             inputs = set(range(len(node.inputs)))
         needed.update(node.inputs[index] for index in inputs)
         found.update((node.name, index) for index in inputs)

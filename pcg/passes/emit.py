@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.codegen.functions import Function, serving_functions, training_functions
+from pcg.codegen.program_functions import Function, serving_functions, training_functions
 from pcg.ir.program.program import Serving, Training
 from pcg.passes.pass_base import Pass
 from pcg.passes.stages import Emitted, Functions, Trained

@@ -6,6 +6,7 @@ METHODS: Mapping[str, str] = {
     "LoraConfig": "lora",
     "VeraConfig": "vera",
     "AdaLoraConfig": "adalora",
+    "LoHaConfig": "loha",
     "BottleneckConfig": "bottleneck",
     "IA3Config": "ia3",
     "BitFitConfig": "bitfit",

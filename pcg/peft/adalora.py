@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, FinetuneError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LORA_FIELDS, LoraBypass
-from pcg.peft.method import Bypass, Place, Shape, Shards, TrainingBeside, low_rank
+from pcg.peft.lora import LORA_FIELDS, MadeLoraBypass
+from pcg.peft.method import Place, Shape, Shards, TrainingBeside, low_rank
 from pcg.peft.rank_allocator import RankAllocator, Schedule
 from pcg.peft.recipe import ALL_LINEAR, Json, Names, OtherField, note, refused, saved_as
 from pcg.peft.targets import LayeredRecipe
@@ -64,23 +64,21 @@ FAMILY_TARGETS: Mapping[str, Names] = {
     "qwen3": ("q_proj", "v_proj"),
 }
 EPSILON = 1e-5
-"""What peft adds to the rank that it divides by."""
+"""The number that peft adds to the rank that it divides by."""
 _KEY = ".lora_E"
 _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 
 @dataclass(frozen=True)
-class AdaLoraBypass(Bypass):
+class AdaLoraBypass(MadeLoraBypass):
     """AdaLoRA beside one module: LoRA, whose A has singular values, which serving has in A.
 
         A' = singular_down(A, E)
 
     Attributes:
-        rank: triplets.
         scale: of the product.
     """
 
-    rank: int
     scale: float
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -88,12 +86,6 @@ class AdaLoraBypass(Bypass):
 
     def __str__(self) -> str:
         return f"AdaLoRA of rank {self.rank} with scale {self.scale:g}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -235,7 +227,7 @@ class AdaLoraConfig(LayeredRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probability("lora_dropout")
+        self._check_probabilities("lora_dropout")
         self._check_ints(1, "init_r", "target_r", "deltaT")
         self._check_ints(0, "tinit", "tfinal")
         self._check_ints(1, "total_step", optional=True)
@@ -316,7 +308,7 @@ class AdaLoraConfig(LayeredRecipe):
 
 
 class AdaLoraTraining(RankAllocator):
-    """What a job on an AdaLoRA adapter does beside the program."""
+    """The allocation of an AdaLoRA adapter's ranks in one job."""
 
     def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
         assert recipe.total_step is not None

@@ -63,7 +63,7 @@ class Adapter:
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:
-        """What a training program reads, by the parameter's source; None where there is none."""
+        """The weight that a training program reads, by the parameter's source; None for none."""
         module, _, kind = path.rpartition(".")
         if not module and kind in self.shared:
             return AdapterWeight(self.shared[kind])

@@ -85,7 +85,7 @@ class BottleneckBypass(Bypass):
 
     @property
     def prefix(self) -> str:
-        """What the names of its parameters begin with."""
+        """The beginning of its parameters' names."""
         return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:

@@ -10,7 +10,7 @@ Source: `IA3Config`, `IA3Model` and `IA3Layer` of peft 0.21.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -209,9 +209,8 @@ class IA3Config(TargetedRecipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
-        found = super().bypasses(paths, output_layer, model_type, others)
+        found = super().bypasses(paths, output_layer, model_type)
         names = self.feedforward_modules
         for name in names if isinstance(names, tuple) else ():
             if not any(path.endswith(name) for path in found):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -192,7 +192,6 @@ class PrefixTuningConfig(VirtualTokensRecipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
         count = _layers(paths)
         if self.num_layers not in (None, count):

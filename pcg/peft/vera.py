@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LoraBypass
-from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
+from pcg.peft.lora import MadeLoraBypass
+from pcg.peft.method import EagerModule, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Names, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, TargetedRecipe
 from pcg.peft.weights import (
@@ -41,30 +41,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VeraBypass(Bypass):
+class VeraBypass(MadeLoraBypass):
     """VeRA beside one module: LoRA, whose A and B training makes of what all modules share.
 
         A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
 
     Serving has LoRA's A and B.
 
-    Attributes:
-        rank: of the shared matrices.
     """
-
-    rank: int
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
         return (out,), (self.rank,)
 
     def __str__(self) -> str:
         return f"VeRA of rank {self.rank}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -213,7 +203,7 @@ class VeraConfig(TargetedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probability("vera_dropout")
+        self._check_probabilities("vera_dropout")
         self._check_ints(1, "r")
         self._check_ints(0, "projection_prng_key")
         self._check_finite("d_initial")

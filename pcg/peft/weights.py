@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What is known of all adapters' parameters of one kind, the last component of their source.
+    """A kind of parameters, which is the last component of their source, in all adapters.
 
     Attributes:
         fill: the value of entries that an adapter does not have, with which nothing changes.
@@ -60,7 +60,7 @@ FACTOR = ParameterKind(fill=1.0)
 
 @dataclass(frozen=True)
 class Around:
-    """What a module's weights may need beside themselves.
+    """The surroundings of a module's weights, which making some of them needs.
 
     Attributes:
         base: gives the base's own weight of the module, [out, in].
@@ -120,7 +120,7 @@ class ModuleWeights(ABC):
     """The weights of one module; every field that is a tensor is trained."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """What follows the module's path in the keys of a file."""
+    """The ends of keys in a file, behind the module's path."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that all modules of an adapter share."""
     whole_keys: ClassVar[tuple[str, ...]] = ()
@@ -145,7 +145,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
-        """What all modules of a fresh adapter share, which is not trained.
+        """Tensors that all modules of a fresh adapter share, and that are not trained.
 
         Args:
             recipe: of the method.
@@ -185,13 +185,13 @@ class ModuleWeights(ABC):
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
-        """What a file has under `whole_keys` of an adapter's weights, which are by path."""
+        """The tensors of a file under `whole_keys`, of an adapter's weights by path."""
         return {}
 
     @property
     @abstractmethod
     def bypass(self) -> Bypass:
-        """What the method does at the module, to be compared with the recipe's."""
+        """The bypass network that these are the weights of, to be compared with the recipe's."""
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
@@ -201,12 +201,12 @@ class ModuleWeights(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, AdapterWeight]:
-        """What a training program reads, by kind."""
+        """The weights that a training program reads, by kind."""
 
     @property
     @abstractmethod
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """What serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+        """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
 
     @property
     def rank(self) -> int:

@@ -17,8 +17,14 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.engine.prompts import make_request, make_requests
-from pcg.runtime.engine.request import Chunk, Completion, Request, RequestFields
+from pcg.runtime.engine.request import (
+    Chunk,
+    Completion,
+    Request,
+    RequestFields,
+    make_request,
+    make_requests,
+)
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.sampling_params import SamplingFields

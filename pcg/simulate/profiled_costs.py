@@ -22,7 +22,7 @@ from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device, Side
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.sequence import Sequence

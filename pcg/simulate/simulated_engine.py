@@ -9,14 +9,14 @@ from pcg.keywords import takes
 from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.metrics.events import Kind
 from pcg.simulate.simulated_device import SimulatedDevice
 from pcg.simulate.simulated_training import simulated_steps
 
@@ -80,4 +80,4 @@ class SimulatedEngine(EngineLoop):
             self._note(Kind.STEPPED, name, step=steps, tokens=tokens)
 
         work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
-        return self.add_job(Job(name, work))
+        return self.jobs.add(Job(name, work))

@@ -23,12 +23,12 @@ from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.calibration import fitted_latencies
-from pcg.runtime.engine.events import EventLog
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import EventLog
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve

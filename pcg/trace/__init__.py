@@ -5,50 +5,41 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from pcg.ir.graph import Graph
-from pcg.trace.export import export
+from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
 
-_MOST_KEPT = 64
-"""Traces kept for later compilations; one holds a graph of a few layers, 1 MiB or less."""
+_MOST_CACHED = 64
+"""Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class TracedModel(TraceFacts):
     """A traced model, before any pass.
 
     Attributes:
-        graph: input_ids and position_ids, both [T], to logits [T, V]; few layers, all kinds.
-        layers_path: module path of the list of layers.
-        schedule: for each layer of the model, the traced layer that equals it.
+        graph: input_ids and position_ids, both [T], to logits [T, V]; a few layers of all kinds.
         constants: values of the graph's constants.
-        base_prefix: name of the base model within the causal LM.
-        dtype: of weights and activations, in the IR's names.
-        attention: how transformers runs its attention by default: "sdpa" or "eager", through its
-            registry, or "own-sdpa" or "own-eager", within the architecture's own module.
+        dtype: the dtype of weights and activations, in the IR's names.
     """
 
     graph: Graph
-    layers_path: str
-    schedule: tuple[int, ...]
     constants: Mapping[str, torch.Tensor]
-    base_prefix: str
     dtype: str
-    attention: str
 
 
-def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Trace:
+def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> TracedModel:
     """Trace the model of a configuration, on the meta device, without weights.
 
     Args:
         config: the contents of a config.json.
         dtype: torch's name of the dtype, as `bfloat16`; the configuration's own by default.
-        whole: trace every layer instead of one of each kind (and one more).
+        whole: trace every layer, not one of each kind and one more.
     Raises:
         TraceError: the model cannot be turned into a graph; names the operator and the module.
     """
@@ -57,22 +48,15 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
     floating = next(
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
     )
-    return Trace(
-        graph,
-        exported.layers_path,
-        exported.schedule,
-        constants,
-        exported.base_prefix,
-        floating,
-        exported.attention,
-    )
+    facts = {field.name: getattr(exported, field.name) for field in fields(TraceFacts)}
+    return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
 
 
-def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> Trace:
-    """The same, made once a process: compiling a model again, for other adapters, is quicker."""
+def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> TracedModel:
+    """The same, once a process: to compile a model again, for other adapters, is quicker."""
     return _trace_of_json(json.dumps(config, sort_keys=True), dtype, whole)
 
 
-@functools.lru_cache(_MOST_KEPT)
-def _trace_of_json(config: str, dtype: str | None, whole: bool) -> Trace:
+@functools.lru_cache(_MOST_CACHED)
+def _trace_of_json(config: str, dtype: str | None, whole: bool) -> TracedModel:
     return trace(json.loads(config), dtype, whole)

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pcg.errors import TraceError, UnsupportedError
-from pcg.trace.export import fingerprint, layer_kinds, parse_config, quiet
+from pcg.trace.export import quiet
+from pcg.trace.layer_kinds import fingerprint, layer_kinds
+from pcg.trace.model_config import parse_config
 
 MASKLESS = "sdpa_maskless"
 """SDPA without a mask: `is_causal`, as transformers runs it eagerly over sequences of one length.

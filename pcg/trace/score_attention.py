@@ -33,7 +33,16 @@ _LENGTHS = (6, 9)
 
 @dataclass(frozen=True)
 class ScoreAttention:
-    """An attention found in a graph: the nodes of q, kᵀ and v, and its constants."""
+    """An attention found in a graph.
+
+    Attributes:
+        q: the node of the queries.
+        k: the node of the keys, transposed or not.
+        v: the node of the values.
+        scale: factor of the scores.
+        window: number of tokens that a token attends to; 0 for all.
+        slopes: ALiBi slope of each head; empty for none.
+    """
 
     q: Node
     k: Node
@@ -41,7 +50,10 @@ class ScoreAttention:
     scale: float
     window: int
     slopes: tuple[float, ...]
-    """ALiBi slope of each head; empty for none."""
+
+
+_Measured = tuple[float, int, tuple[float, ...]]
+"""Scale, window and slopes."""
 
 
 def find_scores(
@@ -120,23 +132,18 @@ def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreA
 
 
 def _additive(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask adds to the scores."""
+    """The numbers that a mask adds to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(torch.float64)
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
 
 
-def _agreed(
-    node: Node, measured: list[tuple[float, int, tuple[float, ...]]]
-) -> tuple[float, int, tuple[float, ...]]:
-    """What was measured at every length alike."""
-    if any(abs(a - b) > 1e-6 for a, b in zip(*map(_numbers, measured), strict=True)):
+def _agreed(node: Node, measured: list[_Measured]) -> _Measured:
+    """The measurement that all lengths agree on. TraceError: they do not."""
+    numbers = ((scale, window, *slopes) for scale, window, slopes in measured)
+    if any(abs(a - b) > 1e-6 for a, b in zip(*numbers, strict=True)):
         raise _refusal(node, f"its scores change with the length: {measured[0]}, {measured[1]}")
     return measured[0]
-
-
-def _numbers(measured: tuple[float, int, tuple[float, ...]]) -> list[float]:
-    return [measured[0], measured[1], *measured[2]]
 
 
 def _score_product(softmax: Node) -> Node:
@@ -163,9 +170,7 @@ def _is_square(node: Node) -> bool:
     return len(shape) >= 2 and not isinstance(shape[-1], int) and not isinstance(shape[-2], int)
 
 
-def _measure(
-    softmax: Node, zeros: torch.Tensor, ones: torch.Tensor
-) -> tuple[float, int, tuple[float, ...]]:
+def _measure(softmax: Node, zeros: torch.Tensor, ones: torch.Tensor) -> _Measured:
     """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all 0 and all 1."""
     tokens = zeros.shape[-1]
     visible = zeros > _HIDDEN

@@ -49,7 +49,7 @@ def test_tables_and_plot(model: Path, tmp_path: Path) -> None:
     assert "time to first token" in lines
     assert "SLO attainment" in lines
     assert "Jain index of tenants" in lines
-    assert plot.read_text("utf-8").startswith("<svg")
+    assert "<svg" in plot.read_text("utf-8")
 
 
 def test_numbers_have_the_names_of_vllm(model: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_trace_is_replayed(model: Path, tmp_path: Path) -> None:
         (("--load-format", "pt"), "none of auto, dummy"),
         (("--sharing", "finetuning-only"), "give --finetune"),
         (("--sharing", "inference-only", "--finetune", "random"), "does not go with --finetune"),
-        (("--ranks", "8,x"), "use ranks as 8,16,32"),
+        (("--ranks", "8,x"), "'x'; use a whole number"),
         (("--input-len", "long"), "a range as 8-512"),
         (("--burstiness", "0"), "a finite number above 0"),
         (("--duration", "3", "--num-prompts", "3"), "does not go with --num-prompts"),

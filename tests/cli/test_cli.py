@@ -3,6 +3,7 @@
 Long because every command and every bad input of it is a test of its own.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -21,10 +22,14 @@ from typer.testing import Result
 
 import pcg
 from cli.doctor import REQUIREMENTS
+from cli.method import ALIASES, Method
+from cli.option_types import kind_of
+from cli.options import flags_of
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.lora import LoraConfig
+from pcg.peft.registry import SHORTHANDS
 from pcg.source import shipped
 from tests.support import tiny_llama
 from tests.support.command_line import output_of, run
@@ -306,10 +311,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert recipe == LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj",))
     assert sizes == {
         "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
-        "gpus": ["L4"], "find_region": False, "peers": False, "costs": None, "tp_plan": None,
-        "optimizer": "rprop", "optimizer_options": {"etas": [0.5, 1.1]},
-        "gradient_accumulation_steps": 1,
-        "sequence_parallel": False,
+        "gpus": ("L4",), "optimizer": "rprop", "optimizer_options": {"etas": [0.5, 1.1]},
     }  # fmt: skip
     output_of("explain", model, "--peers")
     assert calls.pop()[1]["peers"] is True
@@ -404,7 +406,7 @@ def test_run_applies_the_chat_template(program: Path) -> None:
         ((), "give a prompt"),
         (("-p", "x", "--stream", "--json"), "does not go with --json"),
         (("-p", "x", "--adapter", "loud"), "use NAME=PATH"),
-        (("-p", "x", "--adapter", "a=x", "--adapter", "a=y"), "two adapters are called 'a'"),
+        (("-p", "x", "--adapter", "a=x", "--adapter", "a=y"), "a is given twice"),
         (("-p", "x", "--adapter", "a=x", "--adapter", "b=y"), "say which of a, b to use"),
         (("-p", "x", "--use", "mine"), "no adapter is called 'mine'; there are: base"),
         (("-p", "x", "--use", "base", "--use", "base"), "given 2 times for 1 prompt"),
@@ -430,17 +432,61 @@ def test_run_takes_options_of_programs_for_programs_alone(model: Path) -> None:
 # ----------------------------------------------------------------------------------------- finetune
 
 
-def test_finetune_offers_every_option_with_its_default() -> None:
-    import dataclasses
-    import inspect
+def test_finetune_takes_every_field_of_every_method() -> None:
+    """Each field's option is there, and a method refuses those that it does not have."""
+    options = {option.name for option in Method.options()}
+    for word, recipe in SHORTHANDS.items():
+        names = {field.name for field in dataclasses.fields(recipe)}
+        assert names <= options
+        other = next(name for name in sorted(options - names) if name not in ("peft", *ALIASES))
+        refused = run("explain", "llama-3.2-1b", "--peft", word, *as_given(other))
+        assert refused.exit_code == 2
+        message = " ".join(refused.stderr.replace("│", " ").split())
+        assert f"--peft {word} does not have it; it has" in message
+        assert flags_of(other)[0] in message
 
-    from cli.finetune import finetune_command
-    from pcg.runtime.training.options import FinetuneOptions
 
-    offered = inspect.signature(finetune_command).parameters
-    for field in dataclasses.fields(FinetuneOptions):
-        expected = None if field.name == "resume" else field.default
-        assert offered[field.name].default == expected, field.name
+def as_given(name: str) -> tuple[str, ...]:
+    """An option with a value, if it takes one."""
+    (option,) = (option for option in Method.options() if option.name == name)
+    kind = kind_of(option.hint)
+    value = "a=1" if "=" in (kind.metavar or "") else "1"
+    return flags_of(name)[:1] if kind.is_flag else (flags_of(name)[0], value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--peft dora --r 8", {"r": 8, "lora_alpha": 16, "use_dora": True}),
+        ("--peft dora --dropout 0.1", {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1}),
+        ("--rank 8 --alpha 8", {"r": 8, "lora_alpha": 8, "use_dora": False}),
+        (
+            "--rank-pattern q_proj=4 --use-rslora",
+            {"rank_pattern": {"q_proj": 4}, "use_rslora": True},
+        ),
+        ("--init-lora-weights false", {"init_lora_weights": False}),
+        ("--init-lora-weights gaussian", {"init_lora_weights": "gaussian"}),
+        ("--targets q_proj,v_proj", {"target_modules": ("q_proj", "v_proj")}),
+        ("--targets .*_proj", {"target_modules": ".*_proj"}),
+        ("--targets q_proj --layers-to-transform 0,1", {"layers_to_transform": (0, 1)}),
+        ("--peft vera --no-save-projection", {"save_projection": False}),
+        ("--peft prefix --num-virtual-tokens 3", {"num_virtual_tokens": 3}),
+        ("--peft pfeiffer --bottleneck-size 8", {"variant": "pfeiffer", "bottleneck_size": 8}),
+    ],
+)
+def test_fields_of_methods(
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: str, expected: dict[str, Any]
+) -> None:
+    recipes: list[Any] = []
+
+    def explain(model: str, peft: Any) -> FakeReport:
+        recipes.append(peft)
+        return FakeReport()
+
+    monkeypatch.setattr(explaining, "explain", explain)
+    output_of("explain", model, *options.split())
+    found = dataclasses.asdict(recipes[0])
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_finetune_and_run(program: Path, data: Path, tmp_path: Path) -> None:
@@ -578,9 +624,9 @@ def test_bad_recipes(model: Path, program: Path, data: Path, tmp_path: Path) -> 
         run("compile", model, "-o", tmp_path / "p", "--targets", "q_porj"),
         "did you mean q_proj",
     )
-    assert_one_error(run("compile", model, "-o", tmp_path / "p", "--rank", "0"), "rank=0; a rank")
+    assert_one_error(run("compile", model, "-o", tmp_path / "p", "--rank", "0"), "r=0; a rank")
     options = ("--data", data, "--adapter", "a", "-o", tmp_path / "a", "--rank", "0")
-    assert_one_error(run("finetune", program, *options), "rank=0; a rank")
+    assert_one_error(run("finetune", program, *options), "r=0; a rank")
     assert not list(tmp_path.iterdir())
 
 

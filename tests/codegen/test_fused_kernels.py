@@ -17,7 +17,7 @@ from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of
 from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16

@@ -18,13 +18,13 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch import products
 from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, LoraGradients
 from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
-from pcg.runtime.engine.events import Kind
+from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME
@@ -106,13 +106,13 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
         of_size = {"variant": "houlsby", "bottleneck_size": size, "non_linearity": "silu"}
         recipes[f"houlsby{size}"] = {"peft_type": "BOTTLENECK", **of_size}
     together: list[int] = []
-    run = LoraGradients.run
+    add = LoraGradients.add
 
-    def counted(self: Any, dz: Any, dx: Any, parts: Any) -> None:
-        together.append(len(parts))
-        run(self, dz, dx, parts)
+    def counted(self: Any, dz: Any, dx: Any, jobs: Any, spans: Any) -> None:
+        together.append(len(jobs))
+        add(self, dz, dx, jobs, spans)
 
-    monkeypatch.setattr(LoraGradients, "run", counted)
+    monkeypatch.setattr(LoraGradients, "add", counted)
 
     def counting(product: Any) -> list[int]:
         """Jobs of each call that joins."""

@@ -179,6 +179,7 @@ METHODS: Mapping[str, Callable[[Family], peft.PeftConfig | None]] = {
     "VeRA with dropout": lambda family: peft.VeraConfig(
         r=4, target_modules=_targets(family), vera_dropout=0.1, bias="all"
     ),
+    "LoHa": lambda family: peft.LoHaConfig(r=3, target_modules=_targets(family)),
     "(IA)3": lambda family: peft.IA3Config(target_modules=_targets(family), feedforward_modules=[]),
     "(IA)3 of inputs": lambda family: peft.IA3Config(
         target_modules=_targets(family), feedforward_modules=_targets(family)
@@ -192,8 +193,9 @@ WITHOUT = {
     "BitFit": {"llama3", "gemma2", "mpt", "falcon-7b"},
     "prompt tuning": {"mpt"},
     "prefix tuning": {"mpt", "falcon-7b"},
+    "LoHa": {"gpt2"},
 }
-"""Families without biases, and those of which peft does not know the heads of keys."""
+"""Families without biases, those of which peft does not know the heads of keys, and Conv1D's."""
 
 SPREAD = [
     ("llama3", "LoRA with dropout", torch.bfloat16),
@@ -207,6 +209,8 @@ SPREAD = [
     ("mpt", "DoRA", torch.bfloat16),
     ("bloom", "prefix tuning", torch.bfloat16),
     ("gptj", "(IA)3 of inputs", torch.bfloat16),
+    ("llama3", "LoHa", torch.bfloat16),
+    ("opt", "LoHa", torch.float32),
 ]
 
 
@@ -231,7 +235,7 @@ def test_every_method_keeps_what_is_predicted(
     check(layers_of(BY_NAME[name]), dtype, METHODS[method](BY_NAME[name]), batch=batch)
 
 
-@pytest.mark.parametrize("method", ["DoRA", "VeRA"])
+@pytest.mark.parametrize("method", ["DoRA", "VeRA", "LoHa"])
 def test_adapters_of_a_method_in_the_dtype_of_the_base(method: str) -> None:
     family = BY_NAME["llama3"]
     check(layers_of(family), torch.bfloat16, METHODS[method](family), autocast=False)

@@ -20,10 +20,11 @@ from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import LOSS_CHUNK_BYTES
-from pcg.explain.text import bar, comparison, count_text, gib
+from pcg.explain.text import bar, comparison
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.training.bound_training import CHUNK_BYTES
 from pcg.source import resolve
+from pcg.units import gib, rounded
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 SCHEMA = {
@@ -202,6 +203,7 @@ TRAINED = {
     "adalora": 2 * 12 * (2 * 8193 + 2 * 5121 + 3 * 18433),
     "ia3": 2 * (1024 + 1024 + 14336),
     "vera": 2 * (7 * 256 + 3 * 4096 + 2 * 1024 + 2 * 14336),
+    "loha": 2 * 2 * 8 * (2 * 8192 + 2 * 5120 + 3 * 18432),
     "houlsby": 2 * 2 * (2 * 64 * 4096 + 64 + 4096),
     "parallel": 2 * (2 * 64 * 4096 + 64 + 4096),
 }  # fmt: skip
@@ -305,7 +307,7 @@ def test_numbers_as_people_read_them() -> None:
         "1.00",
         "5,120.00",
     ]
-    assert [count_text(n) for n in (12, 41_943_040, 8_030_261_248)] == ["12", "41.94 M", "8.03 B"]
+    assert [rounded(n) for n in (12, 41_943_040, 8_030_261_248)] == ["12", "41.94 M", "8.03 B"]
     assert bar(1, 10**6) == "▏"
     assert bar(0, 10) == ""
     assert bar(1, 2, 4) == "██"

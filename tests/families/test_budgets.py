@@ -13,8 +13,8 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
@@ -123,7 +123,7 @@ def test_layers_mix_plans() -> None:
     executor, report = planned(family, torch.float32, "all-linear", 0.5)
     training = executor.program.training
     assert training is not None
-    kept = [len(training.plans[index].kept) for index in training.layers[1:]]
+    kept = [len(training.plans[index].saved) for index in training.layers[1:]]
     assert kept == sorted(kept)
     assert len(set(kept)) > 1
     sizes = [point.bytes for point in report.pareto]

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import pcg.compiler as compiler
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import FAMILIES, Family
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pcg.compiler as compiler
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts

@@ -174,6 +174,7 @@ def layouts_of(case: Case, shape: Sequence[Any], degree: int) -> list[Layout]:
 
 BYPASS_OPS = {
     "linear", "shrink", "expand_add", "scale", "activate", "add", "mul", "gelu", "singular_down",
+    "khatri_rao",
 }  # fmt: skip
 BYPASS = [
     case

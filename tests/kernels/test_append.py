@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import pcg.compiler as compiler
-from pcg.codegen import torch_emitter, triton_emitter
-from pcg.codegen.functions import Function
+from pcg.codegen.emit import emit_module
 from pcg.codegen.group_kernel import group_kernel
+from pcg.codegen.program_functions import Function
 from pcg.codegen.tile_kernel import arguments_of
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Parameter, Value
@@ -30,10 +30,10 @@ from pcg.ir.kernel_group import group_of
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.kernels.batch import Span
+from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
@@ -226,12 +226,10 @@ class Layer:
         graph = self._graph()
         self.run, self.reference = (
             load_functions(
-                emitter.emit_module(
-                    "A layer", "", [emitter.emit_function(Function(emitted, "layer", ""))]
-                ),
+                emit_module("A layer", "", [Function(emitted, "layer", "")], backend),
                 "layer",
             )["layer"]
-            for emitter, emitted in ((triton_emitter, lowered(graph)), (torch_emitter, graph))
+            for backend, emitted in (("triton", lowered(graph)), ("torch", graph))
         )
 
     def _graph(self) -> Graph:

@@ -21,9 +21,9 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
 from pcg.peft.rank_allocator import RankAllocator
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME

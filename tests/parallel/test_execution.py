@@ -162,6 +162,8 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
         ("llama3", "prefix", 2),
         ("llama3", "prefix", 4),  # of two KV heads
         ("llama3", "dora", 2),
+        ("llama3", "loha", 2),
+        ("phi3", "loha", 2),  # whose fused projections are split
         ("gpt2", "houlsby", 2),
     ],
 )

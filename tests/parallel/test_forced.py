@@ -22,9 +22,9 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
 from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

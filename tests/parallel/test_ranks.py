@@ -60,7 +60,8 @@ def test_a_profile_is_compared_by_what_stands_in_it(tmp_path: Path) -> None:
     for path, text in zip(paths, ("one", "one", "another"), strict=True):
         path.write_text(20 * text)
     program = make_program(NAME, 2)
-    programs = [dataclasses.replace(program, costs=str(path)) for path in paths]
+    options = [dataclasses.replace(program.options, costs=str(path)) for path in paths]
+    programs = [dataclasses.replace(program, options=one) for one in options]
     run_ranks(2, lambda ranks: make_executor(programs[ranks.rank], NAME, ranks))
     first, _ = refusals(programs[0], programs[2])
     assert "rank 1 in costs." in first

@@ -20,8 +20,8 @@ from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.verifier import verify
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
+from pcg.runtime.data.example import Example
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.families import BY_NAME

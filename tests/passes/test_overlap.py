@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcg.codegen.functions import Function
-from pcg.codegen.torch_emitter import emit_function
+from pcg.codegen.function_emitter import emit_function
+from pcg.codegen.program_functions import Function
 from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.analysis.saved_memory import transient
 from pcg.ir.builder import Builder

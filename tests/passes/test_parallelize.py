@@ -24,7 +24,7 @@ from pcg.options import PlanOptions
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
-from pcg.parallel.planner import plan_graph
+from pcg.parallel.planner import Planner
 from pcg.parallel.ranks.group import ProcessRanks
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.sharding.repeat_heads import RepeatHeads
@@ -121,7 +121,7 @@ def test_every_way_to_hold_lora_gives_the_same(a: Layout, b: Layout) -> None:
     for parameter in block.parameters:
         if parameter.role == "adapter":
             layouts[parameter.name] = a if parameter.name.endswith("lora_A") else b
-    found = plan_graph(block, 2, ByteCosts(2), Constraints(layouts))
+    found = Planner(block, 2, ByteCosts(2)).plan(Constraints(layouts))
     assert found.held.items() <= layouts.items()
     assert max(errors(block, 2, found).values()) < 1e-5
 

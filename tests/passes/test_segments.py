@@ -20,8 +20,8 @@ from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
 from pcg.passes.memory.segments import most_shared, shared_inputs
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured

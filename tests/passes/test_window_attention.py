@@ -10,11 +10,11 @@ from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prefix import PrefixTuningConfig
 from pcg.peft.recipe import Recipe
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass, Window
 from tests.support import oracle

@@ -19,7 +19,7 @@ from pcg.explain import explain as explaining
 from pcg.peft.adalora import FAMILY_TARGETS
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import recipe_from
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME

@@ -312,7 +312,7 @@ def test_features_of_config_objects_refused_by_name() -> None:
     for config, name in [
         (peft.LoraConfig(use_qalora=True), "QA-LoRA"),
         (peft.OFTConfig(), "OFT"),
-        (peft.LoHaConfig(), "LOHA"),
+        (peft.LoKrConfig(), "LOKR"),
     ]:
         with pytest.raises(UnsupportedError, match=name):
             recipe_from(config)
@@ -352,8 +352,8 @@ def test_saved_initialisations() -> None:
 def test_not_configurations(config: object, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         recipe_from(config)
-    with pytest.raises(UnsupportedError, match="'loha'"):
-        recipe_from("loha")
+    with pytest.raises(UnsupportedError, match="'lokr'"):
+        recipe_from("lokr")
 
 
 # ------------------------------------------------------------------------------------ damaged files
@@ -443,7 +443,7 @@ def test_truncated_weights(saved: Path, keep: int) -> None:
         ({}, "", {"a.v.lora_A.weight": torch.zeros(2, 4, 1)}, AdapterError, "expected .rank, in."),
         ({"r": 4}, "", {}, AdapterError, "rank 2, .* gives it 4"),
         ({"target_modules": ["q"]}, "", {}, AdapterError, "a.v, which .* does not target"),
-        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "DoRA magnitude"),
+        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "use_dora=False"),
         ({}, "", {"a.wte.lora_embedding_A": torch.zeros(2, 6)}, UnsupportedError, "an embedding"),
         ({}, "", {"a.embed_tokens.weight": torch.zeros(2, 6)}, UnsupportedError, "vocabulary"),
         ({}, "", {"a.norm.weight": torch.zeros(2)}, AdapterError, "no LoRA weight"),

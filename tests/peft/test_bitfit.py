@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.registry import recipe_from
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.biases import biases
 from tests.support.families import BY_NAME

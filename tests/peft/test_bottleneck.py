@@ -14,8 +14,8 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.bottleneck import BottleneckConfig, BottleneckWeights
 from pcg.peft.registry import recipe_from
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.bottlenecks import (
     FIELDS,

@@ -10,8 +10,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.peft.registry import SHORTHANDS, recipe_from
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import BATCH, SEQ, measured

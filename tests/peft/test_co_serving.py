@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.data.example import Example
+from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sharing import Sharing, Step
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Forward
@@ -105,7 +105,7 @@ def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
     steps = 0
     while coming or waiting or engine.jobs or not engine.is_idle:
         if waiting and random.random() < 0.5:
-            engine.add_job(waiting.pop())
+            engine.jobs.add(waiting.pop())
         if coming and random.random() < 0.5:
             asked[engine.submitted] = coming.pop()
             engine.submit(asked[engine.submitted][0])

@@ -13,7 +13,7 @@ from pcg.passes.attach import attach
 from pcg.peft.adapter import new_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
 from pcg.peft.registry import recipe_from
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME

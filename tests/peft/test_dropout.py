@@ -14,9 +14,9 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.attach import attach
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.runner import TrainingRunner
 from tests.support import oracle
 from tests.support.bypasses import lora
@@ -213,7 +213,7 @@ def test_nothing_more_is_kept_for_backward() -> None:
     sites = dict.fromkeys(mlp_model().linear_sites(), 2)
     plain = inner_plan(attach(mlp_model(), lora(sites)))
     dropping = inner_plan(attach(mlp_model(), lora(sites, dropout=0.5)))
-    assert dropping.kept == plain.kept
+    assert dropping.saved == plain.saved
     assert dropping.backward is not None
     assert [n.op for n in dropping.backward.nodes].count("dropout") == 4  # x again, and dx
 

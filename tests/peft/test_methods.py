@@ -22,7 +22,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_fields, recipe_of_fields
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_models
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts

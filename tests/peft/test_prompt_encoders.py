@@ -18,8 +18,8 @@ from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.registry import recipe_from
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, give_encoder, trained

@@ -15,8 +15,8 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, DataError, GenerationError, UnsupportedError
 from pcg.ir.program.folder import save_program
 from pcg.peft.registry import recipe_from
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import IGNORED, Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, check_batch, wrap

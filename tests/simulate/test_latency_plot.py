@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pcg.runtime.engine.events import Event, Kind
+from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.latency_plot import draw_latencies, serving_svg

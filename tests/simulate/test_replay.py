@@ -7,8 +7,8 @@ import time
 import pytest
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.timed_request import TimedRequest

@@ -9,10 +9,10 @@ import pytest
 
 from pcg.errors import BenchmarkError, GenerationError
 from pcg.parallel.costs.step_costs import StepShape
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.runtime.model.load import Load

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from random import Random
 
 from pcg.errors import OutOfMemoryError
-from pcg.runtime.engine.events import Event, EventLog, Kind
-from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.engine.request import Request
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
@@ -42,7 +42,7 @@ JOBS = {
     Kind.PAUSED: {Kind.RESUMED, Kind.CANCELLED},
     Kind.RESUMED: {Kind.STEPPED, Kind.PAUSED, Kind.COMPLETED, Kind.CANCELLED, Kind.FAILED},
 }
-"""What may follow what, of one subject, as `pcg.runtime.engine.events` says."""
+"""What may follow what, of one subject, as `pcg.runtime.metrics.events` says."""
 
 
 class EngineLife:

@@ -9,9 +9,9 @@ import torch
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import Family

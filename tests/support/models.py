@@ -8,7 +8,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions
 from pcg.passes.pipeline import Pipeline, Settings, pipeline
 from pcg.passes.stages import Base, Traced
-from pcg.trace import Trace
+from pcg.trace import TracedModel
 from tests.support.families import BY_NAME
 
 LAYERS = 3
@@ -19,7 +19,7 @@ def _passes(dtype: str, whole: bool) -> Pipeline:
 
 
 @cache
-def traced(name: str, dtype: str = "float32", whole: bool = False) -> Trace:
+def traced(name: str, dtype: str = "float32", whole: bool = False) -> TracedModel:
     """The family's model as traced."""
     return _passes(dtype, whole).trace.run(BY_NAME[name].config(LAYERS)).trace
 

@@ -145,6 +145,15 @@ def vera_up_reference(whole: Tensor, lambda_b: Tensor, lambda_d: Tensor) -> Tens
     return torch.diag(lambda_b) @ whole[:3] @ torch.diag(lambda_d)
 
 
+def khatri_rao_reference(dim: int) -> Callable[..., Tensor]:
+    """The factor of a Hadamard product of two products; scales are of each parameter."""
+
+    def of_rows(p: Tensor, q: Tensor) -> Tensor:
+        return torch.stack([SCALE * SCALE * one * other for one in p for other in q])
+
+    return of_rows if dim == -2 else lambda p, q: of_rows(p.t(), q.t()).t()
+
+
 def virtual_tokens_reference(x: Tensor, prompt: Tensor) -> Tensor:
     rows = [prompt[0], prompt[1], x[2], prompt[0], x[4]]
     return torch.stack([row.to(x.dtype) for row in rows])
@@ -287,6 +296,10 @@ def linear_cases() -> list[Case]:
     cases.append(Case("vera_up", (frozen_whole, *vectors), {}, vera_up_reference))
     singular = (weight(3, 4, role="adapter"), weight(3, 1, role="adapter"))
     cases.append(Case("singular_down", singular, {}, lambda a, e: torch.diag(e[:, 0]) @ a))
+    factors = (weight(3, 4, role="adapter"), weight(3, 4, role="adapter"))
+    cases.extend(
+        Case("khatri_rao", factors, {"dim": dim}, khatri_rao_reference(dim)) for dim in (-2, -1)
+    )
     attributes: dict[str, Attribute]
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu": F.gelu,
@@ -413,6 +426,8 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "column_norm",
         "expand_add",
         "expand_backward",
+        "khatri_rao",
+        "khatri_rao_backward",
         "scale",
         "scaled_outer",
         "sum_tokens",

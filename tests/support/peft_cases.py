@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
@@ -57,6 +57,14 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "vera": peft.VeraConfig(r=5, target_modules=ALL),
         "vera-drawn": DRAWN,
         "vera-first": peft.VeraConfig(r=4, **FIRST),
+        "loha": peft.LoHaConfig(r=3, alpha=5, target_modules=ALL),
+        "loha-first": peft.LoHaConfig(r=2, **FIRST),
+        "loha-patterns": peft.LoHaConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj", "lm_head"],
+            rank_pattern={"down_proj": 2},
+            alpha_pattern={r".*\.1\..*": 3},
+        ),
         "ia3": peft.IA3Config(),
         "ia3-all": peft.IA3Config(target_modules=ALL, feedforward_modules=["o_proj", "up_proj"]),
         "ia3-head": peft.IA3Config(
@@ -96,6 +104,7 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
         "dora": peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
         "adalora": peft.AdaLoraConfig(total_step=20, init_r=4, target_r=2),
         "vera": peft.VeraConfig(r=6),
+        "loha": peft.LoHaConfig(r=2, target_modules="all-linear"),
         "prompt": peft.PromptTuningConfig(num_virtual_tokens=6, **CAUSAL),
         "p-tuning": peft.PromptEncoderConfig(
             num_virtual_tokens=2, encoder_hidden_size=40, **CAUSAL

@@ -16,13 +16,14 @@ from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
 from pcg.peft.adalora import AdaLoraConfig
 from pcg.peft.adapter import Adapter
+from pcg.peft.loha import LoHaConfig
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_of_fields
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer import make_optimizer
-from pcg.runtime.training.optimizer_table import Optimizer
+from pcg.runtime.training.torch_optimizers import Optimizer
 from tests.support import oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
@@ -208,6 +209,7 @@ METHODS: Mapping[str, Any] = {
     "dropout": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2),
     "houlsby": "houlsby",
     "ia3": "ia3",
+    "loha": LoHaConfig(r=2, alpha=6, target_modules="all-linear"),
     "lora_bias": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_bias=True),
     "parallel": "parallel",
     "pfeiffer": "pfeiffer",

@@ -14,11 +14,11 @@ from random import Random
 from typing import Any
 
 import pcg
+from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.training.result import OnStep, StepRecord
 
 WAITING = "waiting"

@@ -348,6 +348,14 @@ def singular_down(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *first, make.of("f32", rank, in_), make.of("f32", rank, 1))
 
 
+def khatri_rao(make: Maker, op: str) -> Sequence[str]:
+    rank, size = make.sizes(2)
+    dim = make.draw(st.sampled_from((-2, -1)))
+    shape, pairs = ((rank, size), (rank**2, size)) if dim == -2 else ((size, rank), (size, rank**2))
+    first = [make.of("f32", *pairs)] if op == "khatri_rao_backward" else []
+    return make.add(op, *first, make.of("f32", *shape), make.of("f32", *shape), dim=dim)
+
+
 def virtual_tokens(make: Maker, op: str) -> Sequence[str]:
     x = make.matrix()
     (tokens,) = make.sizes(1)
@@ -608,6 +616,7 @@ RECIPES: dict[str, Recipe] = {
     "lora_linear": linear_group,
     "lora_linear_backward": lora_linear_backward,
     **dict.fromkeys(("asked_outer", "outer"), outer),
+    **dict.fromkeys(("khatri_rao", "khatri_rao_backward"), khatri_rao),
     "permute": permute,
     "pow": power,
     "repeat_interleave": repeat_interleave,

@@ -9,7 +9,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.ir.verifier import verify
-from pcg.trace import Trace
+from pcg.trace import TracedModel
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, WINDOW
 from tests.support.models import traced
@@ -48,7 +48,7 @@ def test_tokens_are_the_only_symbol() -> None:
         assert {str(size) for size in sizes if not isinstance(size, int)} == {"T"}
 
 
-def attributes_of_attention(trace: Trace) -> list[dict[str, object]]:
+def attributes_of_attention(trace: TracedModel) -> list[dict[str, object]]:
     return [dict(node.attributes) for node in trace.graph.nodes if node.op == "attention"]
 
 

@@ -45,8 +45,8 @@ class _Linear:
     def save(self, what: str, op: str, dtype: str, per_token: int) -> None:
         self._saved.save_new(f"{self._node.name}.{what}", op, dtype, per_token)
 
-    def save_once(self, what: str, op: str, elements: int) -> None:
-        size = elements * DTYPE_BYTES[self.dtype]
+    def save_once(self, what: str, op: str, elements: int, dtype: str = "") -> None:
+        size = elements * DTYPE_BYTES[dtype or self.dtype]
         self._saved.save_bytes(f"{self._node.name}.{what}", op, size)
 
     def save_input(self, what: str) -> None:

@@ -25,7 +25,7 @@ class EagerRun:
 
     Attributes:
         at: what adapters do at each module path, as `pcg.explain.adapter_use.AdapterUse.at`.
-        attention: as `pcg.trace.Trace.attention`.
+        attention: as `pcg.trace.TracedModel.attention`.
         model_type: of config.json, for what an architecture's own attention does.
         batch: sequences; of one alone eager code makes views where it copies several.
         seq: length of each sequence, virtual tokens included; a window that is not longer needs a

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pcg.explain.page.svg import COLORS, note, svg_element
 from pcg.explain.report_data import Moment, ReportData
-from pcg.explain.text import gib
+from pcg.units import gib
 
 _SIZE = (11.0, 3.6)
 _OWN = ("pruned", "rematerialized", "compressed")

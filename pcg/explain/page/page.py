@@ -17,7 +17,7 @@ from pcg.explain.page.figures import (
 )
 from pcg.explain.page.layer_graph import graph_plot
 from pcg.explain.report_data import ReportData, SavedTensor
-from pcg.explain.text import count_text, gib
+from pcg.units import gib, rounded
 
 KINDS = {
     "weights": "the base model, frozen",
@@ -66,7 +66,7 @@ def page(report: ReportData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gib": gib, "mib": _mib, "kib": _kib, "count": count_text}
+    environment.filters |= {"gib": gib, "mib": _mib, "kib": _kib, "count": rounded}
     given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
     return environment.get_template("page.html").render(given, report=report)
 
@@ -107,7 +107,7 @@ def _key_numbers(report: ReportData) -> list[tuple[str, str, str]]:
     if chosen is None:
         return [
             total,
-            (f"{gib(size['weights'])} GiB", "weights", f"{count_text(base)} parameters"),
+            (f"{gib(size['weights'])} GiB", "weights", f"{rounded(base)} parameters"),
             (f"{gib(size['kv_cache'])} GiB", "KV cache", "of one batch"),
             (f"{gib(size['workspace'])} GiB", "workspace", "of a forward"),
         ]
@@ -124,9 +124,9 @@ def _key_numbers(report: ReportData) -> list[tuple[str, str, str]]:
         (f"{gib(chosen.bytes)} GiB", "saved for backward", against),
         (ratio, "recomputed", "of the forward's products and attention"),
         (
-            count_text(trainable),
+            rounded(trainable),
             "trainable parameters",
-            f"{trainable / base:.2%} of {count_text(base)}",
+            f"{trainable / base:.2%} of {rounded(base)}",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Operators of LoRA's variants: DoRA's norms, VeRA's shared matrices, AdaLoRA's singular values.
+"""Operators of LoRA's variants: DoRA, VeRA, AdaLoRA and LoHa.
 
 They take *adapter* parameters, as those of `lora` do.
 """
@@ -6,6 +6,7 @@ They take *adapter* parameters, as those of `lora` do.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 import sympy
 
@@ -193,3 +194,68 @@ class SingularDownBackward(Operator):
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         a = tensor(dtype, rank, size)
         yield (a, a, tensor(dtype, rank, 1)), {}, (1, 2)
+
+
+class KhatriRao(Operator):
+    """Products of each pair of rows (`dim` -2) or columns (-1) of two matrices (LoHa).
+
+    `P, Q: [r, n]` give `scale · P_j ⊙ Q_k` as row j r + k of `[r², n]`; of columns, likewise. The
+    scale is the product of the two parameters'.
+    """
+
+    name = "khatri_rao"
+    template = "K.{name}({inputs}, {dim})"
+    inputs = (2, 2)
+    linear_in = ((0,), (1,))
+    made_rows = (True, True)  # of columns, which alone are sliced
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        p, q = types
+        if len(p.dims) != 2 or p.shape != q.shape or attributes["dim"] not in (-1, -2):
+            raise TypeCheckError(f"khatri_rao of {p} and {q} along dim {attributes['dim']}")
+        shape = list(p.shape)
+        shape[attributes["dim"]] = shape[attributes["dim"]] ** 2
+        return (p.with_shape(tuple(shape)),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        other = -3 - attributes["dim"]
+        yield (other, other), (other,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        inputs, dim = [context.input(i) for i in range(2)], context.attributes["dim"]
+        return [*context.add_many("khatri_rao_backward", context.incoming, *inputs, dim=dim)]
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        factor = tensor(dtype, size, _root(rank))
+        yield (factor, factor), {"dim": -1}, (0, 1)
+
+
+def _root(rank: int) -> int:
+    """The largest rank whose square is at most this one."""
+    return max(1, isqrt(rank))
+
+
+class KhatriRaoBackward(Operator):
+    """dP and dQ: the gradient of each pair, times the other's row or column, over its partners."""
+
+    name = "khatri_rao_backward"
+    template = "K.{name}({inputs}, {dim})"
+    inputs = (3, 3)
+    suffixes = ("", "q")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        gradient, p, q = types
+        if KhatriRao().infer((p, q), attributes)[0].shape != gradient.shape:
+            raise TypeCheckError(f"gradient {gradient} does not fit {p} and {q}")
+        return p, q
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 4 * inputs[0].elements
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[0].size_bytes  # einsum lays pairs out anew
+
+    def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
+        factor = tensor(dtype, size, _root(rank))
+        gradient = tensor(dtype, size, _root(rank) ** 2)
+        yield (gradient, factor, factor), {"dim": -1}, (1, 2)

@@ -1,4 +1,4 @@
-"""LoRA's variants: DoRA's column norms, VeRA's shared matrices, AdaLoRA's singular values."""
+"""LoRA's variants: DoRA's norms, VeRA's matrices, AdaLoRA's singular values, LoHa's pairs."""
 
 from __future__ import annotations
 
@@ -59,3 +59,18 @@ def singular_down(a: Any, e: Any) -> Tensor:
 def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Tensor]:
     """dA [r, in] and dE [r, 1] of singular_down."""
     return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
+
+
+def khatri_rao(p: Any, q: Any, dim: int) -> Tensor:
+    """scale · P_j ⊙ Q_k of each pair of rows [r, n] (dim -2) or columns [n, r] (dim -1)."""
+    pairs: Tensor = p.weight.unsqueeze(dim) * q.weight.unsqueeze(dim - 1)
+    return pairs.flatten(dim - 1, dim).mul_(p.scale * q.scale)
+
+
+def khatri_rao_backward(gradient: Tensor, p: Any, q: Any, dim: int) -> tuple[Tensor, Tensor]:
+    """dP and dQ of khatri_rao, of their shapes."""
+    pairs = gradient.unflatten(dim, (p.weight.shape[dim], q.weight.shape[dim]))
+    equation = "jkn,kn->jn jkn,jn->kn" if dim == -2 else "njk,nk->nj njk,nj->nk"
+    scale, (of_p, of_q) = p.scale * q.scale, equation.split()
+    dp, dq = torch.einsum(of_p, pairs, q.weight), torch.einsum(of_q, pairs, p.weight)
+    return dp.mul_(scale), dq.mul_(scale)

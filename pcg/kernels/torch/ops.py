@@ -34,6 +34,8 @@ from pcg.kernels.torch.lora_variants import (
     column_factor,
     column_norm,
     column_norm_part,
+    khatri_rao,
+    khatri_rao_backward,
     singular_down,
     singular_down_backward,
     vera_down,

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
-from pcg.parallel.ranks.group import PendingCollective
+from pcg.parallel.ranks.group import OneRank
 from pcg.peft.weights import AdapterWeight
 
 HALVES = ("bf16", "f16")
@@ -44,23 +43,13 @@ class _Span:
     origin: int = 0
 
 
-class _Ranks:
+class _OneOfTwo(OneRank):
     """One rank of two without the other: only its own work is measured."""
 
-    rank = 0
     size = 2
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x, x]
-
-    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        return parts[0]
-
-    def begin(self, collective: str, x: Any) -> PendingCollective:
-        return partial(getattr(self, collective), x)
 
 
 @dataclass
@@ -73,7 +62,7 @@ class _Step:
     keeps: bool = True
     cached: None = None
     chosen: None = None
-    ranks: _Ranks = field(default_factory=_Ranks)
+    ranks: OneRank = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:
         self.spans = (_Span(self.tokens),)

@@ -25,25 +25,24 @@ from torch.distributed.rendezvous import rendezvous
 from pcg.errors import ParallelError, RankLostError
 
 TIMEOUT_S = 300
-"""That a rank waits for the others at most; one may load its weights more slowly than another."""
+"""The longest time that a rank waits for the others, which may load their weights more slowly."""
 ROLL_CALL_S = 2.0
-"""That a rank waits to hear which others are still there, once one is gone."""
+"""The time that a rank waits to hear which others are still there, once one is gone."""
 AXIS = "tp"
 
-
 PendingCollective: TypeAlias = Callable[[], Any]
-"""A collective that has begun: called, once, it waits for it and gives its result."""
+"""A collective that has begun: called once, it waits for it and returns its result."""
 
 
 class Ranks(Protocol):
     """A tensor-parallel group, as one of its ranks sees it.
 
     Attributes:
-        rank: which it is.
-        size: how many there are.
-        device: of the tensors that they exchange.
-        moved_bytes: what this rank has sent, by kind of collective.
-        messages: in how many messages.
+        rank: the number of this rank.
+        size: the number of ranks.
+        device: the device of the tensors that they exchange.
+        moved_bytes: bytes that this rank has sent, by kind of collective.
+        messages: number of messages that it has sent, by kind of collective.
     """
 
     rank: int
@@ -62,14 +61,14 @@ class Ranks(Protocol):
         """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin one of the three by its name, which goes on while this rank does other work.
+        """Begin one of the three by its name; it goes on while this rank does other work.
 
-        What it is given has to stay as it is until it is waited for.
+        Its argument has to stay as it is until it is waited for.
         """
 
 
 class OneRank:
-    """The group of one: it exchanges nothing."""
+    """The group of one rank, which exchanges nothing."""
 
     rank = 0
     size = 1
@@ -100,8 +99,8 @@ class ProcessRanks:
 
     Args:
         group: NCCL's where the device is a GPU, else gloo's.
-        device: of the tensors that they exchange.
-        store: where the ranks leave word that they are there; None where there is none.
+        device: the device of the tensors that they exchange.
+        store: the store in which ranks leave word that they are there; None where there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
@@ -115,59 +114,46 @@ class ProcessRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors. RankLostError: another rank is gone."""
-        total: Tensor = self._all_reduce(x, False)()
+        total: Tensor = self._begin("all_reduce", x, False)()
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors. RankLostError: another rank is gone."""
-        parts: list[Tensor] = self._all_gather(x, False)()
+        parts: list[Tensor] = self._begin("all_gather", x, False)()
         return parts
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """The sum of the ranks' tensors here. RankLostError: another rank is gone."""
-        own: Tensor = self._reduce_scatter(parts, False)()
+        own: Tensor = self._begin("reduce_scatter", parts, False)()
         return own
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin a collective; on a GPU, waiting for it is done by the stream, not by the host.
+        """Begin a collective; on a GPU the stream waits for it, not the host.
 
         RankLostError, then or when it is waited for: another rank is gone.
         """
-        begin: dict[str, Callable[[Any, bool], PendingCollective]] = {
-            "all_gather": self._all_gather,
-            "all_reduce": self._all_reduce,
-            "reduce_scatter": self._reduce_scatter,
-        }
-        return begin[collective](x, True)
+        return self._begin(collective, x, True)
 
-    def _all_reduce(self, x: Tensor, meanwhile: bool) -> PendingCollective:
-        self.moved_bytes["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
-        self.messages["all_reduce"] += 1
-        total = x.clone(memory_format=torch.contiguous_format)
-        run = partial(dist.all_reduce, total, group=self._group, async_op=meanwhile)
-        return self._begun(run, total, "an all-reduce")
-
-    def _all_gather(self, x: Tensor, meanwhile: bool) -> PendingCollective:
-        self.moved_bytes["all_gather"] += x.nbytes * (self.size - 1)
-        self.messages["all_gather"] += 1
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        run = partial(dist.all_gather, parts, x, group=self._group, async_op=meanwhile)
-        return self._begun(run, parts, "an all-gather")
-
-    def _reduce_scatter(self, parts: list[Tensor], meanwhile: bool) -> PendingCollective:
-        own = torch.empty_like(parts[self.rank])
-        self.moved_bytes["reduce_scatter"] += own.nbytes * (self.size - 1)
-        self.messages["reduce_scatter"] += 1
-        run = partial(dist.reduce_scatter, own, parts, group=self._group, async_op=meanwhile)
-        return self._begun(run, own, "a reduce-scatter")
-
-    def _begun(
-        self, run: Callable[[], dist.Work | None], result: Any, what: str
-    ) -> PendingCollective:
-        """Begin what `run` does; the tensors that are its arguments are held until it is done."""
+    def _begin(self, collective: str, x: Any, meanwhile: bool) -> PendingCollective:
+        """Begin a collective; its tensors are held until it is done."""
+        result: Any
+        if collective == "all_reduce":
+            result = x.clone(memory_format=torch.contiguous_format)
+            run, what = partial(dist.all_reduce, result), "an all-reduce"
+            moved_bytes = 2 * x.nbytes * (self.size - 1) // self.size
+        elif collective == "all_gather":
+            own = x.contiguous()
+            result = [torch.empty_like(own) for _ in range(self.size)]
+            run, what = partial(dist.all_gather, result, own), "an all-gather"
+            moved_bytes = own.nbytes * (self.size - 1)
+        else:
+            result = torch.empty_like(x[self.rank])
+            run, what = partial(dist.reduce_scatter, result, x), "a reduce-scatter"
+            moved_bytes = result.nbytes * (self.size - 1)
+        self.moved_bytes[collective] += moved_bytes
+        self.messages[collective] += 1
         with self._naming_lost(what):
-            work = run()
+            work = run(group=self._group, async_op=meanwhile)
         return partial(self._ended, run, work, result, what)
 
     def _ended(self, run: object, work: dist.Work | None, result: Any, what: str) -> Any:
@@ -189,7 +175,7 @@ class ProcessRanks:
             ) from error
 
     def _lost(self) -> str:
-        """Which ranks do not answer; where that cannot be told, that it is one of the others."""
+        """Names of the ranks that do not answer, or of all others where that cannot be told."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         missing, is_told = others, False
         # The store is gone where the rank that kept it is; a user's own group gives none.
@@ -213,11 +199,8 @@ def _word(rank: int) -> str:
 
 
 def join_group(degree: int, device: torch.device) -> Ranks:
-    """Join the group of so many ranks, of which this process is one.
+    """Join the group of so many ranks, of which this process, with its device, is one.
 
-    Args:
-        degree: number of ranks.
-        device: of this rank.
     Raises:
         ParallelError: this process is not one of so many, or another one has its GPU.
     """
@@ -246,7 +229,7 @@ def join_group(degree: int, device: torch.device) -> Ranks:
 
 
 def check_started(degree: int) -> None:
-    """Refuse to go on in a process that is not one of so many. ParallelError: it is not."""
+    """Raise a ParallelError in a process that is not one of so many ranks."""
     size = dist.get_world_size() if dist.is_initialized() else started_ranks()
     if size != degree:
         raise ParallelError(_not_so_many(degree, size))
@@ -256,12 +239,12 @@ def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
     """Refuse to run where two ranks have one GPU, as `device="cuda:0"` on all of them would.
 
     Args:
-        store: that all ranks have.
-        rank: which this is.
+        store: a store that all ranks share.
+        rank: number of this rank.
         size: number of ranks.
-        uuid: of its GPU.
+        uuid: the UUID of its GPU.
     Raises:
-        ParallelError: on every rank; which of them share.
+        ParallelError: on every rank; names those that share one.
     """
     store.set(_gpu(rank), uuid)
     owners: dict[str, list[int]] = {}
@@ -280,12 +263,12 @@ def _gpu(rank: int) -> str:
 
 
 def started_ranks() -> int:
-    """How many processes torchrun has started, this one among them; 1 without it."""
+    """The number of processes that torchrun has started, with this one; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def own_device(device: torch.device) -> torch.device:
-    """A device of this rank's own: GPUs are given out by torchrun's LOCAL_RANK.
+    """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
 
     A GPU that is named by its number, as "cuda:1", is taken as it is; `join` refuses one that two
     ranks have named.
@@ -319,7 +302,7 @@ def _leave() -> None:
 
 
 def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
-    """Do something on the first rank, as writing a file, while the others wait for it.
+    """Do something on the first rank, such as writing a file, while the others wait for it.
 
     Raises:
         BaseException: what `act` raised there; the other ranks raise a ParallelError.
@@ -338,7 +321,7 @@ def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
 
 
 def broadcast_from_first(ranks: Ranks, values: Tensor) -> Tensor:
-    """The first rank's values, on every rank: what decides how they go on has to be one."""
+    """The first rank's values on every rank, for decisions that all have to take alike."""
     if ranks.size == 1:
         return values
     return ranks.all_gather(values.to(ranks.device))[0].to(values.device)

@@ -31,8 +31,8 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
 
     Args:
         degree: number of ranks.
-        act: a function of a module, to be called on each rank.
-        arguments: of it, by name; they are pickled.
+        act: a function of a module, which is called on each rank.
+        arguments: its arguments by name; they are pickled.
     Raises:
         ParallelError: a rank failed, and why; the others were ended.
         KeyboardInterrupt: Ctrl-C.
@@ -64,7 +64,7 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
 
 
 def _as_rank(act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
-    """What a started process does: an error is the launcher's to print."""
+    """Run in a started process; the launcher prints an error."""
     mute_others()
     try:
         act(**arguments)
@@ -74,7 +74,7 @@ def _as_rank(act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
 
 
 def mute_others() -> None:
-    """Print nothing from here on, nor what libraries in C print, but on the first rank."""
+    """Silence all output on every rank but the first, that of libraries in C, too."""
     if not int(os.environ["RANK"]):
         return
     sys.stdout.flush()
@@ -84,7 +84,7 @@ def mute_others() -> None:
 
 
 def _reason(failures: Mapping[int, ProcessFailure], degree: int) -> str:
-    """Why the ranks ended: a rank that was killed, else an error that is not of a rank lost."""
+    """The reason that the ranks ended: one was killed, else the first error of no lost rank."""
     order = sorted(failures.items(), key=lambda entry: entry[1].timestamp)
     lost = f"{RankLostError.__name__}: "
     for rank, failure in order:
@@ -100,6 +100,6 @@ def _reason(failures: Mapping[int, ProcessFailure], degree: int) -> str:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """What a rank wrote down when it failed, as `WeightsError: …`."""
+    """The message of a rank that failed, such as `WeightsError: …`."""
     message: Any = failure.message
     return str(message["message"] if isinstance(message, dict) else message)

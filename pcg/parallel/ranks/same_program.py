@@ -1,6 +1,6 @@
-"""Ranks run one program: what they have compiled, each by itself, has to be the same.
+"""Check that all ranks of a group have compiled the same program.
 
-Each rank compiles from what it has: its device's sheet, its files. Where those differ, so may the
+Each rank compiles by itself, from its device's sheet and its files. Where those differ, so may the
 plans, and then ranks wait for messages that nobody sends. So they compare SHA-256s of texts first.
 """
 
@@ -20,7 +20,7 @@ from pcg.parallel.ranks.group import Ranks
 
 _DIGEST_BYTES = 32
 _SHOWN_BYTES = 32
-"""Of a text that an error shows, as the name of a device's sheet."""
+"""Length of a text that an error shows, such as the name of a device's sheet."""
 
 
 def check_same_program(ranks: Ranks, program: Program) -> None:
@@ -28,9 +28,9 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
 
     Args:
         ranks: the group; all of them call this.
-        program: this rank's.
+        program: this rank's program.
     Raises:
-        ParallelError: on every rank; which of them differ from the first, and in what.
+        ParallelError: on every rank; names those that differ from the first, and in what.
     """
     if ranks.size == 1:
         return
@@ -54,13 +54,13 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
 
 
 def check_same(ranks: Ranks, texts: Mapping[str, str]) -> None:
-    """Refuse to go on where ranks differ in what has to be one.
+    """Refuse to go on where ranks differ in texts that have to be equal.
 
     Args:
         ranks: the group; all of them call this, with the same names.
-        texts: what has to be one, by what it is called.
+        texts: the texts, by the name of what they describe.
     Raises:
-        ParallelError: on every rank; which of them differ from the first, and in what.
+        ParallelError: on every rank; names those that differ from the first, and in what.
     """
     if ranks.size == 1:
         return
@@ -88,7 +88,7 @@ def _record(text: str) -> bytes:
 
 
 def _differences(names: Sequence[str], first: bytes, other: bytes) -> list[str]:
-    """What differs between the records of two ranks, in words."""
+    """The differences between the records of two ranks, in words."""
     size = _DIGEST_BYTES + _SHOWN_BYTES
     words = []
     for index, name in enumerate(names):
@@ -100,16 +100,16 @@ def _differences(names: Sequence[str], first: bytes, other: bytes) -> list[str]:
 
 
 def serving_text(serving: Serving) -> str:
-    """What serves, as text."""
+    """The serving program as text."""
     return _model_text(serving.model)
 
 
 def training_text(training: Training | None) -> str:
-    """What finetunes, as text; empty for None."""
+    """The training program as text; empty for None."""
     if training is None:
         return ""
     graphs = [graph for plan in training.plans for graph in (plan.forward, plan.backward)]
-    kept = [(plan.block, plan.kept, plan.trained) for plan in training.plans]
+    kept = [(plan.block, plan.saved, plan.trained) for plan in training.plans]
     rest = (training.layers, training.epilogue_trained, training.prologue_trained)
     text = print_graphs(g for g in (*graphs, training.epilogue, training.prologue) if g is not None)
     return f"{_model_text(training.model)} {text} {kept} {rest} {training.restored}"
@@ -120,7 +120,7 @@ def _model_text(model: ModelGraph) -> str:
 
 
 def _costs_text(costs: str | os.PathLike[str] | None) -> str:
-    """A sheet's name, or the text of a profile, wherever that lies."""
+    """A sheet's name, or a profile's contents."""
     if costs is None:
         return ""
     path = Path(costs)

@@ -1,11 +1,10 @@
-"""Which of a step's T tokens a rank of n holds, where it holds a part of them.
+"""Shards of a step's T tokens over n ranks.
 
     P = ceil(T / n) rows on every rank; rank i has tokens i P to (i + 1) P of T
 
-So one graph serves all ranks. Where n does not divide T, the last rows stand for no token: a few of
-one rank, and all P of some where T is less than n. They are zeros in what is cut out of whole
-tensors, whatever operators make of them is dropped where parts are joined, and so their gradient is
-zero.
+So one graph serves all ranks. Where n does not divide T, the last rows are padding: a few of one
+rank, and all P of some where T is less than n. They are zeros in shards of whole tensors, and are
+dropped where shards are gathered, so that their gradient is zero.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 
 
 def shard_rows(tokens: int, degree: int) -> int:
-    """Rows of each rank's part."""
+    """Number of rows of each rank's shard."""
     return -(-tokens // degree)
 
 
 def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
-    """A rank's rows of x [T, …], a view of it where there are as many: [P, …]."""
+    """A rank's rows of x [T, …], a view where none is padding: [P, …]."""
     count = shard_rows(x.shape[0], degree)
     own = x[rank * count : (rank + 1) * count]
     if own.shape[0] == count:
@@ -33,13 +32,13 @@ def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
 
 
 def gathered_rows(parts: Sequence[Tensor], tokens: int) -> Tensor:
-    """The ranks' parts without the rows that stand for no token: [T, …]."""
+    """The ranks' shards without padding: [T, …]."""
     count = parts[0].shape[0]
     return torch.cat([part[: max(0, tokens - i * count)] for i, part in enumerate(parts)])
 
 
 def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
-    """A rank's part among zeros: [T, …]."""
+    """A rank's shard among zeros: [T, …]."""
     whole = part.new_zeros(tokens, *part.shape[1:])
     own = whole[rank * part.shape[0] : (rank + 1) * part.shape[0]]
     own.copy_(part[: own.shape[0]])
@@ -47,12 +46,12 @@ def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
 
 
 def chosen_rows(part: Tensor, rows: Tensor, rank: int) -> Tensor:
-    """Of a rank's part the rows that are wanted of the whole, zeros for other ranks': [rows, …].
+    """The wanted rows of the whole that are in a rank's shard, zeros for others: [rows, …].
 
     Args:
-        part: [P, …].
+        part: the shard, [P, …].
         rows: indices of tokens of the whole.
-        rank: that has the part.
+        rank: the rank that has the shard.
     """
     own = rows - rank * part.shape[0]
     is_own = (own >= 0) & (own < part.shape[0])

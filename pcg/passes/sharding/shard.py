@@ -17,7 +17,7 @@ from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.parallel.base_plan import COLUMN
 from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
 from pcg.parallel.parallel_plan import Constraints, ParallelPlan
-from pcg.parallel.planner import plan_graph
+from pcg.parallel.planner import Planner
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
@@ -65,9 +65,10 @@ class Shard(Pass[Prepared, Sharded]):
         ends = token_sharded_ends(plain) if sequence else Constraints()
         fixed = dataclasses.replace(ends, layouts=layouts)
         nodes = token_sharded_nodes(plain, many_adapters=False) if sequence else frozenset()
-        found = plan_graph(plain, degree, ByteCosts(degree, sequence), fixed, token_nodes=nodes)
+        planner = Planner(plain, degree, ByteCosts(degree, sequence), token_nodes=nodes)
         costs = self.costs or ByteCosts(degree, sequence)
-        return Search(block, degree, costs, layouts, found.rules, trains, sequence)
+        rules = planner.plan(fixed).rules
+        return Search(block, degree, costs, layouts, rules, trains, sequence)
 
     def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""
@@ -93,18 +94,17 @@ class Shard(Pass[Prepared, Sharded]):
         graph = model.prologue if is_first else model.epilogue
         fixed, nodes = Constraints(), frozenset[str]()
         if self.sequence_parallel:
-            fixed = _handed(model, is_first=is_first)
+            fixed = _carried_layouts(model, is_first=is_first)
             carried = graph.outputs[: len(model.blocks[0].outputs)]
             nodes = token_sharded_nodes(graph, not trains, carried)
         layouts = _vocabulary(base, self.degree, is_first=is_first)
         fixed = dataclasses.replace(fixed, layouts=layouts)
         costs = ByteCosts(self.degree, self.sequence_parallel)
-        return shard(
-            graph, self.degree, plan_graph(graph, self.degree, costs, fixed, trains, nodes)
-        )
+        plan = Planner(graph, self.degree, costs, trains, nodes).plan(fixed)
+        return shard(graph, self.degree, plan)
 
 
-def _handed(model: ModelGraph, *, is_first: bool) -> Constraints:
+def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
     """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
     count = len(model.blocks[0].outputs)
     if is_first:

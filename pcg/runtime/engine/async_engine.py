@@ -1,14 +1,14 @@
-"""The engine on a thread of its own, for others to ask: streams of requests, and jobs to await.
+"""The async engine: an engine on a thread of its own, with streams of requests and awaitable jobs.
 
-    with executor.engine(limits).start() as front:
-        stream = front.submit("def main(", adapter="sql", max_new_tokens=64)
-        job = front.finetune("train.jsonl", "mine", peft="lora")
+    with executor.engine(limits).start() as engine:
+        stream = engine.submit("def main(", adapter="sql", max_new_tokens=64)
+        job = engine.finetune("train.jsonl", "mine", peft="lora")
         async for chunk in stream: …
         result = await job.result()
 
-The thread alone touches the engine. It takes what was asked between two steps, sleeps while there
-is nothing to do, and ends every stream and job, whatever ends it. What a job needs before its first
-step, its data read and its program compiled, another thread makes ready, so that no step waits.
+Only this thread touches the engine. It runs calls of others between two steps, sleeps while there
+is nothing to do, and ends every stream and job when it ends itself. Another thread reads a job's
+data and compiles its program, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import torch
 from pcg.errors import EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.prompts import make_request
-from pcg.runtime.engine.request import Chunk, Request, RequestFields
+from pcg.runtime.engine.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.model.specialised import ServingProgram
@@ -40,41 +39,38 @@ from pcg.runtime.training.options import JobArguments
 Result = TypeVar("Result")
 
 _BLOCKED_S = 0.01
-"""Between two steps that find nothing to run, as where a paused job holds the pages."""
+"""Time between two steps that find nothing to run, as when a paused job holds the pages."""
 
 
 class AsyncEngine:
     """Takes requests and jobs from any thread; a context manager, with `async` or without.
 
+    Args:
+        engine: the engine that it runs.
+        prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
+
     Attributes:
-        engine: whose steps the thread runs; nobody else may call it meanwhile.
+        engine: the engine whose steps the thread runs; nobody else may call it meanwhile.
     """
 
     def __init__(
         self, engine: EngineLoop, state: ModelState, prepare_job: Callable[[JobArguments], Job]
     ) -> None:
-        """Start the thread.
-
-        Args:
-            engine: the engine that it runs.
-            state: the model.
-            prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
-        """
         self.engine = engine
         self._state = state
         self._prepare_job = prepare_job
-        self._asked: SimpleQueue[_Asked] = SimpleQueue()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._lock = Lock()
         self._ended: EngineError | None = None
         self._closing = False
         self._streams: dict[int, tuple[str, Stream]] = {}
         self._jobs: list[RunningJob] = []
-        self._awaited: dict[str, RunningJob] = {}
+        self._reserved: dict[str, RunningJob] = {}
         self._preparing = ThreadPoolExecutor(1, "pcg jobs")
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------- for any thread
 
     def submit(
         self,
@@ -82,14 +78,14 @@ class AsyncEngine:
         adapter: str | None = None,
         **fields: Unpack[RequestFields],
     ) -> Stream:
-        """Have a prompt continued.
+        """Submit a prompt.
 
         Args:
             prompt: text, or token ids.
-            adapter: name; None for the base.
+            adapter: the adapter's name; None for the base.
             fields: as `Executor.request` takes them.
         Returns:
-            Its chunks; a refusal is raised there.
+            A stream of its chunks, which also raises a refusal.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
             AdapterError: there is no adapter of that name.
@@ -98,10 +94,10 @@ class AsyncEngine:
         self._check_open()
         request = make_request(self._state, prompt, adapter, fields)
         stream = Stream(self._cancel)
-        asked = self.call(
+        begun = self.call(
             functools.partial(self._begin, request, stream, self.engine.clock.now_s())
         )
-        asked.add_done_callback(functools.partial(_refuse, stream))
+        begun.add_done_callback(functools.partial(_pass_error, stream))
         return stream
 
     @takes(JobArguments, FinetuneError)
@@ -116,51 +112,52 @@ class AsyncEngine:
         """
         self._check_open()
         running = RunningJob(given.adapter, self.engine, self.call)
-        asked = self.call(functools.partial(self._reserve, running))
+        reserved = self.call(functools.partial(self._reserve, running))
 
-        def prepare(asked: Future[None]) -> None:
-            if _refuse(running, asked):
+        def prepare(reserved: Future[None]) -> None:
+            if _pass_error(running, reserved):
                 return
             with contextlib.suppress(RuntimeError):  # closed meanwhile, and the job is cancelled
                 self._preparing.submit(self._prepare, running, given)
 
-        asked.add_done_callback(prepare)
+        reserved.add_done_callback(prepare)
         return running
 
     def add_adapter(
         self, name: str, path_or_config: object = "lora", *, seed: int = 0
     ) -> Future[Adapter]:
-        """Load an adapter; it is read, and what serves it compiled, while steps go on.
+        """Load an adapter; it is read, and a program for it compiled, while steps go on.
 
         Args:
-            name: to use it by.
+            name: the name that requests use.
             path_or_config: as `Executor.add_adapter` takes it.
-            seed: of a fresh adapter's weights.
+            seed: the seed of a fresh adapter's weights.
         Returns:
-            The adapter, once requests may name it; or as an error why not: that of
-            `Executor.add_adapter`, EngineError where the thread has ended.
+            The adapter, once requests may name it. Its errors are those of `Executor.add_adapter`,
+                and
+            EngineError if the thread has ended.
         """
         self._check_open()
         state = self._state
         end: Future[Adapter] = Future()
         end.set_running_or_notify_cancel()
 
-        def put(adapter: Adapter, ready: ServingProgram) -> Adapter:
+        def put(adapter: Adapter, program: ServingProgram) -> Adapter:
             state.check_free(name)
-            return state.put_adapter(adapter, ready)
+            return state.put_adapter(adapter, program)
 
         def prepare() -> None:
             try:
                 self._check_open()
                 state.check_free(name)
                 made = state.make_adapter(name, path_or_config, seed=seed)
-                adapter = made.map(torch.clone)  # not to be read from the disk by a step
-                ready = state.program_for(adapter)
-                asked = self.call(functools.partial(put, adapter, ready))
-            except BaseException as error:  # theirs who asked
+                adapter = made.map(torch.clone)  # read now, and not by a step
+                program = state.program_for(adapter)
+                added = self.call(functools.partial(put, adapter, program))
+            except BaseException as error:  # the caller's
                 end.set_exception(error)
             else:
-                asked.add_done_callback(functools.partial(_hand_on, end))
+                added.add_done_callback(functools.partial(_pass_result, end))
 
         try:
             self._preparing.submit(prepare)
@@ -169,21 +166,21 @@ class AsyncEngine:
         return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Have the thread do something between two steps, such as adding an adapter.
+        """Run a function on the thread between two steps.
 
         Returns:
-            What came of it; EngineError where the thread has ended.
+            Its result; EngineError if the thread has ended.
         """
-        asked = _Asked(act)
+        call = _Call(act)
         with self._lock:
             if self._ended is None:
-                self._asked.put(asked)
-                return asked.future
-        asked.future.set_exception(self._ended)
-        return asked.future
+                self._calls.put(call)
+                return call.future
+        call.future.set_exception(self._ended)
+        return call.future
 
     def close(self) -> None:
-        """End the thread after its step; what is left is cancelled."""
+        """End the thread after its step, and cancel what is left."""
 
         def stop() -> None:
             self._closing = True
@@ -218,16 +215,16 @@ class AsyncEngine:
         self.call(act)
 
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """On the other thread: make a job ready, and hand it to the engine's."""
+        """Make a job ready, on the other thread, and pass it to the engine's."""
         try:
             self._check_open()
             job = self._prepare_job(given)
-        except Exception as error:  # theirs who asked
-            self.call(functools.partial(self._awaited.pop, running.name, None))
+        except Exception as error:  # the caller's
+            self.call(functools.partial(self._reserved.pop, running.name, None))
             running.fail(error)
             return
-        asked = self.call(functools.partial(self._begin_job, running, job))
-        asked.add_done_callback(functools.partial(_refuse, running))
+        begun = self.call(functools.partial(self._begin_job, running, job))
+        begun.add_done_callback(functools.partial(_pass_error, running))
 
     # ------------------------------------------------------------------------------- the thread
 
@@ -235,7 +232,7 @@ class AsyncEngine:
         ended = EngineError("the engine was closed; start it again")
         try:
             while not self._closing:
-                self._obey()
+                self._run_calls()
                 if not self._closing and not self.engine.is_idle:
                     self._deliver(self.engine.step())
                 self._settle_jobs()
@@ -245,34 +242,34 @@ class AsyncEngine:
             ended.__cause__ = error
         self._end(ended)
 
-    def _obey(self) -> None:
-        """Do what was asked; with nothing to do, wait for it."""
+    def _run_calls(self) -> None:
+        """Run all calls; wait for one if the engine has nothing to do."""
         engine = self.engine
         try:
             if engine.is_idle:
-                self._asked.get().do()
+                self._calls.get().run()
             elif not engine.worked:
-                self._asked.get(timeout=_BLOCKED_S).do()
+                self._calls.get(timeout=_BLOCKED_S).run()
             while True:
-                self._asked.get_nowait().do()
+                self._calls.get_nowait().run()
         except Empty:
             return
 
-    def _begin(self, request: Request, stream: Stream, came_s: float) -> None:
+    def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
         number = self.engine.submitted
-        self._streams[number] = (self.engine.submit(request, came_s), stream)
+        self._streams[number] = (self.engine.submit(request, submitted_s), stream)
 
     def _reserve(self, running: RunningJob) -> None:
-        """Keep a name for a job, so that it starts from what the one before it made."""
+        """Reserve a name for a job, so that it starts from the result of the job before it."""
         name = running.name
-        self.engine.jobs.check_none(name)
-        if name in self._awaited:
+        self.engine.jobs.check_free(name)
+        if name in self._reserved:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
-        self._awaited[name] = running
+        self._reserved[name] = running
 
     def _begin_job(self, running: RunningJob, job: Job) -> None:
-        del self._awaited[running.name]
-        running.begin(self.engine.add_job(job))
+        del self._reserved[running.name]
+        running.begin(self.engine.jobs.add(job))
         self._jobs.append(running)
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
@@ -292,50 +289,49 @@ class AsyncEngine:
         for running in self._jobs:
             self.engine.cancel_job(running.name)
         self._settle_jobs()
-        for name, running in self._awaited.items():
+        for name, running in self._reserved.items():
             running.fail(FinetuneError(f"job {name!r} was cancelled"))
         if self._streams:
             self._deliver(self.engine.step())
 
     def _end(self, error: EngineError) -> None:
-        """Nothing is taken any more; whoever still waits hears why."""
+        """Refuse further calls, and fail all that still waits."""
         with self._lock:
             self._ended = error
         for _, stream in self._streams.values():
             stream.fail(error)
-        for running in (*self._jobs, *self._awaited.values()):
+        for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
-        while not self._asked.empty():
-            self._asked.get().future.set_exception(error)
+        while not self._calls.empty():
+            self._calls.get().future.set_exception(error)
 
 
-class _Asked:
-    """Something to do on the thread, and what comes of it."""
+class _Call:
+    """A function to run on the thread, and its result."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()
         self._act = act
 
-    def do(self) -> None:
+    def run(self) -> None:
         try:
             self.future.set_result(self._act())
-        except Exception as error:  # theirs who asked, not the thread's
+        except Exception as error:  # the caller's, not the thread's
             self.future.set_exception(error)
 
 
-def _hand_on(end: Future[Result], asked: Future[Result]) -> None:
-    """End as what was asked did."""
-    error = asked.exception()
+def _pass_result(end: Future[Result], done: Future[Result]) -> None:
+    error = done.exception()
     if error is None:
-        end.set_result(asked.result())
+        end.set_result(done.result())
     else:
         end.set_exception(error)
 
 
-def _refuse(handle: Stream | RunningJob, asked: Future[None]) -> bool:
-    """End what could not begin; whether it could not."""
-    error = asked.exception()
+def _pass_error(handle: Stream | RunningJob, done: Future[None]) -> bool:
+    """Fail what could not begin; returns True if it could not."""
+    error = done.exception()
     if error is not None:
         handle.fail(error)
     return error is not None

@@ -1,4 +1,4 @@
-"""Time: the machine's, or a simulated one."""
+"""Clocks: the machine's time, or simulated time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pcg.parallel.ranks.group import ALONE, Ranks, broadcast_from_first
 
 
 class Clock(Protocol):
-    """What tells the time."""
+    """Tells the time."""
 
     def now_s(self) -> float:
-        """Seconds from some beginning."""
+        """Return the seconds since the clock's start."""
 
 
 class MachineClock:
-    """The machine's own, from when it was made.
+    """The machine's time since the clock was made.
 
-    Over ranks it is the first one's on all of them, so that all decide alike what to run: each
-    asks for the time at the same places.
+    Over ranks it is the first rank's on all of them, so that all decide alike what to run; each
+    must ask for the time at the same places.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -29,7 +29,6 @@ class MachineClock:
         self._start = time.monotonic()
 
     def now_s(self) -> float:
-        """Seconds since it was made."""
         now_s = time.monotonic() - self._start
         if self._ranks.size == 1:
             return now_s
@@ -37,19 +36,17 @@ class MachineClock:
 
 
 class SimulatedClock:
-    """Stands until it is set forward."""
+    """Stands still until it is advanced."""
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def now_s(self) -> float:
-        """Seconds that it was set forward by."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Set it forward."""
         self._now += seconds
 
     def wait_until(self, time_s: float) -> None:
-        """Set it forward to a time, if that is still to come."""
+        """Advance to a time, unless it has passed."""
         self._now = max(self._now, time_s)

@@ -1,4 +1,4 @@
-"""What the engine asks of the device that runs its steps: a real one, or one in simulated time."""
+"""The engine's interface to the device that runs its steps, real or simulated."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from pcg.runtime.training.work_units import Backward, Forward
 
 
 class Side(Protocol):
-    """Where backward units run beside a step's forward, and it does not wait for them."""
+    """Runs backward units beside a step's forward, which does not wait for them."""
 
     def begin(self) -> None:
-        """Hear that a forward begins: what it does, units beside it do not depend on."""
+        """Note that a forward begins; units beside it do not depend on its work."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Run there what is asked for inside."""
+        """Run what is launched inside on the side."""
 
     def timed(self) -> AbstractContextManager[None]:
         """Measure what runs inside."""
 
     def join(self) -> list[float]:
-        """Wait until all is done; seconds of what was measured since the last time."""
+        """Wait until all is done; returns the seconds of each measurement since the last call."""
 
 
 class Device(Protocol):
-    """What runs a program: the real one, or one that takes simulated time.
+    """Runs a program, on the real device or in simulated time.
 
     Attributes:
-        cache: keys and values, for jobs.
-        side: for backward units; None where they come behind the forward.
+        cache: keys and values for jobs.
+        side: runs backward units; None if they follow the forward.
     """
 
     cache: Any
     side: Side | None
 
     def open(self, request: Request, number: int) -> Sequence:
-        """A request's state, before anything ran.
+        """Return the state of a new request.
 
         Raises:
             GenerationError: the model cannot run it.
@@ -51,19 +51,23 @@ class Device(Protocol):
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Whether one is being copied, so that a step that runs it would wait."""
+        """Return whether an adapter is being copied, so that a step that runs it would wait."""
 
     def evict(self, adapter: ServedAdapter) -> None:
-        """Hear that one gives its pages up."""
+        """Note that an adapter gives its pages up."""
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Callable[[], list[int]]:
         """Run sequences' next tokens and windows of jobs together.
 
+        Args:
+            chunks: sequences, and how many of their pending tokens run.
+            windows: units of jobs, and how many of their tokens run.
         Returns:
-            What waits for the end, and returns for each sequence the token that follows; it means
-            nothing where more are pending.
+            A function that waits for the end, and returns the token that follows each sequence; it
+                is
+            meaningless where more tokens are pending.
         """
 
     def back(self, units: List[Backward]) -> None:

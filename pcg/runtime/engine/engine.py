@@ -13,8 +13,7 @@ from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.events import EventLog, Kind
-from pcg.runtime.engine.job import Job
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
@@ -24,6 +23,7 @@ from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.finetuning import FinetuneJob
@@ -33,21 +33,25 @@ from pcg.runtime.training.result import StepRecord
 
 
 class Engine(EngineLoop):
-    """Serves and trains over one executor; see `EngineLoop`."""
+    """An engine: serves requests and trains adapters at the same time, step by step.
+
+    `executor.engine(...)` returns one. Call `submit` and `finetune`, then `step` until `is_idle`;
+    or `start` to have a thread run the steps.
+
+    Args:
+        given: the limits and the options.
+
+    Attributes:
+        state: the model.
+    """
 
     device: StepRunner
 
     def __init__(self, state: ModelState, given: EngineArguments) -> None:
-        """Take memory for KV blocks and adapters.
-
-        Args:
-            state: the model.
-            given: the limits and the options.
-        """
         types = kv_types(state.serving.runner.model)
         page_bytes = bytes_of_page(types)
         pages = max(1, given.kv_cache_bytes // page_bytes)
-        # Kernels follow block tables, so pages are runs of bytes that adapters share.
+        # Triton kernels follow block tables, so adapters can lie in pages of the cache.
         in_pages = state.program.options.backend == "triton"
         cache = KvCache(types, pages, state.device, in_pages=in_pages)
         adapters = AdapterCache(cache.pool, functools.partial(_pages_of, state, page_bytes))
@@ -58,20 +62,20 @@ class Engine(EngineLoop):
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes)
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
-        promises = limits.tpot_slo_s or limits.ttft_slo_s
-        if given.latencies is None and (promises or self.sharing.needs_latencies):
+        has_slo = limits.tpot_slo_s or limits.ttft_slo_s
+        if given.latencies is None and (has_slo or self.sharing.needs_latencies):
             self.calibrate()
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> Job:
-        """Train an adapter beside what is served; what was published last is served meanwhile.
+        """Train an adapter beside what is served; its last published version is served meanwhile.
 
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
             PcgError: there is a job of that name.
         """
-        self.jobs.check_none(given.adapter)
-        return self.add_job(self.prepare_job(given))
+        self.jobs.check_free(given.adapter)
+        return self.jobs.add(self.prepare_job(given))
 
     def prepare_job(self, given: JobArguments) -> Job:
         """Read the data of a job, compile its program and make its adapter, on any thread.
@@ -92,10 +96,11 @@ class Engine(EngineLoop):
         return Job(adapter, FinetuneJob(publisher, given).work(stepped))
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on; what it is asked goes through the front.
+        """Have a thread run the steps from now on, and use the engine through it.
 
         Raises:
-            UnsupportedError: over ranks, where threads would not ask in one order.
+            UnsupportedError: the engine runs over ranks, whose threads would call in different
+                orders.
         """
         if self.state.ranks.size > 1:
             raise UnsupportedError(
@@ -106,7 +111,7 @@ class Engine(EngineLoop):
         return AsyncEngine(self, self.state, self.prepare_job)
 
     def calibrate(self) -> None:
-        """Measure how long steps take here, to keep promises from the first one on."""
+        """Measure how long steps take here, to keep SLOs from the first step on."""
         self.learn(calibrated(self.state, self.clock))
 
     def use_program(self, program: ServingProgram) -> None:

@@ -1,29 +1,109 @@
-"""The finetuning jobs of an engine: their turns, and the pages that they hold."""
+"""The active finetuning jobs of an engine: their turns, and the pages that they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from pcg.errors import OutOfMemoryError, PcgError
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import Job, JobState
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.pool import PageTable, pages_for
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Unit, Work
+
+
+class JobState(StrEnum):
+    """The state of a job; OpenAI's words where it has one."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_ENDS = {
+    JobState.SUCCEEDED: Kind.COMPLETED,
+    JobState.CANCELLED: Kind.CANCELLED,
+    JobState.FAILED: Kind.FAILED,
+}
+
+
+class Job:
+    """A finetuning job.
+
+    Args:
+        work: yields its units.
+
+    Attributes:
+        name: the job's name, which is that of its adapter.
+        state: the job's state.
+        unit: the next unit; None before it starts and after its end.
+        tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
+        tables: the pages that it holds.
+        error: the reason of its failure.
+        result: its result, once it succeeded.
+    """
+
+    def __init__(self, name: str, work: Work[Any]) -> None:
+        self.name = name
+        self.state = JobState.QUEUED
+        self.unit: Unit | None = None
+        self.tokens = 0
+        self.tables: tuple[PageTable, ...] = ()
+        self.error: PcgError | None = None
+        self.result: Any = None
+        self._work = work
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in _ENDS
+
+    @property
+    def ending(self) -> Kind:
+        """The kind of event that logs its end."""
+        return _ENDS[self.state]
+
+    def start(self) -> None:
+        """Go to the first unit."""
+        self.state = JobState.RUNNING
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on after a unit was done: to the next one, or to the end."""
+        try:
+            self.unit = next(self._work)
+        except StopIteration as end:
+            self.unit, self.result = None, end.value
+            self.state = JobState.SUCCEEDED
+        except PcgError as error:
+            self.fail(error)
+
+    def cancel(self) -> None:
+        self._end(JobState.CANCELLED)
+
+    def fail(self, error: PcgError) -> None:
+        self.error = error
+        self._end(JobState.FAILED)
+
+    def _end(self, state: JobState) -> None:
+        self.unit, self.state = None, state
+        self._work.close()
 
 
 @dataclass
 class BackwardGroup:
-    """Units of one layer that run together.
+    """Backward units of one layer that run together.
 
     Attributes:
-        jobs: whose they are, each another's.
-        units: of the jobs.
-        tokens: of the units.
-        load: of all units, before they ran.
+        jobs: the job of each unit.
+        units: the units.
+        tokens: the number of tokens of each unit.
+        load: the load of all units.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -32,7 +112,6 @@ class BackwardGroup:
     load: Load = field(default_factory=Load)
 
     def add(self, job: Job, unit: Backward) -> None:
-        """Take in a unit."""
         self.jobs.append(job)
         self.units.append(unit)
         self.tokens.append(unit.load.tokens)
@@ -40,23 +119,21 @@ class BackwardGroup:
 
 
 class Jobs:
-    """Jobs that are not over; a list of them.
+    """Active jobs.
+
+    Args:
+        scheduler: schedules what is served from the same pool.
+        cache: the KV cache for jobs.
+        most_pages: the most pages of the pool that they may hold.
+        note: called with each event: its kind, the job's name, and details.
 
     Attributes:
-        most_pages: of the pool, that all of them may hold.
+        most_pages: the most pages of the pool that all of them may hold.
     """
 
     def __init__(
         self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
     ) -> None:
-        """Start without any.
-
-        Args:
-            scheduler: of what is served from the same pool.
-            cache: keys and values, for jobs.
-            most_pages: that they may hold.
-            note: is told of each event: its kind, the job's name, and details.
-        """
         self.most_pages = most_pages
         self._scheduler = scheduler
         self._cache = cache
@@ -73,22 +150,22 @@ class Jobs:
     def __getitem__(self, place: int) -> Job:
         return self._jobs[place]
 
-    # ------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------- one job
 
     def add(self, job: Job) -> Job:
-        """Take one in. PcgError: there is one of that name."""
-        self.check_none(job.name)
+        """Add a job. PcgError: there is one of that name."""
+        self.check_free(job.name)
         self._jobs.append(job)
         self._note(Kind.QUEUED, job.name)
         return job
 
-    def check_none(self, name: str) -> None:
-        """PcgError: there is one of that name."""
+    def check_free(self, name: str) -> None:
+        """Raise a PcgError if there is a job of that name."""
         if any(job.name == name for job in self._jobs):
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
 
     def pause(self, name: str) -> None:
-        """Leave one as it is after its latest unit; its pages stay."""
+        """Pause a job after its latest unit; it keeps its pages."""
         job = self._named(name)
         if job.state is JobState.QUEUED:
             self.settle(job)
@@ -97,14 +174,14 @@ class Jobs:
             self._note(Kind.PAUSED, name)
 
     def resume(self, name: str) -> None:
-        """Go on with a paused one."""
+        """Resume a paused job."""
         job = self._named(name)
         if job.state is JobState.PAUSED:
             job.state = JobState.RUNNING
             self._note(Kind.RESUMED, name)
 
     def cancel(self, name: str) -> None:
-        """End one now."""
+        """End a job now."""
         job = self._named(name)
         job.cancel()
         self._end(job)
@@ -119,38 +196,39 @@ class Jobs:
     # ------------------------------------------------------------------------------- turns
 
     @property
-    def active(self) -> list[Job]:
-        """Those that are not paused."""
+    def unpaused(self) -> list[Job]:
+        """The jobs that are not paused."""
         return [job for job in self._jobs if job.state is not JobState.PAUSED]
 
     @property
     def have_work(self) -> bool:
-        """Whether one has something to run, or may have once it has started."""
+        """True if a job has something to run, or may have once it has started."""
         return any(
             isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
-            for job in self.active
+            for job in self.unpaused
         )
 
     def forward(self) -> Iterator[tuple[Job, Forward]]:
-        """Those with tokens that go forward, who had the least first."""
-        for job in sorted(self.active, key=lambda job: job.tokens):
+        """Yield jobs with tokens to run forward, first those that have run the fewest."""
+        for job in sorted(self.unpaused, key=lambda job: job.tokens):
             self.settle(job)
             if isinstance(job.unit, Forward):
                 yield job, job.unit
 
     def backward(self) -> list[tuple[Job, Backward]]:
-        """Those that can go back through one layer together, who had the least first.
+        """Return units of one layer that can run together, first of jobs that have run the fewest.
 
-        The layer furthest from the first, so that jobs behind catch up: the base's weights are then
-        read once for all. A job waits so for one pass of each of the others at most.
+        The layer furthest from the first is chosen, so that jobs behind catch up: the base's
+        weights are then read once for all. A job so waits for at most one pass of each of the
+        others.
         """
-        ready = [(job, job.unit) for job in self.active if isinstance(job.unit, Backward)]
+        ready = [(job, job.unit) for job in self.unpaused if isinstance(job.unit, Backward)]
         last = max((unit.layer for _, unit in ready), default=0)
-        together = [(job, unit) for job, unit in ready if unit.layer == last]
-        return sorted(together, key=lambda pair: pair[0].tokens)
+        merged = [(job, unit) for job, unit in ready if unit.layer == last]
+        return sorted(merged, key=lambda pair: pair[0].tokens)
 
     def settle(self, job: Job) -> None:
-        """Bring a job to its next unit of work: give it pages or take them, start and end it."""
+        """Bring a job to its next forward or backward unit, or to its end."""
         if job.state is JobState.QUEUED:
             self._note(Kind.STARTED, job.name)
             job.start()
@@ -169,7 +247,7 @@ class Jobs:
     # ------------------------------------------------------------------------------- pages
 
     def _open(self, job: Job, unit: Pages) -> bool:
-        """Give a job pages; False while there is no room."""
+        """Give a job pages; returns False while there is no room."""
         needs = [pages_for(count) for count in unit.tokens]
         total = sum(needs)
         if total > self.most_pages:
@@ -180,11 +258,11 @@ class Jobs:
             job.fail(OutOfMemoryError(text))
             return True
         scheduler, pool = self._scheduler, self._scheduler.pool
-        # A request that came before there were jobs may need more than they leave to it.
-        there = (*scheduler.waiting, *scheduler.running)
-        kept = pool.size - max((*map(scheduler.pages_of, there), 0))
+        # A request that was accepted before there were jobs may need more than they leave.
+        requests = (*scheduler.waiting, *scheduler.running)
+        spare = pool.size - max((*map(scheduler.pages_of, requests), 0))
         held = self._held + total
-        if held > min(self.most_pages, kept) or not scheduler.adapters.make_room(total):
+        if held > min(self.most_pages, spare) or not scheduler.adapters.make_room(total):
             return False
         tables = []
         for need in needs:
@@ -210,5 +288,5 @@ class Jobs:
             self._note(job.ending, job.name, **reason)
 
     def check_integrity(self) -> None:
-        """AssertionError: a page of a job is lost."""
+        """Raise an AssertionError if a page of a job is lost."""
         assert self._held == sum(len(table.pages) for job in self._jobs for table in job.tables)

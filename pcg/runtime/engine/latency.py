@@ -1,13 +1,13 @@
-"""How long work takes: f(c, s) of FlexLLM's hybrid token scheduler, corrected as steps are seen.
+"""Latencies: predicted times of work, f(c, s) of FlexLLM's hybrid token scheduler, learned online.
 
     forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows
     backward of units    g = b₀ + b₁ tokens + b₂ keys    (one layer, a window of each of some jobs)
 
 keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is the
-loss of a trained token, forward and back through the head; a₅ what a window takes however short it
-is, as the head's weights are read for it, and operators of its own run. The coefficients are fitted
-to what was observed by recursive least squares with forgetting, relative to what was foretold, so
-that short steps count as much as long ones.
+loss of a trained token, forward and back through the head; a₅ the constant time of a window, in
+which the head's weights are read and its own operators launched. The coefficients are fitted to
+observations by recursive least squares with forgetting, relative to the prediction, so that short
+steps count as much as long ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ Vector = tuple[float, ...]
 
 
 class Latency:
-    """Foretells the seconds of one kind of work, and learns from what it took."""
+    """Predicts the seconds of one kind of work, and learns from observations.
+
+    A coefficient whose first estimate is 0 is not learned.
+
+    Args:
+        constant_s: first estimate of any work's constant.
+        token_s: first estimate for a token.
+        key_s: first estimate for a key that a token attends to.
+        sampled_s: first estimate for a row of logits.
+        trained_s: first estimate for a token's loss.
+        window_s: first estimate for a window.
+    """
 
     def __init__(
         self,
@@ -31,31 +42,21 @@ class Latency:
         trained_s: float = 0.0,
         window_s: float = 0.0,
     ) -> None:
-        """Begin with an estimate; what takes nothing by it is not learned.
-
-        Args:
-            constant_s: of any amount.
-            token_s: of a token.
-            key_s: of a key that a token attends to.
-            sampled_s: of a row of logits.
-            trained_s: of a token's loss.
-            window_s: of any window.
-        """
         self._scales: Vector = (constant_s, token_s, key_s, sampled_s, trained_s, window_s)
         self._factors = [1.0] * len(self._scales)
-        # Factors of the estimate are known to about 1 at first.
+        # At first each factor of the estimate has a standard deviation of 1.
         places = range(len(self._scales))
         self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]
-        # Nothing gets less certain than the estimate was: variances of the factors together.
+        # The trace of the covariance is kept below that of the estimate.
         self._most_spread = sum(self._covariance[i][i] for i in places)
 
     @property
     def coefficients_s(self) -> Vector:
-        """Seconds of anything, a token, a key, a row of logits, a token's loss, a window."""
+        """Seconds of the constant, a token, a key, a row of logits, a token's loss, a window."""
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
-        """What a load takes."""
+        """Predict the seconds of a load."""
         a, b, c, d, e, w = self.coefficients_s
         of_rows = d * load.sampled + e * load.trained + w * load.windows
         return a + b * load.tokens + c * load.keys + of_rows
@@ -63,14 +64,14 @@ class Latency:
     def tokens_within(
         self, seconds: float, context: int, load: Load, is_trained: bool = False
     ) -> int:
-        """The most tokens behind a context that fit into a time beside a load; may be negative.
+        """Return the most tokens that fit into a time beside a load; may be negative.
 
         Args:
-            seconds: of all.
+            seconds: the time of all.
             context: tokens before them.
-            load: beside them; what comes with the tokens, however many, is in it: a row of logits
-                behind a prompt, a window.
-            is_trained: whether the loss of each is taken.
+            load: the load beside them, which includes what comes with any number of tokens: a row
+                of logits after a prompt, a window.
+            is_trained: whether the loss of each is computed.
         """
         _, token_s, key_s, _, trained_s, _ = self.coefficients_s
         left = seconds - self.seconds(load)
@@ -85,19 +86,19 @@ class Latency:
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a load that took so long."""
-        foretold = self.seconds(load)
-        if foretold <= 0 or seconds <= 0:
+        predicted = self.seconds(load)
+        if predicted <= 0 or seconds <= 0:
             return
         # Relative: an error of a tenth weighs the same for every load.
         amounts = (1, load.tokens, load.keys, load.sampled, load.trained, load.windows)
-        x = [s * amount / foretold for s, amount in zip(self._scales, amounts, strict=True)]
+        x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
         covariance, places = self._covariance, range(len(x))
         spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
-        # While loads are alike, forgetting would only make what they do not show uncertain.
+        # While loads are alike, forgetting would only make the other factors uncertain.
         is_certain = sum(covariance[i][i] for i in places) < self._most_spread
         forget = _FORGET if is_certain else 1.0
         gain_by = forget * _NOISE + sum(s * v for s, v in zip(spread, x, strict=True))
-        error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / foretold - 1.0))
+        error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / predicted - 1.0))
         for i in places:
             self._factors[i] += spread[i] / gain_by * error
             self._factors[i] = max(self._factors[i], _LEAST_FACTOR)
@@ -109,11 +110,11 @@ class Latency:
 
 @dataclass
 class Latencies:
-    """How long work takes on a device.
+    """Latencies of work on a device.
 
     Attributes:
-        forward: of a step.
-        backward: of units of one layer that run together.
+        forward: the latency of a step's forward.
+        backward: the latency of units of one layer that run together.
     """
 
     forward: Latency
@@ -121,10 +122,10 @@ class Latencies:
 
 
 _FORGET = 0.98
-"""What an observation still weighs after the next one: about fifty count."""
+"""The weight of an observation after the next one: about fifty count."""
 _NOISE = 0.1
-"""Variance of relative errors: what one observation says beside what is known of the factors."""
+"""Variance of relative errors, relative to the uncertainty of the factors."""
 _MOST_ERROR = 1.0
-"""Relative error above which an observation is an outlier: something else held the machine up."""
+"""The relative error that outliers are cut to, as when something else held the machine up."""
 _LEAST_FACTOR = 0.02
-"""Of the first estimate; nothing becomes free."""
+"""The least factor of the first estimate: nothing becomes free."""

@@ -1,8 +1,8 @@
-"""The engine: one loop that serves requests and trains adapters over one program.
+"""The engine's loop: serves requests and trains adapters over one program, step by step.
 
-Each step serves what the scheduler plans, runs the finetuning windows that go beside it, and then
-backward units of jobs, as much as `sharing` says; on GPUs these run on a stream of their own while
-the forward does. What happens stands in the event log.
+Each step serves what the scheduler plans, runs finetuning windows beside it, and then backward
+units of jobs, as much as `sharing` allows; on GPUs these run on a stream of their own, beside the
+forward. Everything that happens is in the event log.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from pcg.errors import OutOfMemoryError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.events import Event, EventLog, Kind, Notes
-from pcg.runtime.engine.job import Job
 from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
@@ -27,24 +25,29 @@ from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward
 
 _MOST_RESERVE = 0.25
-"""Of the promised time a token, kept at most: one long hold-up is not worth more."""
-_RESERVE_KEPT = 0.98
-"""What is left of the reserve after a step that needed none of it."""
+"""The largest reserve, relative to the TPOT SLO: one long hold-up is not worth more."""
+_RESERVE_DECAY = 0.98
+"""Decay of the reserve after a step that needed none of it."""
 
 
 class EngineLoop:
-    """Serves and trains; one thread calls it.
+    """Serves and trains on a device, real or simulated; called by one thread.
+
+    Args:
+        device: runs the program.
+        scheduler: decides what is served.
 
     Attributes:
-        scheduler: of what is served.
-        jobs: that are not over.
-        log: of what happened.
-        clock: that everything is timed by.
-        sharing: how finetuning goes beside what is served.
+        scheduler: decides what is served.
+        jobs: the active jobs.
+        log: the event log.
+        clock: the clock of all events.
+        sharing: decides how much finetuning goes into a step.
         worked: whether the last step ran anything.
     """
 
@@ -55,14 +58,6 @@ class EngineLoop:
         clock: Clock,
         options: EngineOptions,
     ) -> None:
-        """Start with nothing to do.
-
-        Args:
-            device: that runs the program.
-            scheduler: whose pool has all pages.
-            clock: of the device.
-            options: the engine's options.
-        """
         self.device = device
         self.scheduler = scheduler
         self.clock = clock
@@ -73,7 +68,7 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        self._note = note = Notes(self.log, clock)
+        self._note = note = Notes(self.log, clock.now_s)
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
         self._beside: list[Load] = []
@@ -88,40 +83,39 @@ class EngineLoop:
         scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
 
     def learn(self, latencies: Latencies) -> None:
-        """Plan by latencies, and correct them by what steps take."""
+        """Plan by latencies, and correct them by the times of steps."""
         self._latencies = latencies
         self.scheduler.forward = latencies.forward
 
     @property
     def pool(self) -> PagePool:
-        """Of all pages."""
+        """The pool of all pages."""
         return self.scheduler.pool
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to serve, nothing to train, and nothing to tell."""
-        trains = self.sharing.trains and self.jobs.active
+        """True if there is nothing to serve, nothing to train, and no chunk to return."""
+        trains = self.sharing.trains and self.jobs.unpaused
         return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
 
     @property
     def submitted(self) -> int:
-        """Requests that came so far; the next one's chunks have this index."""
+        """Number of requests submitted so far, which is the index of the next one's chunks."""
         return self._count
 
-    def submit(self, request: Request, came_s: float | None = None) -> str:
-        """Take a request in; its id. What comes of it is in `step`'s chunks.
+    def submit(self, request: Request, submitted_s: float | None = None) -> str:
+        """Submit a request; returns its id. `step` returns its chunks.
 
         Args:
-            request: to serve.
-            came_s: when it came, on the engine's clock, where a step held it up; None for now.
+            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
         number, self._count = self._count, self._count + 1
         sequence = self.device.open(request, number)
-        sequence.submitted_s = self.clock.now_s() if came_s is None else came_s
+        sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
         limits, adapter = self.scheduler.limits, request.adapter
         sequence.ttft_slo_s = request.ttft_slo_s or limits.ttft_slo_s
         sequence.tpot_slo_s = request.tpot_slo_s or limits.tpot_slo_s
@@ -147,38 +141,30 @@ class EngineLoop:
         return sequence.id
 
     def cancel(self, request: str) -> None:
-        """Give a request up, wherever it is; one that is over stays as it is."""
+        """Cancel a request, unless it is over."""
         sequence = self._sequences.get(request)
         if sequence is not None:
-            self._give_up(sequence, State.CANCELLED, Kind.CANCELLED)
+            self._end(sequence, State.CANCELLED, Kind.CANCELLED)
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop what is kept of an adapter that is removed, replaced or changed.
+        """Drop what is cached of an adapter that is removed, replaced or changed.
 
-        Requests that run with it go on; what they compute is shared with none to come.
+        Running requests go on with it, but share nothing with later ones.
         """
         self.scheduler.forget(adapter)
 
     # ------------------------------------------------------------------------------- jobs
 
-    def add_job(self, job: Job) -> Job:
-        """Take a finetuning job in.
-
-        Raises:
-            PcgError: there is one of that name.
-        """
-        return self.jobs.add(job)
-
     def pause_job(self, name: str) -> None:
-        """Leave a job as it is after its latest unit; its pages stay."""
+        """Pause a job after its latest unit; it keeps its pages."""
         self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
-        """Go on with a paused job."""
+        """Resume a paused job."""
         self.jobs.resume(name)
 
     def cancel_job(self, name: str) -> None:
-        """End a job now; its adapter is as after the last whole step."""
+        """End a job now; its adapter is as after the last complete step."""
         self.jobs.cancel(name)
 
     # ------------------------------------------------------------------------------- a step
@@ -187,25 +173,25 @@ class EngineLoop:
         """Run one step.
 
         Returns:
-            What came of requests, also of those that were given up since the last step.
+            The new chunks of requests, and of those that ended since the last step.
         """
         now = self.clock.now_s()
-        self._give_up_late(now)
+        self._time_out(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step(
             self.scheduler.limits,
             self._latencies,
-            plan.promised_s,
+            plan.tpot_slo_s,
             plan.slack_s - self._reserve_s,
             plan.load,
             is_served=bool(plan.chunks),
-            is_awaited=plan.is_awaited,
+            awaits_first_token=plan.awaits_first_token,
         )
         self.sharing.begin(step)
         windows = self._windows(step)
-        # Without latencies nobody knows how many go beside a forward.
+        # How many units fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.load.tokens:
             started = self.clock.now_s()
@@ -215,47 +201,48 @@ class EngineLoop:
                     self._backward_beside(step)
                 tokens_sampled = end()
             except BaseException:
-                # Over ranks the others may not be asked for the time: they have not failed.
-                left = self.scheduler.abandon()
-                self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in left))
+                # Not the present time, for which all ranks would have to ask: some did not fail.
+                abandoned = self.scheduler.abandon()
+                self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in abandoned))
                 raise
             took = self.clock.now_s() - started
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
             self._join(step)
             self._accept(plan, tokens_sampled)
-            for job in self.jobs.active:
+            for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         if not is_beside:
             self._backward(step, now)
-        if plan.promised_s is not None and (windows or step.units):
-            self._keep_reserve(plan.promised_s, step, self.clock.now_s() - now)
+        if plan.tpot_slo_s is not None and (windows or step.units):
+            self._keep_reserve(plan.tpot_slo_s, step, self.clock.now_s() - now)
         self.worked = bool(step.load.tokens or step.units)
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _keep_reserve(self, promised_s: float, step: Step, took_s: float) -> None:
-        """Keep as much of the slack as steps with finetuning overran what was planned.
+    def _keep_reserve(self, tpot_slo_s: float, step: Step, took_s: float) -> None:
+        """Reserve as much of the slack as steps with finetuning have overrun their prediction.
 
-        A step is foretold as it is on average, and what follows from a unit, as an optimizer's
-        step, is not. A request whose last step overran can make up for it no more.
+        A prediction is of the mean step, without what follows from a unit, such as an optimizer's
+        step. A request whose last step overran cannot make up for it.
         """
-        over_s = min(took_s - step.seconds(self.sharing.burst), _MOST_RESERVE * promised_s)
-        self._reserve_s = max(over_s, _RESERVE_KEPT * self._reserve_s)
+        over_s = min(took_s - step.seconds(self.sharing.burst), _MOST_RESERVE * tpot_slo_s)
+        self._reserve_s = max(over_s, _RESERVE_DECAY * self._reserve_s)
 
-    def _give_up_late(self, now: float) -> None:
+    def _time_out(self, now: float) -> None:
         while self._timeouts and self._timeouts[0][0] < now:
             _, name = heapq.heappop(self._timeouts)
             if name in self._sequences:
-                self._give_up(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
+                self._end(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
         queue = self.scheduler.queue(now)
         for sequence in list(self.scheduler.policy.hopeless(queue)):
-            self._give_up(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
+            self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
-    def _give_up(self, sequence: Sequence, state: State, kind: Kind) -> None:
+    def _end(self, sequence: Sequence, state: State, kind: Kind) -> None:
+        """End a request before its last token."""
         self.scheduler.drop(sequence)
         del self._sequences[sequence.id]
-        self._chunks.append(sequence.give_up(state))
+        self._chunks.append(sequence.end(state))
         self._note(kind, sequence.id)
 
     def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
@@ -288,7 +275,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- finetuning
 
     def _windows(self, step: Step) -> list[tuple[Forward, int]]:
-        """Finetuning tokens that go forward in the step, of the jobs whose turn it is."""
+        """Choose the finetuning tokens that go forward in the step."""
         found: list[tuple[Forward, int]] = []
         for job, unit in self.jobs.forward():
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
@@ -301,11 +288,11 @@ class EngineLoop:
     def _backward(self, step: Step, started: float) -> None:
         """Run backward units of the jobs in turn while there is room for them in the step."""
         while group := self._next_group(step, self.clock.now_s() - started):
-            self._ran(step, group.load, self._back(group.units, self.clock.now_s()))
-            self._go_on(step, group)
+            self._observe(step, group.load, self._back(group.units, self.clock.now_s()))
+            self._advance(step, group)
 
     def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
-        """As many of the units that can run together as there is room for; None for none."""
+        """Return as many units that can run together as there is room for; None for none."""
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
             if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
@@ -314,7 +301,7 @@ class EngineLoop:
         return group if group.jobs else None
 
     def _back(self, units: List[Backward], now: float) -> float:
-        """Run backward units to their end; the seconds that they took."""
+        """Run backward units to their end; returns the seconds that they took."""
         side = self.device.side
         if side is None:
             self.device.back(units)
@@ -325,9 +312,9 @@ class EngineLoop:
         return sum(side.join())
 
     def _backward_beside(self, step: Step) -> None:
-        """The same beside the step's forward, where the device can, by what it is foretold to take.
+        """Run backward units beside the step's forward, by their predicted time.
 
-        What both take when they run at once is what is observed, so it is foretold as well.
+        Observations are of the time that both take when they run at once, and so are predictions.
         """
         side, latencies = self.device.side, self._latencies
         assert side is not None
@@ -339,7 +326,7 @@ class EngineLoop:
                     self.device.back(group.units)
                 self._beside.append(group.load)
                 spent_s += latencies.backward.seconds(group.load)
-                self._go_on(step, group)
+                self._advance(step, group)
 
     def _join(self, step: Step) -> None:
         """Wait for what ran beside the forward."""
@@ -347,15 +334,15 @@ class EngineLoop:
             assert self.device.side is not None
             loads, self._beside = self._beside, []
             for load, took in zip(loads, self.device.side.join(), strict=True):
-                self._ran(step, load, took)
+                self._observe(step, load, took)
 
-    def _ran(self, step: Step, load: Load, took: float) -> None:
+    def _observe(self, step: Step, load: Load, took: float) -> None:
         if self._latencies is not None:
             self._latencies.backward.observe(load, took)
         self.sharing.ran(step, took)
 
-    def _go_on(self, step: Step, group: BackwardGroup) -> None:
-        """Bring jobs to what follows their units."""
+    def _advance(self, step: Step, group: BackwardGroup) -> None:
+        """Advance jobs after their units."""
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
             job.tokens += tokens
@@ -365,7 +352,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- the rest
 
     def check_integrity(self) -> None:
-        """AssertionError: a page, a sequence or a job is lost, or in two places."""
+        """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
@@ -373,7 +360,7 @@ class EngineLoop:
 
 
 def _on_evict(device: Device, note: Notes) -> Callable[[ServedAdapter], None]:
-    # The device knows the adapters' pages; memory that it has is free once nobody knows it.
+    # A weak reference: the device refers to the adapter cache, and a cycle would keep its memory.
     known = weakref.ref(device)
 
     def evict(adapter: ServedAdapter) -> None:

@@ -1,6 +1,6 @@
-"""In which order requests that wait are admitted, and which are given up.
+"""Policies: the order in which waiting requests are admitted, and which are given up.
 
-Each policy is one small class; the scheduler asks it before every admission.
+Each policy is one small class; the scheduler calls it before every admission.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Protocol, TypeAlias
 from pcg.runtime.engine.sequence import Sequence
 
 Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
-"""Sequences, and how many of their tokens went through."""
+"""Sequences, and how many of their tokens ran."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What a policy sees.
+    """The requests that a policy orders.
 
     Attributes:
-        now_s: on the engine's clock.
-        waiting: in the order in which they came.
-        running: admitted.
+        now_s: the present time on the engine's clock.
+        waiting: waiting requests, in the order in which they came.
+        running: admitted requests.
     """
 
     now_s: float
@@ -31,19 +31,19 @@ class Queue:
 
 
 class Policy(Protocol):
-    """Orders what waits."""
+    """Orders waiting requests."""
 
     def order(self, queue: Queue) -> Iterable[Sequence]:
-        """The waiting in the order in which they are admitted while there is room."""
+        """Return the waiting requests in the order of their admission."""
 
     def hopeless(self, queue: Queue) -> Iterable[Sequence]:
-        """Those of the waiting that are given up."""
+        """Return the waiting requests that are given up."""
 
     def admitted(self, sequence: Sequence, now_s: float) -> None:
-        """Hear of an admission."""
+        """Note an admission."""
 
     def served(self, chunks: Chunks) -> None:
-        """Hear of tokens that went through, before anything follows from them."""
+        """Note tokens that ran, before their requests are updated."""
 
 
 class Fcfs:
@@ -56,18 +56,18 @@ class Fcfs:
         return ()
 
     def admitted(self, sequence: Sequence, now_s: float) -> None:
-        """Nothing follows from it."""
+        """Do nothing."""
 
     def served(self, chunks: Chunks) -> None:
-        """Nothing follows from it."""
+        """Do nothing."""
 
 
 @dataclass
 class AdapterClustering(Fcfs):
-    """Once so many adapters are in the batch, requests for these come first (S-LoRA §A.2).
+    """Admits requests of adapters in the batch first, once these are so many (S-LoRA §A.2).
 
     Attributes:
-        clusters: d, adapters in a batch.
+        clusters: d, the number of adapters in a batch.
     """
 
     clusters: int = 32
@@ -81,15 +81,15 @@ class AdapterClustering(Fcfs):
 
 @dataclass
 class EarlyAbort(Fcfs):
-    """Gives up what cannot meet its first-token promise, and serves the newest under overload.
+    """Gives up requests that cannot meet their TTFT SLO; serves the newest first under overload.
 
-    R₁ is the moving average of arrivals, R₂ that of admissions, both by second. Requests whose wait
-    and a prefill exceed the promise are given up; while R₁ > R₂ the newest come first, else the
-    earliest (S-LoRA appendix B).
+    R₁ is the moving average of arrivals, R₂ that of admissions, both a second. Requests are given
+    up whose wait and prefill exceed the SLO; while R₁ > R₂ the newest come first, else the earliest
+    (S-LoRA appendix B).
 
     Attributes:
-        horizon_s: of the moving averages, seconds.
-        prefill_s: the longest time from admission to first token of late.
+        horizon_s: the window of the moving averages, seconds.
+        prefill_s: the longest recent time from admission to first token.
     """
 
     horizon_s: float = 10.0
@@ -137,11 +137,11 @@ class EarlyAbort(Fcfs):
 
 @dataclass
 class FairShare(Fcfs):
-    """The tenant that was served least comes first.
+    """Admits requests of the least served tenant first.
 
-    A tenant that comes back after it had nothing to ask for starts where the least served active
-    one is, so that nobody saves up (virtual token counters: Sheng et al., "Fairness in Serving
-    Large Language Models", §4).
+    A tenant that returns after it had no requests starts at the level of the least served active
+    one, so that nobody saves up (virtual token counters: Sheng et al., "Fairness in Serving Large
+    Language Models", §4).
     """
 
     _served: dict[str, float] = field(default_factory=dict)

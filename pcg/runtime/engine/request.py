@@ -1,13 +1,17 @@
-"""What is asked of the engine, and what it gives back."""
+"""Requests, and their results: chunks and completions."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from pcg.errors import GenerationError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
+from pcg.runtime.model.state import ModelState
 
 
 class RequestFields(SamplingFields, total=False):
@@ -21,16 +25,16 @@ class RequestFields(SamplingFields, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue.
+    """A prompt to continue.
 
     Attributes:
-        prompt_ids: tokens.
-        params: how it is continued.
-        adapter: this version of it serves the request to its end; None for the base.
-        tenant: whom fair scheduling counts it for.
-        ttft_slo_s: the first token is wanted after so long, seconds; None for the engine's own.
-        tpot_slo_s: the mean time a token after the first, seconds; None for the engine's own.
-        timeout_s: given up so long after it came, seconds; None for never.
+        prompt_ids: the prompt's tokens.
+        params: the sampling parameters.
+        adapter: the version of an adapter that serves the request to its end; None for the base.
+        tenant: the tenant that fair scheduling counts it for.
+        ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
+        tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
+        timeout_s: time after which it is given up, seconds; None for never.
     Raises:
         GenerationError: a time is not above 0.
     """
@@ -51,26 +55,26 @@ class Request:
 
     @cached_property
     def virtual_tokens(self) -> int:
-        """Of the adapter's prompt, before the prompt's own."""
+        """Number of virtual tokens of the adapter, before the prompt's own."""
         return 0 if self.adapter is None else self.adapter.prompt_tokens
 
     @cached_property
     def length(self) -> int:
-        """Positions that it takes before anything is generated."""
+        """Number of tokens before anything is generated, virtual ones included."""
         return self.virtual_tokens + len(self.prompt_ids)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt was continued with.
+    """The continuation of a prompt.
 
     Attributes:
-        text: without the stop string; empty without a tokenizer.
-        token_ids: generated, the end token included.
-        finish_reason: `stop` or `length`; `cancelled` or `timed_out` where it was given up.
+        text: the generated text without the stop string; empty without a tokenizer.
+        token_ids: the generated tokens, the end token included.
+        finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up.
         adapter: the adapter's name; None for the base.
         prompt_tokens: length of the prompt.
-        cached_tokens: of the prompt, that were in the KV cache already, by an earlier request.
+        cached_tokens: tokens of the prompt that were in the KV cache already.
     """
 
     text: str
@@ -86,16 +90,72 @@ class Completion:
 
 @dataclass(slots=True)
 class Chunk:
-    """A piece of one prompt's continuation, as it is made.
+    """A part of a prompt's continuation.
 
     Attributes:
-        index: of the prompt.
-        text: new text; may be empty.
-        token_id: the new token; None where the request was given up.
-        completion: the whole, with the last chunk.
+        index: index of the prompt.
+        text: the new text; may be empty.
+        token_id: the new token; None if the request was given up.
+        completion: the completion, in the last chunk.
     """
 
     index: int
     text: str
     token_id: int | None
     completion: Completion | None = None
+
+
+def make_requests(
+    state: ModelState,
+    prompts: Sequence[str | Sequence[int]],
+    adapter: str | Sequence[str | None] | None,
+    sampling: Mapping[str, Any],
+) -> list[Request]:
+    """Make a request of each prompt.
+
+    Args:
+        prompts: texts, or lists of token ids.
+        adapter: one name for all, a name for each prompt, or None for the base.
+        sampling: the fields of `SamplingParams`; a list gives each prompt its own.
+    Raises:
+        GenerationError: an empty prompt, text without a tokenizer, or bad options.
+        AdapterError: there is no adapter of that name.
+    """
+    adapters = state.adapters_of(len(prompts), adapter)
+    return [
+        Request(
+            tuple(_encode(state, prompt, index)),
+            SamplingParams.of(sampling, index, len(prompts)),
+            adapters[index],
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def make_request(
+    state: ModelState,
+    prompt: str | Sequence[int],
+    adapter: str | None,
+    fields: RequestFields,
+) -> Request:
+    """Make a request of one prompt; see `Executor.request`."""
+    own = {name: value for name, value in fields.items() if name in _OWN}
+    sampling = {name: value for name, value in fields.items() if name not in own}
+    (request,) = make_requests(state, [prompt], adapter, sampling)
+    return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+
+
+_OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()
+
+
+def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if state.tokenizer is None:
+        raise GenerationError(
+            "the model came without a tokenizer.json; put one into its directory, or give "
+            "prompts as lists of token ids"
+        )
+    if not prompt:
+        raise GenerationError(f"prompt {index} is empty; give at least one character")
+    return state.tokenizer.encode(prompt)

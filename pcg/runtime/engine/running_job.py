@@ -1,4 +1,4 @@
-"""A finetuning job on the engine's thread, as others see it."""
+"""A running job: the handle of a finetuning job on the engine's thread."""
 
 from __future__ import annotations
 
@@ -7,65 +7,62 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.job import Job, JobState
+from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.training.result import FinetuneResult
 
 
 class RunningJob:
-    """A job that can be awaited, paused, resumed and cancelled; one that is over stays as it is.
+    """A job that can be awaited, paused, resumed and cancelled, until it is over.
+
+    Args:
+        engine: the engine that will run it.
+        call: runs a function between two of the engine's steps.
 
     Attributes:
-        name: of the job and its adapter.
+        name: the name of the job and its adapter.
     """
 
     def __init__(
-        self, name: str, engine: EngineLoop, ask: Callable[[Callable[[], None]], object]
+        self, name: str, engine: EngineLoop, call: Callable[[Callable[[], None]], object]
     ) -> None:
-        """Wait to be taken in.
-
-        Args:
-            name: of the job.
-            engine: that will run it.
-            ask: has something done between two of its steps.
-        """
         self.name = name
         self._engine = engine
-        self._ask = ask
+        self._call = call
         self._job: Job | None = None
         self._early: list[Callable[[str], None]] = []
         self._end: Future[FinetuneResult] = Future()
-        self._end.set_running_or_notify_cancel()  # who stops waiting does not end it
+        self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
 
     @property
     def state(self) -> JobState:
-        """Where it is; a job that could not begin has failed."""
+        """The job's state; a job that could not begin has failed."""
         if self._job is not None:
             return self._job.state
         return JobState.FAILED if self._end.done() else JobState.QUEUED
 
     async def result(self) -> FinetuneResult:
-        """What it came to, once it is over.
+        """Wait for the job's result.
 
         Raises:
-            PcgError: why it failed; FinetuneError where it was cancelled.
+            PcgError: the job failed; FinetuneError if it was cancelled.
         """
         return await asyncio.wrap_future(self._end)
 
     def wait(self, timeout_s: float | None = None) -> FinetuneResult:
-        """The same for threads. TimeoutError: it is not over after so long."""
+        """Wait for the result in a thread. TimeoutError: it is not over after so long."""
         return self._end.result(timeout_s)
 
     def pause(self) -> None:
-        """Leave it as it is after its latest unit."""
+        """Pause the job after its latest unit."""
         self._change(self._engine.pause_job)
 
     def resume(self) -> None:
-        """Go on with it."""
+        """Resume the paused job."""
         self._change(self._engine.resume_job)
 
     def cancel(self) -> None:
-        """End it now; its adapter is as it was published last."""
+        """End the job now; its adapter is as it was last published."""
         self._change(self._engine.cancel_job)
 
     def _change(self, change: Callable[[str], None]) -> None:
@@ -75,19 +72,19 @@ class RunningJob:
             elif not self._job.is_over:
                 change(self.name)
 
-        self._ask(act)
+        self._call(act)
 
     # ------------------------------------------------------------------- the engine's thread
 
     def begin(self, job: Job) -> None:
-        """The engine has taken it in; what was asked of it before is done now."""
+        """Note that the engine runs the job, and apply earlier changes."""
         self._job = job
         for change in self._early:
             if not job.is_over:
                 change(self.name)
 
     def settle(self) -> bool:
-        """Whether it is over; hands on what it came to."""
+        """Pass the result on if the job is over; returns whether it is."""
         job = self._job
         assert job is not None
         if not job.is_over:
@@ -101,6 +98,6 @@ class RunningJob:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End by an error, unless it is over."""
+        """End with an error, unless it is over."""
         if not self._end.done():
             self._end.set_exception(error)

@@ -1,13 +1,13 @@
-"""The hybrid token scheduler: what the next step runs.
+"""The hybrid token scheduler: plans what the next step runs.
 
-An iteration takes one token of every sequence that decodes, then chunks of prompts, then as many
+An iteration runs one token of every sequence that decodes, then chunks of prompts, then as many
 finetuning tokens as fit (FlexLLM v2 §6.2):
 
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
-Backward units follow in the time that is left. The SLO of a step is the least time that any of its
-requests may wait for its next token. Prompts are admitted while there are pages; when pages run out
-the latest admitted sequence gives its own up and is computed again later.
+Backward units follow in the remaining time. The SLO of a step is the least of its requests' SLOs
+per token. Prompts are admitted while there are pages; when pages run out, the sequence admitted
+last gives its own up and is computed again later.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 
 _LAST_ROW = Load(sampled=1)
-"""A prompt's last token is sampled after."""
+"""The load of sampling after a prompt's last token."""
 
 
 class Scheduler:
-    """Decides what runs; has no tokens of its own, so that a simulator uses it as the engine does.
+    """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
+
+    Args:
+        policy: the order of admission; first come, first served by default.
+        prefixes: the blocks that requests share; None if they share none.
 
     Attributes:
-        waiting: in the order in which they came; preempted ones first. The keys of a dict, as
-            `running`, so that any of many leaves at once.
-        running: in the order of their admission.
-        forward: latency of a step's forward; None where no promise depends on it.
-        on_preempted: is told of each sequence that gives its pages up.
-        fetch: has adapters with pages copied beside what runs, in the order of their turns.
-        is_copying: whether one is being copied, so that a step that runs it would wait.
+        waiting: waiting requests in the order in which they came, preempted ones first; the keys of
+            a dict, like `running`, so that any of many leaves at once.
+        running: admitted requests, in the order of their admission.
+        forward: latency of a step's forward; None if no SLO depends on it.
+        on_preempted: called with each sequence that is preempted.
+        prefetch: copies adapters with pages beside what runs, in the order of their turns.
+        is_copying: returns whether an adapter is being copied, so that a step would wait for it.
     """
 
     def __init__(
@@ -54,15 +58,6 @@ class Scheduler:
         policy: Policy | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        """Start with nothing.
-
-        Args:
-            pool: of pages.
-            adapters: that have some of them.
-            limits: of a step.
-            policy: first come, first served by default.
-            prefixes: blocks that requests share; None where they share none.
-        """
         self.pool = pool
         self.adapters = adapters
         self.limits = limits
@@ -78,11 +73,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a request
 
     def why_never(self, sequence: Sequence, reserved: int = 0) -> str | None:
-        """Why a request can never run; None if it can.
+        """Return the reason why a request can never run; None if it can.
 
         Args:
-            sequence: of the request.
-            reserved: pages that finetuning may hold.
+            reserved: number of pages that finetuning may hold.
         """
         adapter = sequence.request.adapter
         need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
@@ -96,15 +90,15 @@ class Scheduler:
         )
 
     def pages_of(self, sequence: Sequence) -> int:
-        """Pages that a sequence and its adapter need at most."""
+        """Count the pages that a sequence and its adapter need at most."""
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     def add(self, sequence: Sequence) -> None:
-        """Have a sequence wait."""
+        """Add a waiting sequence."""
         self.waiting[sequence] = None
 
     def drop(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free what it has."""
+        """Remove a sequence, wherever it is, and free its pages."""
         if sequence in self.running:
             del self.running[sequence]
             self._free(sequence)
@@ -112,13 +106,16 @@ class Scheduler:
             del self.waiting[sequence]
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop what the pool holds of an adapter that is removed, replaced or changed."""
+        """Drop the pages of an adapter that is removed, replaced or changed."""
         self.adapters.forget(adapter)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 
     def abandon(self) -> list[Sequence]:
-        """Have all that run wait, and return them: nobody knows what a step wrote that failed."""
+        """Put all running sequences back after a failed step; returns them.
+
+        What the step wrote is unknown, so shared blocks are dropped, too.
+        """
         abandoned = list(reversed(self.running))
         for sequence in abandoned:
             self._put_back(sequence)
@@ -127,22 +124,20 @@ class Scheduler:
         return abandoned
 
     def queue(self, now_s: float) -> Queue:
-        """What a policy sees."""
+        """Return the requests that a policy orders."""
         return Queue(now_s, self.waiting, self.running)
 
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        """What to serve now: admits, preempts, and gives pages out."""
-        slos, slacks = [], []
-        for sequence in self.running:
-            promise = sequence.promise(now_s)
-            if promise is not None:
-                slos.append(promise[0])
-                slacks.append(promise[1])
-        plan = StepPlan(min(slos, default=None), min(slacks, default=math.inf))
+        """Plan a step: admit, preempt, and give pages out."""
+        slos = [slo for one in self.running if (slo := one.tpot_slack(now_s)) is not None]
+        plan = StepPlan(
+            min((slo_s for slo_s, _ in slos), default=None),
+            min((slack_s for _, slack_s in slos), default=math.inf),
+        )
         prompts = []
-        # The latest, who may give their pages up, leave at the ends of what is gone through.
+        # Preempted sequences leave at the ends of these lists.
         left = list(self.running)
         for sequence in left:
             if sequence.pending > 1:
@@ -157,18 +152,17 @@ class Scheduler:
                 self._run(plan, sequence, tokens)
         if self.waiting:
             self._admit(plan, self._next(now_s), now_s)
-        plan.is_awaited |= bool(self.waiting)
+        plan.awaits_first_token |= bool(self.waiting)
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
-        """Give a sequence pages for its next tokens, where it lacks some.
+        """Give a sequence pages for its next tokens, if it lacks some.
 
         Args:
-            sequence: that runs.
-            tokens: that it goes on with.
-            left: it and those behind it; the last give their pages up while others are too few.
+            tokens: the number of its next tokens.
+            left: the sequence and those after it; the last are preempted while pages are too few.
         Returns:
-            Whether it has them; it may have had to give its own up.
+            True if it has them; False if it was preempted itself.
         """
         table, end = _table(sequence), sequence.cached + tokens
         if end <= len(table.pages) * PAGE_TOKENS:
@@ -209,10 +203,10 @@ class Scheduler:
         sequence.cached = 0
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
-        """Tokens of a prompt that fit into the step; 0 for none."""
+        """Return how many tokens of a prompt fit into the step; 0 for none."""
         room = self.limits.tokens - plan.tokens
-        if self.forward is not None and plan.promised_s is not None:
-            seconds, load = min(plan.promised_s, plan.slack_s), plan.load + _LAST_ROW
+        if self.forward is not None and plan.tpot_slo_s is not None:
+            seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
             fitting = self.forward.tokens_within(seconds, sequence.cached, load)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
@@ -220,9 +214,10 @@ class Scheduler:
         return min(sequence.pending, room)
 
     def _next(self, now_s: float) -> list[Sequence]:
-        """Those that can be admitted now, in the policy's order; fetches the next adapters.
+        """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
 
-        While something runs, a request whose adapter is on its way waits for that: the step would.
+        While something runs, a request waits until its adapter is copied: the step would wait for
+        it.
         """
         places = max(self.limits.running - len(self.running), 0)
         order = self.policy.order(self.queue(now_s))
@@ -237,7 +232,7 @@ class Scheduler:
         return adapter is not None and self.is_copying(adapter)
 
     def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
-        """Admit what waits while there is room."""
+        """Admit waiting sequences while there is room."""
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
@@ -256,24 +251,23 @@ class Scheduler:
             self._run(plan, sequence, tokens)
 
     def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
-        # A prompt alone in a step runs as a whole, however long.
-        if not plan.chunks and plan.promised_s is None:
+        # A prompt that is alone in a step runs as a whole, however long.
+        if not plan.chunks and plan.tpot_slo_s is None:
             return sequence.pending
         return self._chunk(plan, sequence)
 
     def _give_pages(self, sequence: Sequence, reach: int) -> bool:
-        """Give a sequence the pages of its tokens so far, and its adapter; False: no room.
+        """Give a sequence pages for its tokens so far, and its adapter; False if there is no room.
 
         Args:
-            sequence: that waits.
-            reach: pages that the others have and keep, each at most.
+            reach: the most pages that another sequence has or keeps.
         """
         adapter = sequence.request.adapter
         need = pages_for(sequence.length)
         if sequence.table is not None:
             need -= len(sequence.table.pages)
         of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
-        # One page for each that runs keeps the newcomer from being the next to be preempted.
+        # One free page for each running sequence keeps the newcomer from being preempted next.
         if need + of_adapter + len(self.running) > self.pool.free + self.adapters.idle_pages:
             return False
         if adapter is not None and not self.adapters.bring(adapter):
@@ -288,17 +282,17 @@ class Scheduler:
         return True
 
     def _expected_pages(self, sequence: Sequence, reach: int) -> int:
-        """Pages to keep for a sequence: as many for all, so that they lie at equal distances.
+        """Return the pages to keep for a sequence, alike for all to lie at equal distances.
 
-        Attention takes sequences at equal distances in one call. What is kept is anyone's when no
-        other page is free.
+        Attention takes sequences at equal distances in one call. Kept pages are given to others
+        when no other page is free.
         """
         need = max(sequence.most_pages, reach)
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
     def _prefetch(self, in_turn: list[Sequence]) -> None:
-        """Page the adapters of those that there will be room for in, and have them copied."""
+        """Page in the adapters of the next requests that there will be room for, and copy them."""
         there: dict[int, ServedAdapter] = {}
         room = self.pool.free + self.adapters.idle_pages - len(self.running)
         for sequence in in_turn:
@@ -317,7 +311,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """AssertionError: a page is lost or in two places, or a sequence is in a wrong list."""
+        """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
         self.pool.check_integrity()
         self.adapters.check_integrity()
         if self.prefixes is not None:

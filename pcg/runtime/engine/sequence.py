@@ -1,4 +1,4 @@
-"""A request's state in the engine, from its submission to its end."""
+"""A sequence: a request's state in the engine, from its submission to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pcg.runtime.text.stopping import StopChecker
 
 
 class State(StrEnum):
-    """Where a request is. Only the first two can change."""
+    """The state of a request; only the first two can change."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -27,29 +27,29 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request on its way.
+    """A request in the engine.
 
     Attributes:
-        id: of the request, in events.
-        number: of the request, in order of submission.
-        request: what was asked.
-        limit: tokens to generate at most.
+        id: the request's id, in events.
+        number: the request's number, in order of submission.
+        request: the request.
+        limit: the most tokens to generate.
         submitted_s: when it came, on the engine's clock.
         stop_ids: tokens that end it.
         decoder: makes text of its tokens; None without a tokenizer.
-        sampler: random numbers of its own; None where it takes the likeliest token.
-        ttft_slo_s: promise for its first token, seconds; None for none.
-        tpot_slo_s: promise for the time a token, seconds; None for none.
-        state: where it is.
+        sampler: its random number generator; None if it is greedy.
+        ttft_slo_s: SLO of the time to its first token, seconds; None for none.
+        tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
+        state: its state.
         table: its pages in the KV cache while it runs.
-        cached: tokens whose keys and values these hold, virtual ones too.
-        length: tokens so far, virtual ones too.
-        generated: tokens so far; they stay when its pages are taken from it.
+        cached: number of its tokens whose keys and values are cached, virtual ones included.
+        length: number of its tokens, virtual ones included.
+        generated: its generated tokens, which it keeps when it is preempted.
         first_token_s: when the first token came; None before.
-        version: whose blocks it shares, where blocks are shared.
-        digests: of its blocks, as far as they are known.
-        known: tokens that were computed for it or found, up to its prompt's last.
-        found: tokens of its prompt that were found and not computed.
+        version: the version whose blocks it shares; None if blocks are not shared.
+        digests: the digests of its blocks, as far as they are known.
+        known: number of its tokens that were computed or found, up to its prompt's last.
+        found: number of its prompt's tokens that were found and not computed.
     """
 
     id: str
@@ -85,26 +85,26 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that the cache lacks: all at first, then the latest."""
+        """Number of tokens that are not cached: all at first, then the latest."""
         return self.length - self.cached
 
     @property
     def most_pages(self) -> int:
-        """Pages that it will need at most: the last token is never cached."""
+        """The most pages that it will need: the last token is never cached."""
         return pages_for(self.request.length + self.limit - 1)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Some of its tokens; virtual ones have any id."""
+        """Return some of its tokens; virtual ones have any id."""
         virtual, prompt = self.request.virtual_tokens, self.request.prompt_ids
         if start >= self.request.length:
             return self.generated[start - self.request.length : stop - self.request.length]
         whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
         return whole[start:stop]
 
-    def promise(self, now_s: float) -> tuple[float, float] | None:
-        """The promised time a token, and how long until the next token breaks it.
+    def tpot_slack(self, now_s: float) -> tuple[float, float] | None:
+        """Return its TPOT SLO, and how long until the next token would violate it.
 
-        None where nothing was promised, or the first token is still to come.
+        None without such an SLO, or before the first token.
         """
         slo = self.tpot_slo_s
         if slo is None or self.first_token_s is None:
@@ -112,7 +112,7 @@ class Sequence:
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
     def accept(self, token: int) -> Chunk:
-        """Take a sampled token; the chunk carries the completion if it was the last."""
+        """Append a sampled token; its chunk carries the completion if it is the last."""
         self.generated.append(token)
         self.length += 1
         ended = token in self.stop_ids
@@ -132,7 +132,7 @@ class Sequence:
         reason = "stop" if ended or self._stop.matched is not None else "length"
         return Chunk(self.number, text, token, self._completion(reason))
 
-    def give_up(self, state: State) -> Chunk:
+    def end(self, state: State) -> Chunk:
         """End it before its last token."""
         self.state = state
         return Chunk(self.number, "", None, self._completion(state.value))

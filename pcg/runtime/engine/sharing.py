@@ -1,15 +1,15 @@
-"""How serving and finetuning share the device: what of finetuning goes into a step.
+"""Sharing: how much finetuning goes into each step beside serving.
 
-    CoServing         as much as fits beside the step's requests within their promises
+    CoServing         as much as fits beside the step's requests within their SLOs
     TemporalSharing   nothing for n steps, then one whole mini-batch and no requests
-    SpatialSharing    a fixed part of the time, whatever was promised
+    SpatialSharing    a fixed share of the time, whatever the SLOs
     InferenceOnly     nothing
 
-The first is the engine's own; the others are what it is compared with. While nothing is served all
+The first is the engine's own; the others are what it is compared with. While nothing is served, all
 but the last train: nothing is gained by leaving the device idle.
 
 Source: FlexLLM v2 §6.2 for the first, §2 and §8.2 (figure 11) for the second and third. There the
-two run at once on parts of a GPU; here a part of each step's time stands for a part of the device.
+two run at once on parts of a GPU; here a share of each step's time stands for a part of the device.
 """
 
 from __future__ import annotations
@@ -27,52 +27,40 @@ from pcg.runtime.training.work_units import Forward
 
 @dataclass
 class Step:
-    """A step, as a rule sees it.
-
-    Attributes:
-        limits: of any step.
-        latencies: of work here; None where they are not known.
-        promised_s: the least promised time a token; None where nothing is promised.
-        slack_s: that the step may take before a promise is broken; it grows with steps that took
-            less than was promised.
-        load: of requests, and of the finetuning tokens that were added so far.
-        is_served: whether requests are in it.
-        is_awaited: whether a request waits for its first token.
-        units: that went back, so far.
-    """
+    """A step, as the rules of sharing see it."""
 
     limits: Limits
     latencies: Latencies | None
-    promised_s: float | None = None
+    tpot_slo_s: float | None = None
     slack_s: float = math.inf
     load: Load = field(default_factory=Load)
     is_served: bool = False
-    is_awaited: bool = False
+    awaits_first_token: bool = False
     units: int = 0
 
     def most_seconds(self, burst: float = 1.0) -> float:
-        """That a step may take whose requests have all the slack that they can use.
+        """Return the most time that a step may take if its requests have all the slack.
 
-        So many promised times a token, and no longer than a request that comes may have to wait.
+        That is `burst` times the TPOT SLO, and no longer than a new request may have to wait.
         """
         idle = self.limits.idle_step_s
-        return idle if self.promised_s is None else burst * min(self.promised_s, idle)
+        return idle if self.tpot_slo_s is None else burst * min(self.tpot_slo_s, idle)
 
     def seconds(self, burst: float = 1.0) -> float:
-        """That the step may take: so long, and no longer than there is slack.
+        """Return the time that the step may take: `most_seconds`, and no more than the slack.
 
-        While a request waits for its first token, one promised time at most.
+        While a request waits for its first token, it is one TPOT SLO at most.
         """
-        return min(self.most_seconds(1.0 if self.is_awaited else burst), self.slack_s)
+        return min(self.most_seconds(1.0 if self.awaits_first_token else burst), self.slack_s)
 
 
 class Sharing(ABC):
-    """Says what of finetuning goes into a step.
+    """Decides how much finetuning goes into a step.
 
     Attributes:
-        trains: whether finetuning comes to its end; a job waits forever otherwise.
-        needs_latencies: whether it goes by how long work takes, promises or not.
-        burst: promised times a token that a step may last where its requests have the slack.
+        trains: whether jobs come to their ends; otherwise they wait forever.
+        needs_latencies: whether it depends on predicted times even without SLOs.
+        burst: how many times its TPOT SLO a step may last if its requests have the slack.
     """
 
     trains = True
@@ -80,63 +68,65 @@ class Sharing(ABC):
     burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
-        """Whether the next step may serve requests.
+        """Return whether the next step may serve requests.
 
         Args:
             has_work: whether a job has something to run.
         """
         return True
 
-    def begin(self, step: Step) -> None:  # noqa: B027 (nothing follows from it for most)
-        """Hear of a step before any finetuning is in it."""
+    def begin(self, step: Step) -> None:  # noqa: B027 (most rules do nothing)
+        """Note a step before any finetuning is in it."""
 
     @abstractmethod
     def forward(self, step: Step, unit: Forward) -> int:
-        """The most tokens of a job that go forward in the step."""
+        """Return the most tokens of a job that go forward in the step."""
 
     @abstractmethod
     def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
-        """Whether units of so much work run in the step, which began so long ago."""
+        """Return whether backward units of this load run in the step.
+
+        Args:
+            elapsed_s: time since the step began.
+        """
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
-        """Hear of backward units that took so long."""
+        """Note the time of backward units."""
 
 
 class CoServing(Sharing):
-    """As much as fits within the promises: s = argmax f(c, s) ≤ SLO, and units in what is left.
+    """Fits as much as the SLOs allow: s = argmax f(c, s) ≤ SLO, and units in the remaining time.
 
     A window of s tokens takes C for itself, forward and in each layer's backward, and m a token:
 
         efficiency    e(s) = s · m / (C + s · m)
 
-    A step that has room for s, where it would have room for S with all the slack that a step can
-    use, takes a window where
+    A step with room for s, which would have room for S with all the slack that a step can use,
+    runs a window if
 
         e(s) ≥ d · min(e(S), 0.93)
 
-    and otherwise leaves it to the next ones, for which slack is saved. d falls from 0.99 with every
-    step that takes none, so that windows come however small the rooms stay, and rises again with
-    larger ones. What is left of a batch is split evenly over the windows that it needs.
+    and otherwise saves the slack for later steps. The demand d falls from 0.99 with every step
+    without a window, so that windows come however small the rooms stay, and rises again with larger
+    ones. The rest of a batch is split evenly over the windows that it needs.
+
+    Args:
+        burst: how many times the TPOT SLO a gap between a request's tokens may last, while their
+            mean stays within the SLO; 1 keeps every step within it. docs/engine.md shows what
+            larger values gain and cost.
 
     Attributes:
-        burst: a step may last so many promised times a token where the slack of all its requests
-            allows it, as those before took less, and none waits for its first token.
+        burst: how many times its TPOT SLO a step may last, if all its requests have the slack and
+            none waits for its first token.
+    Raises:
+        FinetuneError: burst is below 1.
     """
 
     def __init__(self, burst: float = 4.0) -> None:
-        """Save nothing yet.
-
-        Args:
-            burst: gaps between a request's tokens may get so many promised times long, while their
-                mean stays within the promise; 1 keeps every step within it. What larger ones train
-                more, and what they cost, is in docs/engine.md.
-        Raises:
-            FinetuneError: it is below 1.
-        """
         if not burst >= 1:
-            raise FinetuneError(f"burst={burst:g}; use at least 1 promised time a token")
+            raise FinetuneError(f"burst={burst:g}; use at least 1, the TPOT SLO itself")
         self.burst = burst
-        self._demanded = _DEMANDED
+        self._demand = _DEMAND
         self._last = 0
 
     def forward(self, step: Step, unit: Forward) -> int:
@@ -146,25 +136,25 @@ class CoServing(Sharing):
             return room if step.is_served else unit.remaining
         there = self._window(step, unit, latencies, step.seconds(self.burst))
         if there < 1:
-            # Longer than a step may take; where nothing is served, it would wait forever.
+            # Even the least window takes longer than a step may; alone, it runs all the same.
             is_alone = not step.is_served and not step.load.windows
             return min(unit.remaining, step.limits.least_chunk) if is_alone else 0
         most = self._window(step, unit, latencies, step.most_seconds(self.burst))
         enough = min(_efficiency(unit, latencies, most), _ENOUGH)
         of_most = _efficiency(unit, latencies, there) / enough
-        if of_most < self._demanded:
-            self._demanded *= _GROWING if there > self._last else _STILL
+        if of_most < self._demand:
+            self._demand *= _DECAY_GROWING if there > self._last else _DECAY
             self._last = there
             return 0
-        self._demanded, self._last = min(_DEMANDED, _MORE * of_most), 0
+        self._demand, self._last = min(_DEMAND, _RISE * of_most), 0
         return there
 
     def _window(self, step: Step, unit: Forward, latencies: Latencies, seconds: float) -> int:
-        """Tokens of a window in a step that may take so long, if the rest has windows like it."""
+        """Return the tokens of a window that fits into `seconds`, in an even split of the rest."""
         room = step.limits.tokens - step.load.tokens
         load = step.load + Load(windows=1)
         fitting = latencies.forward.tokens_within(seconds, unit.context, load, is_trained=True)
-        # One layer of the window has to fit into any step on its way back, too.
+        # One layer of the window's backward must fit into any step, too.
         back = latencies.backward.tokens_within(step.most_seconds() / 2, unit.context, Load())
         most = min(room, fitting, max(back, 1))
         return -(-unit.remaining // -(-unit.remaining // most)) if most > 0 else 0
@@ -178,7 +168,7 @@ class CoServing(Sharing):
 
 
 def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
-    """Of a window's time, forward and back, what its tokens take; the rest is its constant."""
+    """Return the share of a window's time, forward and backward, that its tokens take."""
     forward, backward, layers = latencies.forward, latencies.backward, unit.layers
     window, of_tokens = Load(windows=1), Load.of_window(tokens, unit.context)
     constant_s = forward.seconds(window) - forward.seconds(Load())
@@ -189,20 +179,21 @@ def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
 
 
 _ENOUGH = 0.93
-"""Efficiency of a window that no larger one is waited for; what is left to gain is little."""
-_DEMANDED = 0.99
-"""Of the efficiency of the largest window, that one has at least, while steps may offer it."""
-_GROWING, _STILL = 0.995, 0.95
-"""Of what is demanded, after a step with no window, with more room than the last or not."""
-_MORE = 1.1
-"""Of what a window had, demanded of the next."""
+"""The efficiency above which no larger window is waited for: little is left to gain."""
+_DEMAND = 0.99
+"""The first demand, as a share of the efficiency of the largest window."""
+_DECAY_GROWING, _DECAY = 0.995, 0.95
+"""Decay of the demand after a step without a window, with more room than the last one or not."""
+_RISE = 1.1
+"""The next window must reach 1.1 times this one's efficiency."""
 
 
 class TemporalSharing(Sharing):
-    """After so many steps that serve comes one that takes a mini-batch forward and all the way.
+    """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
 
     Attributes:
-        frequency: n, steps that serve between two that train; FlexLLM v2 figure 11 has 64 to 512.
+        frequency: n, the number of serving steps between two that train; FlexLLM v2 figure 11 has
+            64 to 512.
     """
 
     def __init__(self, frequency: int = 128) -> None:
@@ -225,13 +216,13 @@ class TemporalSharing(Sharing):
 
 
 class SpatialSharing(CoServing):
-    """A fixed part of the time of steps that serve, whatever was promised.
+    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs.
 
     Steps whose requests take t seconds earn share / (1 - share) · t for finetuning; a unit runs
     once its seconds are earned.
 
     Attributes:
-        share: of the time, that finetuning gets; above 0 and below 1.
+        share: the share of the time that finetuning gets; above 0 and below 1.
     """
 
     needs_latencies = True
@@ -254,7 +245,7 @@ class SpatialSharing(CoServing):
         if step.is_served:
             served_s = step.latencies.forward.seconds(step.load)
             self._step_s = self.share / (1 - self.share) * served_s
-        # While nothing is served finetuning has all; nothing is owed for it, and nothing saved up.
+        # While nothing is served, finetuning has all the time, and neither owes nor earns any.
         self._earned_s = self._earned_s + self._step_s if step.is_served else 0.0
 
     def forward(self, step: Step, unit: Forward) -> int:
@@ -288,7 +279,7 @@ class SpatialSharing(CoServing):
 
 
 class InferenceOnly(Sharing):
-    """Nothing: jobs wait."""
+    """Runs no finetuning: jobs wait."""
 
     trains = False
 

@@ -1,4 +1,4 @@
-"""What the scheduler has one step serve."""
+"""The plan of a step: what the scheduler has it serve."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from pcg.runtime.model.load import Load, keys_of
 
 @dataclass
 class StepPlan:
-    """What one step serves.
+    """The sequences that one step serves, and their load.
 
     Attributes:
-        promised_s: the least promised time a token; None where nothing is promised.
-        slack_s: until the first promise is broken; it grows with steps that took less.
+        tpot_slo_s: the least TPOT SLO of its requests; None without any.
+        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
         chunks: sequences, and how many of their pending tokens run.
-        admitted: those that begin, or begin again.
-        tokens: of all of them.
-        keys: that attention reads for these.
-        sampled: rows of logits: of sequences whose pending tokens all run.
-        is_awaited: whether a request waits for its first token, in the step or for its turn.
+        admitted: the sequences that begin, or begin again.
+        tokens: tokens of all chunks.
+        keys: keys that attention reads for these.
+        sampled: rows of logits, of sequences whose pending tokens all run.
+        awaits_first_token: whether a request waits for its first token, running or queued.
     """
 
-    promised_s: float | None = None
+    tpot_slo_s: float | None = None
     slack_s: float = math.inf
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
     sampled: int = 0
-    is_awaited: bool = False
+    awaits_first_token: bool = False
 
     @property
     def load(self) -> Load:
-        """Of all chunks."""
+        """The load of all chunks."""
         return Load(self.tokens, self.keys, self.sampled)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
@@ -44,4 +44,4 @@ class StepPlan:
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
         self.sampled += tokens == sequence.pending
-        self.is_awaited |= sequence.first_token_s is None
+        self.awaits_first_token |= sequence.first_token_s is None

@@ -1,4 +1,4 @@
-"""The device side of the engine: the emitted program with weights, adapters and the KV cache."""
+"""The step runner: runs the engine's steps on a program with adapters and a KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
-from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
+from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
@@ -36,11 +36,14 @@ from pcg.runtime.training.work_units import Backward, Forward
 class StepRunner:
     """Runs steps of the engine on one program.
 
+    Args:
+        cache: keys and values of all sequences.
+
     Attributes:
         cache: keys and values of all sequences.
-        side: for backward units on a GPU; None elsewhere, and over ranks, where collectives of both
-            would have to come in one order.
-        graphs: recorded decode steps; None where the program has none.
+        side: runs backward units on a GPU; None on other devices, and over ranks, where the
+            collectives of both would need one order.
+        graphs: recorded decode steps; None if the program has none.
     """
 
     def __init__(self, state: ModelState, cache: KvCache, adapters: AdapterCache) -> None:
@@ -60,12 +63,12 @@ class StepRunner:
         self.graphs = decode_graphs(self._runner, self._tables, self.cache, self._device)
 
     def use(self, program: ServingProgram) -> None:
-        """Go on with a program for other adapter sites."""
+        """Serve by a program for other adapter sites."""
         self._tables.close()
         self._bind(program)
 
     def open(self, request: Request, number: int) -> Sequence:
-        """A request's state, before anything ran.
+        """Return the state of a new request.
 
         Raises:
             GenerationError: the prompt is empty, or longer than the model's positions.
@@ -84,7 +87,7 @@ class StepRunner:
         )
 
     def _limit(self, number: int, request: Request) -> int:
-        """Tokens to generate at most."""
+        """Return the most tokens to generate."""
         length = request.length
         if not request.prompt_ids:
             raise GenerationError(f"prompt {number} has no tokens; give at least one")
@@ -100,25 +103,23 @@ class StepRunner:
         return min(request.params.max_new_tokens, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
         self._tables.prefetch(cast("List[Adapter]", adapters))
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Whether one is being copied, so that a step that runs it would wait."""
         return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
-        """Have an adapter's pages free for others."""
         self._tables.evict(cast("Adapter", adapter))
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Callable[[], list[int]]:
-        """Run sequences' next tokens and windows of jobs, the base's products together.
+        """Run sequences' next tokens and windows of jobs, with the base's products merged.
 
         Returns:
-            What waits for the device, and returns for each sequence the token that follows; any
-            where more are pending.
+            A function that waits for the device, and returns the token that follows each sequence;
+                it
+            is meaningless where more tokens are pending.
         """
         if self.side is not None:
             self.side.begin()
@@ -144,7 +145,7 @@ class StepRunner:
     def _decoded(
         self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
     ) -> Tensor | None:
-        """The token after each sequence, by a recorded step; None where none serves them all."""
+        """Return the token after each sequence by a recorded step; None if no graph serves it."""
         sequences = [sequence for sequence, _ in chunks]
         if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
             return None
@@ -162,10 +163,10 @@ class StepRunner:
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
     ) -> tuple[List[int], Tensor | None]:
-        """Run a step.
+        """Run a step eagerly.
 
         Returns:
-            Places of the sequences whose pending tokens all ran, and the token after each.
+            The indices of the sequences whose pending tokens all ran, and the token after each.
         """
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
@@ -173,18 +174,18 @@ class StepRunner:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
             assert isinstance(unit, ForwardUnit)
-            functions.append(unit.whole.forward_requests(count))
+            functions.append(unit.training_pass.forward_requests(count))
         if not windows:
             with torch.inference_mode():
                 found = [run_single(function) for function in functions]
         else:
-            # What windows keep is read, and what is written over it, outside inference mode.
+            # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
         return served.ready, self._sampled(served, found[0]) if served.ready else None
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
-        """The token after each sequence whose pending tokens all ran."""
+        """Return the token after each sequence whose pending tokens all ran."""
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
@@ -192,12 +193,12 @@ class StepRunner:
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
     ) -> Tensor:
-        """The token after each sequence.
+        """Choose the token after each sequence.
 
         Args:
-            sequences: in the order of the logits.
-            logits: of their last tokens.
-            likeliest: token of each, where it is known.
+            sequences: the sequences in the order of the logits.
+            logits: logits of their last tokens.
+            likeliest: the likeliest token of each, if it is known.
         """
         params = [sequence.request.params for sequence in sequences]
         history = None
@@ -210,11 +211,11 @@ class StepRunner:
         return broadcast_from_first(self._runner.ranks, found)
 
     def back(self, units: List[Backward]) -> None:
-        """Run backward units of one layer, the base's products together."""
+        """Run backward units of one layer, with the base's products merged."""
         functions = []
         for unit in units:
             assert isinstance(unit, BackwardUnit)
-            functions.append(unit.whole.backward_requests())
+            functions.append(unit.training_pass.backward_requests())
         with torch.no_grad():
             run_merged(functions)
 
@@ -226,14 +227,14 @@ class _Served:
         chunks: sequences, and how many of their pending tokens run.
         batch: these tokens.
         bound: their adapters.
-        ready: places of those whose pending tokens all run: after others nothing is sampled.
+        ready: indices of the sequences whose pending tokens all run, which are sampled after.
     """
 
     def __init__(
         self,
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
-        stacks: PaddedTables,
+        tables: PaddedTables,
         cache: KvCache,
         device: torch.device,
     ) -> None:
@@ -255,11 +256,11 @@ class _Served:
             spans.append(Span(first, count, start, sequence.table, virtual))
         self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
         self._adapters = adapters
-        self.bound = stacks.bind(self._adapters, [span.length for span in spans])
+        self.bound = tables.bind(self._adapters, [span.length for span in spans])
 
-    def sampled_rows(self, stacks: PaddedTables) -> tuple[Tensor | None, Bound | None]:
-        """Tokens that are sampled after, and their adapters; None where that is all tokens."""
+    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
+        """Return the tokens that are sampled after, and their adapters; None for all tokens."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None
         adapters = [self._adapters[i] for i in self.ready]
-        return self.batch.last_tokens(self.ready), stacks.bind_epilogue(adapters)
+        return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)

@@ -1,4 +1,4 @@
-"""A request's output as it is made by the engine's thread, for threads and for coroutines."""
+"""Streams: a request's output from the engine's thread, for threads and for coroutines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ class Stream:
 
     The last chunk carries the completion, also of a request that was cancelled or timed out. An
     error, such as a refusal, is raised where the next chunk would come.
+
+    Args:
+        cancel: cancels the request.
     """
 
     def __init__(self, cancel: Callable[[Stream], None]) -> None:
-        """Wait for the first chunk.
-
-        Args:
-            cancel: gives the request up.
-        """
         self._cancel = cancel
         self._chunks: deque[Chunk] = deque()
-        self._came = Condition()
+        self._changed = Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._end: Future[Completion] = Future()
-        self._end.set_running_or_notify_cancel()  # a reader that stops waiting does not end it
+        self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
 
     @property
     def is_over(self) -> bool:
-        """Whether no more chunks come."""
+        """True if no more chunks come."""
         return self._end.done()
 
     def cancel(self) -> None:
-        """Give the request up, wherever it is; one that is over stays as it is."""
+        """Cancel the request, unless it is over."""
         if not self.is_over:
             self._cancel(self)
 
@@ -49,8 +47,8 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        with self._came:
-            self._came.wait_for(lambda: self._chunks or self.is_over)
+        with self._changed:
+            self._changed.wait_for(lambda: self._chunks or self.is_over)
             return self._take(StopIteration)
 
     def __aiter__(self) -> Self:
@@ -59,7 +57,7 @@ class Stream:
     async def __anext__(self) -> Chunk:
         loop = asyncio.get_running_loop()
         while True:
-            with self._came:
+            with self._changed:
                 if self._chunks or self.is_over:
                     return self._take(StopAsyncIteration)
                 waiter = loop.create_future()
@@ -69,40 +67,40 @@ class Stream:
     def _take(self, end: type[Exception]) -> Chunk:
         if self._chunks:
             return self._chunks.popleft()
-        self._end.result()  # raises what it ended by
+        self._end.result()  # raises the error that it ended with
         raise end
 
     async def completion(self) -> Completion:
-        """The whole, once it is there; chunks need not be read for it.
+        """Wait for the completion; chunks need not be read for it.
 
         Raises:
-            GenerationError: the engine refused it.
+            GenerationError: the engine refused the request.
             EngineError: the engine's thread has ended.
         """
         return await asyncio.wrap_future(self._end)
 
     def wait(self, timeout_s: float | None = None) -> Completion:
-        """The same for threads. TimeoutError: it is not there after so long."""
+        """Wait for the completion in a thread. TimeoutError: it is not there after so long."""
         return self._end.result(timeout_s)
 
     # ------------------------------------------------------------------- the engine's thread
 
     def put(self, chunk: Chunk) -> None:
-        """Hand a chunk on; the one with the completion is the last."""
-        with self._came:
+        """Add a chunk; the one with the completion is the last."""
+        with self._changed:
             self._chunks.append(chunk)
             if chunk.completion is not None:
                 self._end.set_result(chunk.completion)
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End by an error."""
-        with self._came:
+        """End with an error."""
+        with self._changed:
             self._end.set_exception(error)
             self._wake()
 
     def _wake(self) -> None:
-        self._came.notify_all()
+        self._changed.notify_all()
         for loop, waiter in self._waiters:
             with contextlib.suppress(RuntimeError):  # the reader's loop was closed
                 loop.call_soon_threadsafe(_set, waiter)

@@ -1,1 +1,1 @@
-"""Metrics of serving and finetuning, read from the event log."""
+"""The event log, and metrics of serving and finetuning that are read from it."""

@@ -13,9 +13,9 @@ and of the papers:
     attainment    share of requests that finish within both SLOs, TTFT and TPOT    FlexLLM v2 §8
     satisfaction  mean of 1 − (TTFT / SLO)², 0 beyond the SLO                      S-LoRA appendix B
 
-Latencies are those of finished requests. Attainment and satisfaction count every request but those
-that were cancelled, which is their sender's will: one that was refused, timed out, failed or has
-not finished attains nothing.
+Latencies are of finished requests. Attainment and satisfaction count all requests except those that
+their senders cancelled: one that was refused, timed out, failed or has not finished attains
+nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.events import Event, Kind
 from pcg.runtime.metrics.distribution import Distribution
+from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.timelines import Outcome, Slo, Timeline, number, timelines
 
 NO_TENANT = "-"
-"""Stands for the requests without a tenant."""
+"""The name of the requests without a tenant."""
 
 
 @dataclass(frozen=True)
 class Fairness:
-    """Service between tenants, in tokens: prompts that were read and outputs that came.
+    """Service between tenants, in tokens of prompts that were read and of outputs.
 
     Attributes:
         service: tokens by tenant, `-` for requests without one.
@@ -46,7 +46,7 @@ class Fairness:
 
     @property
     def max_min_ratio(self) -> float | None:
-        """Most over least; None where a tenant got nothing and another something."""
+        """Most over least; None if one tenant got nothing and another something."""
         most, least = max(self.service.values()), min(self.service.values())
         if least == 0:
             return 1.0 if most == 0 else None
@@ -54,7 +54,7 @@ class Fairness:
 
     @property
     def jain_index(self) -> float:
-        """(Σx)² / (n Σx²): from 1/n where one tenant gets all to 1 for equal shares."""
+        """(Σx)² / (n Σx²): from 1/n if one tenant gets all, to 1 for equal shares."""
         squares = sum(tokens**2 for tokens in self.service.values())
         total = sum(self.service.values())
         return total**2 / (len(self.service) * squares) if squares else 1.0
@@ -62,16 +62,17 @@ class Fairness:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """What happened in a span of an engine's time.
+    """Metrics of a span of an engine's time.
 
     Attributes:
-        start_s, end_s: of the span, on the engine's clock.
-        requests: submitted in the span, whenever they end; latencies and counts are theirs.
-        output_tokens: that came out in the span, of whatever request.
-        fairness: of the tokens in the span; None without requests.
-        finetuning_tokens: by job, of the optimizer steps in the span.
-        finetuning_steps: how many there were.
-        queueing, ttft, tpot, itl, e2el: of finished requests; None where there is no sample.
+        start_s, end_s: the span, on the engine's clock.
+        requests: requests submitted in the span, whenever they end; latencies and counts are
+            theirs.
+        output_tokens: output tokens in the span, of any request.
+        fairness: service in the span; None without requests.
+        finetuning_tokens: tokens by job, of the optimizer steps in the span.
+        finetuning_steps: number of these steps.
+        queueing, ttft, tpot, itl, e2el: latencies of finished requests; None without samples.
     """
 
     start_s: float
@@ -93,22 +94,22 @@ class ServingReport:
         return self.end_s - self.start_s
 
     def count(self, outcome: Outcome) -> int:
-        """How many requests ended so."""
+        """Count the requests with an outcome."""
         return sum(one.outcome is outcome for one in self.requests)
 
     @property
     def input_tokens(self) -> int:
-        """Of the prompts of finished requests."""
+        """Tokens of the prompts of finished requests."""
         return sum(one.prompt_tokens for one in self.requests if one.outcome is Outcome.FINISHED)
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompts, that were in the KV cache already, by an earlier request."""
+        """Tokens of prompts that were in the KV cache already."""
         return sum(one.cached_tokens or 0 for one in self.requests)
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
-        """Share of prompts' tokens that were in the cache; None where no prompt was read."""
+        """Share of the prompts' tokens that were in the cache; None if no prompt was read."""
         read = sum(one.prompt_tokens for one in self.requests if one.cached_tokens is not None)
         return self.cached_tokens / read if read else None
 
@@ -129,27 +130,27 @@ class ServingReport:
 
     @property
     def finetuning_throughput(self) -> float:
-        """Tokens a second that jobs trained on."""
+        """Trained tokens a second."""
         return sum(self.finetuning_tokens.values()) / self.duration_s
 
     @property
     def slo_attainment(self) -> float | None:
-        """Share of requests that finish within both SLOs; None where none has an SLO."""
+        """Share of requests that finish within both SLOs; None if none has an SLO."""
         return _share([one.attains for one in self._counted if one.slo])
 
     @property
     def ttft_attainment(self) -> float | None:
-        """Share that finish within the SLO of the first token; None where none has one."""
+        """Share of requests that finish within their TTFT SLO; None if none has one."""
         return _share([one.attains_ttft for one in self._counted if one.slo.ttft_s is not None])
 
     @property
     def tpot_attainment(self) -> float | None:
-        """Share that finish within the SLO of further tokens; None where none has one."""
+        """Share of requests that finish within their TPOT SLO; None if none has one."""
         return _share([one.attains_tpot for one in self._counted if one.slo.tpot_s is not None])
 
     @property
     def request_goodput(self) -> float | None:
-        """Requests a second that finish within their SLOs; None where none has an SLO.
+        """Requests a second that finish within their SLOs; None if none has an SLO.
 
         Beside others that have one, a request without an SLO is good when it finishes.
         """
@@ -159,9 +160,9 @@ class ServingReport:
 
     @property
     def user_satisfaction(self) -> float | None:
-        """S-LoRA's: the mean reward of requests with an SLO of the first token; None without any.
+        """S-LoRA's: the mean reward of requests with a TTFT SLO; None without any.
 
-        The first token alone counts, however a request ended.
+        Only the first token counts, however a request ended.
         """
         rewards = [one.satisfaction for one in self._counted if one.slo.ttft_s is not None]
         return math.fsum(rewards) / len(rewards) if rewards else None
@@ -171,9 +172,9 @@ class ServingReport:
         return [one for one in self.requests if one.outcome is not Outcome.CANCELLED]
 
     def to_json(self) -> dict[str, object]:
-        """The report as one flat object; what vLLM reports too has vLLM's name.
+        """Return the report as one flat object, with vLLM's names where it reports the same.
 
-        Numbers that no sample gives are null. Latencies are in milliseconds.
+        Numbers without samples are null. Latencies are in milliseconds.
         """
         found: dict[str, object] = {
             "duration": self.duration_s,
@@ -196,11 +197,9 @@ class ServingReport:
             "total_token_throughput": self.total_token_throughput,
         }
         for name, one in self.latencies.items():
-            found[f"mean_{name}_ms"] = None if one is None else one.mean_s * 1e3
-            found[f"median_{name}_ms"] = None if one is None else one.median_s * 1e3
-            found[f"std_{name}_ms"] = None if one is None else one.std_s * 1e3
-            found[f"p90_{name}_ms"] = None if one is None else one.p90_s * 1e3
-            found[f"p99_{name}_ms"] = None if one is None else one.p99_s * 1e3
+            for summary in ("mean", "median", "std", "p90", "p99"):
+                ms = None if one is None else getattr(one, f"{summary}_s") * 1e3
+                found[f"{summary}_{name}_ms"] = ms
         fairness = self.fairness
         return found | {
             "slo_attainment": self.slo_attainment,
@@ -238,8 +237,8 @@ def serving_report(
 
     Args:
         events: an `EventLog` that kept all its events.
-        slo: of requests that bring none of their own; None for no SLO.
-        start_s, end_s: of the span, on the engine's clock; None for the first and the last event.
+        slo: SLOs of requests without their own; None for no SLO.
+        start_s, end_s: the span, on the engine's clock; None for the first and the last event.
     Raises:
         BenchmarkError: the log is empty or damaged, or the span has no length.
     """
@@ -285,7 +284,7 @@ def _outputs(one: Timeline, start: float, end: float) -> int:
 
 
 def _fairness(everyone: Iterable[Timeline], start: float, end: float) -> Fairness | None:
-    """Of tenants with a request that was there in the span."""
+    """Return the service of tenants with a request that was there in the span."""
     service: Counter[str] = Counter()
     for one in everyone:
         if one.submitted_s <= end and (one.ended_s is None or one.ended_s >= start):

@@ -1,4 +1,4 @@
-"""What became of each request, read off the event log."""
+"""Timelines: the life of each request, from the event log."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import StrEnum
 from itertools import pairwise
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.events import Event, Kind
+from pcg.runtime.metrics.events import Event, Kind
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
+    """The end of a request."""
 
     FINISHED = "finished"
     REFUSED = "refused"
@@ -28,7 +28,7 @@ class Slo:
 
     Attributes:
         ttft_s: longest time to the first token, seconds; None for any.
-        tpot_s: longest mean time an output token after the first, seconds; None for any.
+        tpot_s: longest mean time per further token, seconds; None for any.
     """
 
     ttft_s: float | None = None
@@ -43,18 +43,18 @@ class Timeline:
     """A request from its submission to its end; times are on the engine's clock, in seconds.
 
     Attributes:
-        request: id.
-        adapter: None for the base model.
-        tenant: None where there are no tenants.
-        prompt_tokens: of its prompt.
-        slo: its own, or the one given for all.
-        submitted_s: when it was handed in.
-        admitted_s: when it first joined the running ones; None if it never did.
-        cached_tokens: of its prompt, that were not computed for it; None before its first token.
+        request: the request's id.
+        adapter: the adapter's name; None for the base.
+        tenant: the tenant; None without tenants.
+        prompt_tokens: tokens of its prompt.
+        slo: its own SLOs, or those given for all.
+        submitted_s: when it was submitted.
+        admitted_s: when it was first admitted; None if it never was.
+        cached_tokens: tokens of its prompt that were in the cache; None before its first token.
         tokens: (time, number of tokens) of each output; 1 unless several came at once.
-        preemptions: how often it had to give up its place.
-        outcome: how it ended.
-        ended_s: when; None if it has not.
+        preemptions: number of times it was preempted.
+        outcome: its end.
+        ended_s: when it ended; None if it has not.
     """
 
     request: str
@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that came out."""
+        """Number of output tokens."""
         return sum(count for _, count in self.tokens)
 
     @property
@@ -89,7 +89,7 @@ class Timeline:
     def tpot_s(self) -> float | None:
         """Time per output token: (last token − first token) / (tokens − 1), seconds.
 
-        None where there are fewer than two tokens.
+        None with fewer than two tokens.
         """
         tokens = self.output_tokens
         return (self.tokens[-1][0] - self.tokens[0][0]) / (tokens - 1) if tokens > 1 else None
@@ -98,7 +98,7 @@ class Timeline:
     def itls_s(self) -> tuple[float, ...]:
         """Inter-token latencies: seconds between neighbouring outputs.
 
-        Tokens that come at once are one output, as in vLLM: they have one gap and not gaps of 0.
+        Tokens that come at once are one output, as in vLLM: they have one gap, and no gaps of 0.
         """
         return tuple(after - before for (before, _), (after, _) in pairwise(self.tokens))
 
@@ -109,17 +109,17 @@ class Timeline:
 
     @property
     def attains_ttft(self) -> bool:
-        """Whether it finished with a first token in time, or has no such objective."""
+        """True if it finished with a first token in time, or has no such SLO."""
         return self._finished and _within(self.ttft_s, self.slo.ttft_s)
 
     @property
     def attains_tpot(self) -> bool:
-        """The same of time per output token; one token alone attains, as in vLLM's goodput."""
+        """True if it finished within its TPOT SLO; one token alone attains, as in vLLM."""
         return self._finished and _within(self.tpot_s or 0.0, self.slo.tpot_s)
 
     @property
     def attains(self) -> bool:
-        """Whether it finished within both objectives."""
+        """True if it finished within both SLOs."""
         return self.attains_ttft and self.attains_tpot
 
     @property
@@ -155,18 +155,18 @@ _OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
 
 @dataclass
 class _Open:
-    """A request that is being read."""
+    """A request whose events are being read."""
 
     line: Timeline
     tokens: list[tuple[float, int]] = field(default_factory=list)
 
 
 def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
-    """The requests of a log, in order of submission.
+    """Return the requests of a log, in order of submission.
 
     Args:
-        events: all of them, from the first on, as the log has them.
-        slo: of requests that bring no `ttft_slo_s` or `tpot_slo_s` of their own.
+        events: all events of a log, from the first on.
+        slo: SLOs of requests without their own `ttft_slo_s` or `tpot_slo_s`.
     Raises:
         BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
             number; the message names it.
@@ -210,7 +210,7 @@ def _own(event: Event, name: str, default: float | None) -> float | None:
 
 
 def _follow(one: _Open, event: Event) -> None:
-    """Bring a request up to an event."""
+    """Apply an event to a request."""
     line = one.line
     if line.ended_s is not None:
         raise BenchmarkError(
@@ -235,10 +235,10 @@ def _follow(one: _Open, event: Event) -> None:
 
 
 def number(event: Event, name: str) -> float:
-    """A number of an event's details.
+    """Return a number of an event's details.
 
     Raises:
-        BenchmarkError: it is missing or no number.
+        BenchmarkError: it is missing or not a number.
     """
     value = event.details.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):

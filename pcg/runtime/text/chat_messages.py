@@ -1,6 +1,6 @@
-"""Chat messages as OpenAI writes them: checked, and made what chat templates expect.
+"""Chat messages in OpenAI's format: checks, and the form that chat templates expect.
 
-Every check names the place, so that the same words serve a line of a data file and a request.
+Every error names the place, so that the checks serve both a line of a data file and a request.
 """
 
 import json
@@ -13,12 +13,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Check a list of messages; contents become text, the arguments of tool calls objects.
+    """Check a list of messages; contents become text, and the arguments of tool calls objects.
 
     Args:
-        value: anything.
-        name: of the value, for messages, as "'messages'".
-        where: place of the value, as "train.jsonl line 7".
+        value: the list.
+        name: the value's name in errors, as "'messages'".
+        where: the value's place in errors, as "train.jsonl line 7".
     Returns:
         New messages, without keys whose value is null.
     Raises:
@@ -49,7 +49,7 @@ def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _content(value: Any, name: str, where: str) -> str:
-    """A message's text, from a string or from OpenAI's list of text parts."""
+    """Return a message's text, from a string or from OpenAI's list of text parts."""
     if not isinstance(value, list):
         return require_string(value, name, where)
     texts = []
@@ -62,7 +62,7 @@ def _content(value: Any, name: str, where: str) -> str:
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[Any]:
-    """Tool calls as templates expect them: OpenAI writes the arguments as JSON in a string."""
+    """Return tool calls with arguments as objects; OpenAI writes them as JSON in a string."""
     calls = []
     for index, call in enumerate(require_list(value, name, where)):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -81,7 +81,7 @@ def _tool_calls(value: Any, name: str, where: str) -> list[Any]:
 
 
 def require_list(value: Any, name: str, where: str) -> list[Any]:
-    """Pass a list that is not empty; refuse all else."""
+    """Return a list; refuse other values, and an empty list."""
     if not isinstance(value, list):
         raise DataError(f"{where}: {name} is {kind_of(value)}; expected a list")
     if not value:
@@ -90,14 +90,14 @@ def require_list(value: Any, name: str, where: str) -> list[Any]:
 
 
 def require_string(value: Any, name: str, where: str) -> str:
-    """Pass a string; refuse all else."""
+    """Return a string; refuse other values."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} is {kind_of(value)}; expected a string")
     return value
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Describe the kind of a JSON value, for errors."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null or missing"

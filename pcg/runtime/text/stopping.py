@@ -1,11 +1,11 @@
 """Stop strings in streamed text.
 
-Text comes in pieces of any size, a stop string may lie across several, and text that was given out
-cannot be taken back. So the longest suffix that could still grow into a stop string is held back.
+Text comes in parts of any size, a stop string may span several, and returned text cannot be taken
+back. So the longest suffix that could still grow into a stop string is held back.
 
 The match is the one that is complete first; of several complete at the same character, the longest.
 That rule does not look ahead, so it stops generation at the earliest possible token, and does not
-depend on how the text was cut into pieces.
+depend on how the text was cut into parts.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from pcg.errors import GenerationError
 
 
 class StopChecker:
-    """Finds the first stop string of a stream and cuts the text before it.
+    """Finds the first stop string of a stream, and cuts the text before it.
+
+    Args:
+        stop: the stop strings; may be empty.
 
     Attributes:
-        matched: the stop string that was found, None as long as there is none.
+        matched: the stop string that was found; None so far.
+
+    Raises:
+        GenerationError: a stop string is empty.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """Watch for any of `stop`; an empty sequence watches for nothing.
-
-        Raises:
-            GenerationError: a stop string is empty.
-        """
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise GenerationError(f"stop={stop!r}; use a sequence of strings that are not empty")
         self._stop = tuple(dict.fromkeys(stop))
@@ -33,11 +34,12 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take the next piece of the stream.
+        """Add a part of the stream.
 
         Returns:
-            The text that can be given out now. After a match it is the rest of the text before the
-            stop string, and "" from then on.
+            The text that can be returned now. After a match it is the rest of the text before the
+                stop
+            string, and "" from then on.
         """
         if self.matched is not None:
             return ""
@@ -57,12 +59,12 @@ class StopChecker:
         return text[:safe]
 
     def finish(self) -> str:
-        """End the stream: the text still held back, which no stop string can complete any more."""
+        """End the stream; returns the text held back."""
         held, self._held = self._held, ""
         return held
 
     def _length_to_hold(self, text: str) -> int:
-        """Length of the longest suffix of `text` that begins some stop string."""
+        """Return the length of the longest suffix of `text` that begins some stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):

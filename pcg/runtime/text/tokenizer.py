@@ -1,7 +1,7 @@
 """The tokenizer of a model directory: text to ids and back, special tokens, chat template.
 
-A thin layer over the `tokenizers` library. `tokenizer.json` says how text becomes ids, special
-tokens of the post-processor included. What it leaves open comes from the files beside it:
+A thin layer over the `tokenizers` library. `tokenizer.json` determines how text becomes ids,
+special tokens of the post-processor included. The rest comes from the files beside it:
 
     bos, eos, pad           tokenizer_config.json, special_tokens_map.json; else the ids in
                             generation_config.json, config.json
@@ -27,12 +27,12 @@ _ID_FILES = ("generation_config.json", "config.json")
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text, with where they come from.
+    """Tokens of a text, with their places in it.
 
     Attributes:
         ids: the tokens.
-        offsets: [start, end) of each in the text, in characters; empty for a token that stands for
-            no text, (0, 0) for one that the post-processor added.
+        offsets: [start, end) of each in the text, in characters; empty for a token without text,
+            (0, 0) for one that the post-processor added.
     """
 
     ids: list[int]
@@ -46,11 +46,11 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
         special_tokens: texts of the named special tokens, as "bos_token": "<s>".
-        bos_id: of the beginning of a sequence, if the model has one.
-        eos_id: of the end of a sequence, if the model has one.
+        bos_id: the token that begins a sequence, if the model has one.
+        eos_id: the token that ends a sequence, if the model has one.
         eos_ids: all tokens that end a model's output.
-        pad_id: of padding, if the model has one.
-        chat_template: how messages become text; None where the model has none.
+        pad_id: the padding token, if the model has one.
+        chat_template: renders messages as text; None if the model has none.
     """
 
     backend: Any
@@ -67,7 +67,7 @@ class Tokenizer:
 
         Args:
             directory: holds tokenizer.json; the files named at the top of this module are optional.
-            chat_template: instead of the model's own: a path to a file, or the template's text.
+            chat_template: replaces the model's own: a path to a file, or the template's text.
         Raises:
             ModelNotFoundError: there is no tokenizer.json.
             ConfigError: a file is damaged, or the chat template does not compile.
@@ -107,17 +107,17 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; `add_special_tokens` is the post-processor's (usually a bos in front)."""
+        """Encode text; `add_special_tokens` adds the post-processor's tokens, usually a bos."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Ids of `text` and the characters that each stands for."""
+        """Encode text, with the characters of each token."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Decode tokens; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(
@@ -128,14 +128,14 @@ class Tokenizer:
         return StreamDecoder(decode, prompt_ids)
 
     def end_texts(self) -> tuple[str, ...]:
-        """Texts of the special tokens that may end a turn: all but bos; longest first."""
+        """Return the texts of special tokens that may end a turn, all but bos, longest first."""
         added = self.backend.get_added_tokens_decoder()
         bos = self.bos_id if self.bos_id not in self.eos_ids else None
         texts = (token.content for index, token in added.items() if token.special and index != bos)
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
     def template(self) -> ChatTemplate:
-        """The chat template.
+        """Return the chat template.
 
         Raises:
             GenerationError: the model has none.
@@ -149,7 +149,7 @@ class Tokenizer:
         return self.chat_template
 
     def with_template(self, source: str) -> Self:
-        """The same tokenizer with another chat template, given as jinja text."""
+        """Return the tokenizer with another chat template, given as jinja text."""
         return replace(self, chat_template=ChatTemplate({"default": source}))
 
     def render_chat(
@@ -157,43 +157,30 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Messages as the text that the model reads.
+        """Render messages as the text that the model reads.
 
         Args:
-            messages: as OpenAI's, {"role": …, "content": …}.
+            messages: OpenAI's messages, {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's next message.
-            tools: JSON schemas of functions, for templates that know tools.
-            variables: whatever else the template reads, as enable_thinking=False.
+            variables: `tools`, JSON schemas of functions, and other variables that the template
+                reads, as enable_thinking=False.
         Raises:
             GenerationError: there is no template, or it refuses the messages.
         """
+        variables = {**self.special_tokens, **variables}
         return self.template().render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **{**self.special_tokens, **variables},
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Ids of `render_chat`; the template writes the special tokens itself."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        return self.encode(text, add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Encode the text of `render_chat`; the template writes the special tokens itself."""
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
 
 def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:
-    """Make the named tokens special where tokenizer.json leaves them plain.
+    """Mark the named tokens as special where tokenizer.json does not.
 
     Then decoding can skip them, and "</s>" in a rendered chat is one token.
     """
@@ -210,7 +197,7 @@ def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:
 def _named_id(
     backend: Any, texts: Mapping[str, str], name: str, files: Mapping[str, Json]
 ) -> tuple[int, ...]:
-    """Id of a named token: that of its text, else what the model's files say."""
+    """Return the id of a named token: that of its text, else from the model's files."""
     index = backend.token_to_id(texts[name]) if name in texts else None
     return ids_of(f"{name}_id", files) if index is None else (int(index),)
 

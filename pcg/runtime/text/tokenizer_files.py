@@ -1,4 +1,4 @@
-"""What the files beside tokenizer.json say: special tokens, their ids, the chat template."""
+"""The files beside tokenizer.json: special tokens, their ids, the chat template."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ NAMED_TOKENS = (
 
 
 def read_json(path: Path) -> Json:
-    """The object in a JSON file; {} if there is no such file.
+    """Read the object in a JSON file; {} if there is no such file.
 
     Raises:
         ConfigError: the file is not a JSON object.
@@ -31,7 +31,7 @@ def read_json(path: Path) -> Json:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad UTF-8 is one, too
+    except ValueError as error:  # bad JSON, or bad UTF-8
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
@@ -39,7 +39,7 @@ def read_json(path: Path) -> Json:
 
 
 def special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
-    """Texts of the named special tokens; tokenizer_config.json goes first.
+    """Return the texts of the named special tokens; tokenizer_config.json takes precedence.
 
     A token is given as its text, or as an object with its text under "content".
     """
@@ -54,7 +54,7 @@ def special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
 
 
 def ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
-    """Ids that the first file with a value gives for `name`, as "eos_token_id".
+    """Return the ids that the first file with a value gives for `name`, as "eos_token_id".
 
     Args:
         name: the key.
@@ -76,10 +76,10 @@ def ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
 def find_template(
     directory: Path, config: Json, override: str | Path | None
 ) -> ChatTemplate | None:
-    """The chat template to use: the override, chat_template.jinja, or tokenizer_config.json's.
+    """Return the chat template: the override, chat_template.jinja, or tokenizer_config.json's.
 
     Args:
-        directory: of the model.
+        directory: the model's directory.
         config: tokenizer_config.json.
         override: a path to a file, or the text of a template.
     Raises:
@@ -113,7 +113,7 @@ def find_template(
 
 
 def _override_text(override: str | Path) -> str:
-    """A template's text, read from its file where a path is given."""
+    """Return a template's text, read from its file if a path is given."""
     # A template has braces; a path to one hardly does.
     if isinstance(override, str) and "{" in override:
         return override

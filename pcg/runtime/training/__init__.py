@@ -1,1 +1,1 @@
-"""Finetuning jobs: data, steps, optimizers, schedules, checkpoints."""
+"""Finetuning jobs: steps, optimizers, schedules, checkpoints."""

@@ -20,10 +20,10 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.adapters.binding import bind
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.loss_chunks import loss_chunks
 
 CHUNK_BYTES = 16 * 2**20

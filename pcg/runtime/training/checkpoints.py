@@ -1,18 +1,18 @@
-"""Checkpoints of a finetuning job, in files that hold no code.
+"""Checkpoints of a finetuning job, in files without code.
 
     <directory>/latest                      name of the newest checkpoint
     <directory>/step-00000040/
-        adapter_config.json                 the adapter as peft reads it
+        adapter_config.json                 the adapter in peft's format
         adapter_model.safetensors
-        encoder.safetensors                 what makes the adapter's weights, where something does
-        allocation.safetensors              the state of what the method does beside the program
+        encoder.safetensors                 the encoder that makes the adapter's weights, if any
+        allocation.safetensors              the scores of AdaLoRA's ranks, if any
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
-        trainer_state.json                  where the job is, and what it must have to go on
-        best/                               the adapter of the best evaluation, where it is kept,
+        trainer_state.json                  the job's state, and what must be equal to resume
+        best/                               the adapter of the best evaluation, if it is restored,
                                             and its encoder
 
-A checkpoint is written whole beside its place and renamed; then `latest` is replaced; then older
-ones go. So whatever happens in between, `latest` names a checkpoint that is whole.
+A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
+removed. So at any moment `latest` names a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _UNFINISHED = ".saving-"
 
 @dataclass
 class TrainerState:
-    """Where a job is after a step: all that it needs to go on, but tensors.
+    """The state of a job after a step, except tensors.
 
     Attributes:
-        step: steps done.
-        position: of the data, as `Batches.state_dict` gives it.
+        step: number of steps done.
+        position: position in the data, as `Batches.state_dict` returns it.
         losses: mean loss of the target tokens, of each step.
         eval_losses: (step, mean loss) of each evaluation.
-        tokens: that went through the model in these steps.
-        targets: tokens among them that were learned.
-        seconds: spent.
-        best_step: of the best evaluation.
-        best_loss: of the best evaluation.
-        stale: evaluations since then.
-        stopped: whether the job ended early for want of improvement.
+        tokens: tokens that went through the model in these steps.
+        targets: target tokens among them.
+        seconds: time spent.
+        best_step: step of the best evaluation.
+        best_loss: loss of the best evaluation.
+        stale: number of evaluations since then.
+        stopped: whether the job ended early, without improvement.
     """
 
     step: int = 0
@@ -83,21 +83,21 @@ class TrainerState:
 
     @property
     def evaluated(self) -> bool:
-        """Whether this very step has been evaluated."""
+        """True if this step has been evaluated."""
         return bool(self.eval_losses) and self.eval_losses[-1][0] == self.step
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is saved.
+    """The contents of a checkpoint.
 
     Attributes:
-        state: where the job is.
-        trajectory: what decides its weights; equal in the run that resumes it.
-        adapter: as it is after the step.
+        state: the job's state.
+        trajectory: all that its weights depend on; equal in the run that resumes it.
+        adapter: the adapter after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
-        beside: the state of what the method does outside the program; empty for most.
+        allocation: the rank allocator's tensors; empty for methods but AdaLoRA.
     """
 
     state: TrainerState
@@ -109,24 +109,23 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints in a directory."""
+    """The checkpoints in a directory.
+
+    Args:
+        directory: the directory of one job's checkpoints.
+        keep_last: number of checkpoints to keep.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
-        """Name the directory; nothing is made or read.
-
-        Args:
-            directory: of all checkpoints of one job.
-            keep_last: checkpoints to keep.
-        """
         self.directory = Path(directory).expanduser()
         self._keep_last = keep_last
         self._kept: list[Path] = []
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, or None.
+        """Return the newest checkpoint, or None.
 
         Raises:
-            FinetuneError: the directory's pointer names one that is not there.
+            FinetuneError: the directory's pointer names a checkpoint that does not exist.
         """
         pointer = self.directory / LATEST
         try:
@@ -144,12 +143,43 @@ class CheckpointStore:
             )
         return path
 
-    def load(self, path: Path, name: str) -> Checkpoint:
-        """Read a checkpoint; saving goes on beside it.
+    def resumable(
+        self, resume: str | bool, name: str, trajectory: Mapping[str, Any], total_steps: int
+    ) -> tuple[Path, Checkpoint] | None:
+        """Return the checkpoint to resume from, and its path; None to start anew.
 
         Args:
-            path: of the checkpoint.
-            name: of the adapter.
+            resume: "auto", True or False; see `FinetuneOptions`.
+            trajectory: all that the weights of this run depend on.
+            total_steps: number of steps of this run.
+        Raises:
+            FinetuneError: there is none, and one is demanded; it is damaged or of another run.
+        """
+        path = None if resume is False else self.latest()
+        if path is None:
+            if resume is True:
+                raise FinetuneError(
+                    f"resume=True, but there is no checkpoint in {self.directory}; give the "
+                    'directory of the run to go on with, or resume="auto" to start one'
+                )
+            return None
+        checkpoint = self.load(path, name)
+        different = _differences(checkpoint.trajectory, trajectory)
+        if different:
+            raise FinetuneError(
+                f"{path} is a checkpoint of another run: {'; '.join(different)}. Give what it had, "
+                "another checkpoint_dir, or resume=False to start anew"
+            )
+        if checkpoint.state.step > total_steps:
+            raise FinetuneError(
+                f"{path} is beyond the {total_steps} steps of this run; ask for more, or give "
+                "another checkpoint_dir"
+            )
+        return path, checkpoint
+
+    def load(self, path: Path, name: str) -> Checkpoint:
+        """Read a checkpoint; later ones are saved beside it.
+
         Raises:
             FinetuneError: a file is missing or damaged.
         """
@@ -213,7 +243,7 @@ class CheckpointStore:
         return sorted(path for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
 
     def _sweep(self) -> None:
-        """Remove what a run that was killed left unfinished."""
+        """Remove what a killed run left unfinished."""
         for path in self.directory.glob(f"{_UNFINISHED}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -221,7 +251,7 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
     def _free_path(self, step: int) -> Path:
-        """A name for the step's checkpoint; another run's of that step stays for now."""
+        """Return a free name for the step's checkpoint, beside another run's of that step."""
         path, count = self.directory / f"step-{step:08d}", 0
         while path.exists():
             count += 1
@@ -239,7 +269,7 @@ class CheckpointStore:
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
-    """All files of a checkpoint, on the disk when this returns."""
+    """Write all files of a checkpoint, and wait until they are on the disk."""
     _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:
         _write_adapter(checkpoint.best, path / BEST)
@@ -283,7 +313,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Make renames last through a power failure; not every file system can."""
+    """Make renames survive a power failure, where the file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -310,8 +340,8 @@ def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
         ) from error
 
 
-def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """How this run's trajectory differs from a saved one, in words."""
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Describe how this run's trajectory differs from a saved one."""
     words = []
     for name in dict.fromkeys([*saved, *own]):
         before, now = saved.get(name), own.get(name)

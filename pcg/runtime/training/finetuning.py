@@ -19,10 +19,10 @@ import torch
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, differences
-from pcg.runtime.training.data import Dataset
-from pcg.runtime.training.data_order import Batches
+from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
 from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import progress_bar
@@ -95,7 +95,13 @@ class FinetuneJob:
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
         model = self._model
-        checkpoint = self._find_checkpoint()
+        checkpoint = None
+        if self._store is not None:
+            found = self._store.resumable(
+                self._options.resume, self._name, self._trajectory, self._total
+            )
+            if found is not None:
+                self._checkpoint, checkpoint = found
         saved = None if checkpoint is None else checkpoint.adapter
         made = start_adapter(model, self._name, peft, self._options.seed, saved, self._total)
         self._adapter = self._publisher.start(made)
@@ -324,34 +330,6 @@ class FinetuneJob:
         trajectory["base_dtype"] = model.program.dtype
         trajectory["base_weights_checksum"] = weights_checksum(model.weight_store)
         return trajectory
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """Find the checkpoint to resume from, and check that it belongs to this job."""
-        resume, store = self._options.resume, self._store
-        if store is None or resume is False:
-            return None
-        path = store.latest()
-        if path is None:
-            if resume is True:
-                raise FinetuneError(
-                    f"resume=True, but there is no checkpoint in {store.directory}; give the "
-                    'directory of the run to go on with, or resume="auto" to start one'
-                )
-            return None
-        checkpoint = store.load(path, self._name)
-        different = differences(checkpoint.trajectory, self._trajectory)
-        if different:
-            raise FinetuneError(
-                f"{path} is a checkpoint of another run: {'; '.join(different)}. Give what it had, "
-                "another checkpoint_dir, or resume=False to start anew"
-            )
-        if checkpoint.state.step > self._total:
-            raise FinetuneError(
-                f"{path} is beyond the {self._total} steps of this run; ask for more, or give "
-                "another checkpoint_dir"
-            )
-        self._checkpoint = path
-        return checkpoint
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._state = state = checkpoint.state

@@ -1,4 +1,4 @@
-"""Hold Ctrl-C back while something must happen whole or not at all, or on all ranks or none."""
+"""Interrupts: defer Ctrl-C while something must happen as a whole, or on all ranks."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """SIGINT within the block takes effect at its end, by the handler that was there before.
+    """Defer SIGINT to the end of the block; the handler before the block then runs.
 
-    Python calls handlers in the main thread alone, so in any other there is nothing to hold back.
+    Python calls handlers in the main thread alone, so in other threads there is nothing to defer.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -29,7 +29,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """SIGINT within the block is noted in the list, and nothing else comes of it."""
+    """Append SIGINT within the block to the list, and do nothing else."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came

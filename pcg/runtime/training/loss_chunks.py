@@ -1,7 +1,7 @@
-"""The tokens whose loss is taken together, so that logits never exist for all of a batch.
+"""Loss chunks: target tokens whose loss is computed together, so that not all logits exist at once.
 
 Where ranks hold parts of the tokens, each puts as many of its own rows into a chunk as any other,
-so that no row moves between ranks for it: behind a rank's last target its rows are padded.
+so that no row moves between ranks: after a rank's last target its rows are padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.token_shards import shard_rows
-from pcg.runtime.training.example import IGNORED
+from pcg.runtime.data.example import IGNORED
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class LossChunk:
 
     Attributes:
         rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
-        targets: of each; negative for a padded row.
-        own: rows of what this rank holds, the first of its part of the chunk.
-        count: rows of that part, padded ones included; all tokens where ranks hold all.
+        targets: the target of each; negative for a padded row.
+        own: this rank's rows of the chunk, in the part of the tokens that it holds.
+        count: number of rows of that part, padded ones included; all tokens if ranks hold all.
     """
 
     rows: Tensor
@@ -34,11 +34,11 @@ class LossChunk:
     count: int
 
     def of_whole(self, x: Tensor) -> Tensor:
-        """The chunk of what each rank has for all tokens: [tokens, …]."""
+        """Return the chunk of a tensor that each rank has for all tokens: [tokens, …]."""
         return x[self.rows]
 
     def of_own(self, x: Tensor) -> Tensor:
-        """The part of the chunk in what this rank holds: [count, …]; padded rows are zeros."""
+        """Return the chunk's part of this rank's tensor: [count, …]; padded rows are zeros."""
         if len(self.own) == self.count:
             return x[self.own]
         part = x.new_zeros(self.count, *x.shape[1:])
@@ -46,19 +46,18 @@ class LossChunk:
         return part
 
     def put_own(self, part: Tensor, into: Tensor) -> None:
-        """Write this rank's part of the chunk where its rows are."""
+        """Write this rank's part of the chunk to its rows."""
         into[self.own] = part[: len(self.own)]
 
 
 def loss_chunks(
     targets: Tensor, size: int, ranks: Ranks, parts_tokens: bool
 ) -> Iterator[LossChunk]:
-    """All tokens with a target, in chunks.
+    """Yield all tokens with a target, in chunks.
 
     Args:
         targets: [T]; negative for none.
-        size: tokens of a chunk at most, or one of each rank.
-        ranks: the group.
+        size: the most tokens of a chunk, at least one of each rank.
         parts_tokens: whether each rank holds a part of the tokens.
     """
     rows = torch.nonzero(targets >= 0).squeeze(-1)

@@ -1,4 +1,4 @@
-"""An optimizer of torch.optim over an adapter, and its state as tensors by name."""
+"""An adapter's optimizer, and its state as tensors by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.training.optimizer_table import Optimizer
-
-_ON_HOST = ("step", "mu_product")
-"""Scalars that torch keeps on the CPU."""
+from pcg.runtime.training.torch_optimizers import Optimizer
 
 Parameters = Mapping[str, Tensor]
 
@@ -21,10 +18,12 @@ Parameters = Mapping[str, Tensor]
 def make_optimizer(
     parameters: Parameters, optimizer: Optimizer, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """The optimizer, decaying the bypass weights alone: a bias would shrink from the base's own.
+    """Make the optimizer of an adapter's parameters.
+
+    Biases do not decay: they would shrink from the base's own.
 
     Raises:
-        FinetuneError: an option is out of its range, or a parameter is none that it takes.
+        FinetuneError: an option is out of its range, or it does not take a parameter.
     """
     if optimizer.takes_matrices_alone:
         for path, tensor in parameters.items():
@@ -41,7 +40,7 @@ def make_optimizer(
         groups.append({"params": biases})
         if "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
-    made = getattr(torch.optim, optimizer.torch_name)
+    made: Any = optimizer.torch_class
     try:
         return made(groups, lr=learning_rate, **optimizer.options)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -49,7 +48,7 @@ def make_optimizer(
 
 
 def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
-    """FinetuneError: an option is out of its range, by torch's own words."""
+    """Raise a FinetuneError, by torch's words, if an option is out of its range."""
     make_optimizer({"weight": torch.zeros(1, 1)}, optimizer, learning_rate)
 
 
@@ -58,29 +57,23 @@ def _is_bias(path: str) -> bool:
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Parameters, pieces: AdapterShards | None = None
+    optimizer: torch.optim.Optimizer, parameters: Parameters, shards: AdapterShards | None = None
 ) -> dict[str, Tensor]:
-    """Its state by "<parameter>/<key>"; empty before the first step.
+    """Return the optimizer's state by "<parameter>/<key>"; empty before the first step.
 
     Args:
-        optimizer: over the parameters.
-        parameters: by name.
-        pieces: that they are, of an adapter whose whole parameters' state is wanted.
+        shards: the shards that the parameters are, to return whole tensors; None if they are whole.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     found: dict[str, Tensor] = {}
     for key in dict.fromkeys(key for state in states.values() for key in state):
         values = {name: state[key] for name, state in states.items() if key in state}
-        if pieces is not None:
-            is_scalar = not next(iter(values.values())).ndim
-            values = _of_paths(values, pieces) if is_scalar else pieces.joined(values)
+        if shards is not None and next(iter(values.values())).ndim:
+            values = shards.joined(values)
+        elif shards is not None:  # a scalar, which all shards of a parameter have alike
+            values = {shards.path_of(name): value for name, value in values.items()}
         found |= {f"{path}/{key}": value for path, value in values.items()}
     return found
-
-
-def _of_paths(values: Mapping[str, Tensor], pieces: AdapterShards) -> dict[str, Tensor]:
-    """One value of each parameter's pieces, which all have the same."""
-    return {pieces.path_of(name): value for name, value in values.items()}
 
 
 def load_optimizer(
@@ -88,31 +81,27 @@ def load_optimizer(
     kind: Optimizer,
     parameters: Parameters,
     saved: Mapping[str, Tensor],
-    pieces: AdapterShards | None = None,
+    shards: AdapterShards | None = None,
 ) -> None:
-    """Give each parameter its saved state.
+    """Restore the state of each parameter.
 
     Args:
-        optimizer: over the parameters.
-        kind: what it is.
-        parameters: by name.
-        saved: as `optimizer_tensors` gives it after a step.
-        pieces: that the parameters are, of an adapter that the state is of.
+        saved: the result of `optimizer_tensors` after a step.
+        shards: the shards that the parameters are; None if they are whole.
 
     Raises:
         FinetuneError: it is not the state of these parameters.
     """
-    left = dict(saved) if pieces is None else _cut(saved, pieces, parameters, kind)
+    left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
     for path, tensor in parameters.items():
-        for key, shape in kind.state(tuple(tensor.shape)).items():
+        for key, expected in kind.state(tuple(tensor.shape)).items():
             value = left.pop(f"{path}/{key}", None)
-            if value is None or value.shape != shape:
+            if value is None or value.shape != expected.shape:
                 raise FinetuneError(
                     f"the checkpoint is damaged: its optimizer has no {key} for {path}; use an "
                     "older one, or start anew with resume=False"
                 )
-            device = value.device if key in _ON_HOST else tensor.device
-            optimizer.state[tensor][key] = value.to(device)
+            optimizer.state[tensor][key] = value.to(tensor.device) if expected.is_meta else value
     if left:
         raise FinetuneError(
             f"the checkpoint is damaged: its optimizer has {next(iter(left))}, which the adapter "
@@ -121,18 +110,18 @@ def load_optimizer(
 
 
 def _cut(
-    saved: Mapping[str, Tensor], pieces: AdapterShards, names: Iterable[str], kind: Optimizer
+    saved: Mapping[str, Tensor], shards: AdapterShards, names: Iterable[str], kind: Optimizer
 ) -> dict[str, Tensor]:
-    """A whole adapter's state as that of a rank's pieces; what fits none is as it was."""
+    """Cut the state of a rank's shards out of a whole adapter's; other entries stay."""
     found = dict(saved)
-    for key, shape in kind.state((1, 1)).items():
+    for key, expected in kind.state((1, 1)).items():
         ending = f"/{key}"
         wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
-        for path in wholes.keys() & {pieces.path_of(name) for name in names}:
+        for path in wholes.keys() & {shards.path_of(name) for name in names}:
             del found[f"{path}{ending}"]
-        if not shape:
-            own = {n: wholes[p].clone() for n in names if (p := pieces.path_of(n)) in wholes}
+        if not expected.ndim:
+            own = {n: wholes[p].clone() for n in names if (p := shards.path_of(n)) in wholes}
         else:
-            own = pieces.cut(wholes)
+            own = shards.cut(wholes)
         found |= {f"{name}{ending}": value for name, value in own.items()}
     return found

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
-from pcg.runtime.training.data_rows import Source
-from pcg.runtime.training.example import Example
-from pcg.runtime.training.optimizer_table import FIELDS, Optimizer
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.rows import Source
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
+from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 
 Data = Source | Iterable[Example]
 
@@ -71,6 +71,8 @@ class OptimizerOptions(OptimizerChoice):
         cycles: the number of cycles of cosine_with_restarts.
         power: the exponent of polynomial.
     """
+
+    title: ClassVar[str] = "Optimizer and schedule"
 
     learning_rate: float = 2e-4
     weight_decay: float = 0.0

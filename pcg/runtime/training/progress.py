@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.result import StepRecord
 
 
 class ProgressBar(Protocol):
-    """Shows steps as they are done."""
+    """Shows finished steps."""
 
     def update(self, record: StepRecord) -> None: ...
 
@@ -59,12 +58,12 @@ class _Bar:
 
 
 def progress_bar(name: str, total: int, done: int, shown: bool) -> ProgressBar:
-    """A bar on standard error; a silent one where that is no terminal, or none is wanted.
+    """Make a bar on standard error; a silent one if that is no terminal, or none is wanted.
 
     Args:
-        name: what is being finetuned.
-        total: steps of the job.
-        done: steps done before, where it is resumed.
+        name: the name of the job.
+        total: number of steps of the job.
+        done: number of steps done before, if it is resumed.
         shown: whether a bar is wanted.
     """
     if not shown or not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""What a finetuning job tells: each step as it is done, and all of it at the end."""
+"""The results of a finetuning job: a record of each step, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, as `on_step` is told of it.
+    """One step, the argument of `on_step`.
 
     Attributes:
-        step: from 1.
-        total_steps: of the job.
-        epoch: of the data, from 0.
+        step: number of the step, from 1.
+        total_steps: number of steps of the job.
+        epoch: epoch of the data, from 0.
         loss: mean over the step's target tokens, before its update.
-        eval_loss: after its update, where it was evaluated.
-        learning_rate: that it used.
-        gradient_norm: before clipping.
-        tokens: that went through the model.
-        tokens_per_second: since the job started or was resumed.
+        eval_loss: evaluation loss after its update, if it was evaluated.
+        learning_rate: the learning rate of the step.
+        gradient_norm: norm of the gradients before clipping.
+        tokens: tokens that went through the model.
+        tokens_per_second: mean since the job started or was resumed.
     """
 
     step: int
@@ -39,22 +39,22 @@ OnStep = Callable[[StepRecord], None]
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a job did, the parts before it was resumed included.
+    """The result of a job, the part before it was resumed included.
 
     Attributes:
-        adapter: its name.
+        adapter: the adapter's name.
         losses: mean loss of the target tokens, of each step.
         eval_losses: (step, mean loss) of each evaluation.
-        steps: done.
-        total_steps: that were planned.
-        tokens: that went through the model in steps.
-        targets: tokens among them that were learned.
-        seconds: spent.
-        stopped: "completed", or "early" for want of improvement.
-        best_step: of the best evaluation; None without any.
-        best_loss: of the best evaluation.
-        restored: whether the adapter is the one of `best_step`.
-        resumed_from: step of the checkpoint that the job went on from; None if from none.
+        steps: number of steps done.
+        total_steps: number of steps planned.
+        tokens: tokens that went through the model in steps.
+        targets: target tokens among them.
+        seconds: time spent.
+        stopped: "completed", or "early" without improvement.
+        best_step: step of the best evaluation; None without any.
+        best_loss: loss of the best evaluation.
+        restored: whether the adapter is that of `best_step`.
+        resumed_from: step of the checkpoint that the job resumed from; None if from none.
         checkpoint: the last checkpoint.
     """
 

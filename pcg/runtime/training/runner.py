@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import run_to_end
 
@@ -75,7 +75,6 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     """Return a runner that trains an adapter, which need not be one of the state's.
 
     Args:
-        state: the model.
         adapter: the adapter to train.
         windows: True if sequences go through the KV cache window by window, not as wholes.
     Raises:

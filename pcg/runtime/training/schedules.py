@@ -10,8 +10,8 @@ With w warmup steps, n total steps, r = `min_lr_ratio` and p = (step - w) / (n -
     polynomial             r + (1 - r) (1 - p) ** power
 
 and r (for the last four) from step n on. Steps count from 0, as in `torch.optim.lr_scheduler`: the
-first optimizer step takes the multiplier of step 0, which is 0 under warmup. A schedule is a pure
-function of the step, so a resumed job needs no state of its own but the step.
+first optimizer step takes the multiplier of step 0, which is 0 under warmup. Ours and not torch's,
+as a schedule is a pure function of the step: a resumed job needs no state but the step.
 Source: the schedules of `transformers.get_scheduler`, which the tests compare against.
 """
 
@@ -61,14 +61,14 @@ def make_schedule(
     cycles: int = 1,
     power: float = 1.0,
 ) -> Schedule:
-    """Build the schedule of that name.
+    """Make the schedule of a name.
 
     Args:
         name: one of `SCHEDULES`.
         total_steps: optimizer steps of the whole job; the constant schedules do without.
         warmup_steps: steps of linear warmup; None is 0.
         warmup_ratio: warmup as a part of `total_steps`, rounded up; instead of `warmup_steps`.
-        min_lr_ratio: where a decay ends, as a part of the base rate, in [0, 1].
+        min_lr_ratio: the end of a decay, as a part of the base rate, in [0, 1].
         cycles: cosine waves of `cosine_with_restarts`.
         power: exponent of `polynomial`.
     Returns:
@@ -138,7 +138,7 @@ def _check_options_apply(
 
 
 def _warmup_steps(name: str, total: int | None, steps: int | None, ratio: float | None) -> int:
-    """Warmup in steps, from whichever of the two ways it was given."""
+    """Return the number of warmup steps, from either option."""
     if steps is not None and ratio is not None:
         raise FinetuneError(
             f"warmup_steps={steps} and warmup_ratio={ratio} say the same thing; give one of them"

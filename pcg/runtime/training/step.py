@@ -1,4 +1,4 @@
-"""One step of finetuning: gradients of some batches, clipping, and the optimizer's update.
+"""A step of finetuning: gradients of some batches, clipping, and the optimizer's update.
 
 With the batches b of a step, target tokens t of b and N = Σ_b |t(b)| of all of them,
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
-from pcg.runtime.training.data import Dataset
-from pcg.runtime.training.data_order import Batches
-from pcg.runtime.training.example import Example
 from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.runner import TrainingRunner
@@ -34,14 +34,14 @@ from pcg.runtime.training.work_units import Work
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What the gradients of a step come from.
+    """Facts of a step's gradients.
 
     Attributes:
-        epoch: of the data, from 0.
+        epoch: epoch of the data, from 0.
         loss: mean over the target tokens.
-        norm: of the gradients before clipping.
-        tokens: that went through the model.
-        targets: tokens among them that are learned.
+        norm: norm of the gradients before clipping.
+        tokens: tokens that went through the model.
+        targets: target tokens among them.
     """
 
     epoch: int
@@ -57,8 +57,8 @@ class TrainingStep:
     Attributes:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
-        optimizer: over them.
-        beside: what the method does outside the program; None for most methods.
+        optimizer: their optimizer.
+        allocator: allocates AdaLoRA's ranks; None for other methods.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class TrainingStep:
         """Take the next batches and compute their gradients, clipped.
 
         Args:
-            step: steps done; what is dropped depends on it.
+            step: number of steps done, which seeds dropout.
             rate: the learning rate, for messages.
         Raises:
-            FinetuneError: the loss or the norm is no number; the adapter is as it was.
-            UnsupportedError: something in the recipe gets no gradient.
+            FinetuneError: the loss or the norm is not finite; the adapter is as before.
+            UnsupportedError: a weight of the recipe gets no gradient.
         """
         self.drop_gradients()
         epoch, first = self._batches.epoch, self._batches.index
@@ -112,11 +112,10 @@ class TrainingStep:
         return StepGradients(epoch, total / targets, norm, tokens, targets)
 
     def update(self, step: int, rate: float) -> None:
-        """Change the adapter by its gradients.
+        """Update the adapter by its gradients.
 
         Args:
-            step: steps done before.
-            rate: the learning rate.
+            step: number of steps done before.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -127,12 +126,12 @@ class TrainingStep:
         self._runner.publish()
 
     def drop_gradients(self) -> None:
-        """Leave no gradient on the adapter's tensors."""
+        """Remove the gradients of the adapter's tensors."""
         for tensor in self.parameters.values():
             tensor.grad = None
 
     def _next_batches(self) -> list[list[Example]]:
-        """The batches of a step: those that are left where the epoch ends before."""
+        """Return the batches of a step; fewer at the end of an epoch."""
         group: list[list[Example]] = []
         for batch in self._batches:
             group.append(batch)
@@ -141,28 +140,28 @@ class TrainingStep:
         return group
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's state for a checkpoint, of whole tensors."""
+        """Return the optimizer's state for a checkpoint, of whole tensors."""
         return optimizer_tensors(self.optimizer, self.parameters, self._shards)
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with the optimizer's state of a checkpoint."""
+        """Restore the optimizer's state of a checkpoint."""
         load_optimizer(self.optimizer, self._kind, self.parameters, saved, self._shards)
 
     @property
     def _shards(self) -> AdapterShards | None:
-        """What makes the parameters whole; None where they are."""
+        """The shards that the parameters are; None if they are whole."""
         runner = self._runner
         is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
         return None if is_whole else runner.shards
 
     def _agreed(self, *numbers: float) -> list[float]:
-        """The first rank's numbers, which decide how the job goes on."""
+        """Return the first rank's numbers, which decide how the job goes on."""
         values = torch.tensor(numbers, dtype=torch.float64)
         found: list[float] = broadcast_from_first(self._runner.ranks, values).tolist()
         return found
 
     def _clip(self) -> float:
-        """The norm of the whole gradients, which are scaled down to `max_grad_norm`."""
+        """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
         for path, tensor in self.parameters.items():
             if tensor.grad is None:
                 raise UnsupportedError(
@@ -179,7 +178,7 @@ class TrainingStep:
         return float(norm)
 
     def _places(self, epoch: int, index: int) -> list[str]:
-        """Where the examples of a batch come from."""
+        """Return the places of the examples of a batch."""
         places = places_of(self._data)
         return [places[example] for example in self._batches.plan(epoch)[index]]
 
@@ -191,7 +190,7 @@ class TrainingStep:
         step: int,
         rate: float,
     ) -> NoReturn:
-        """Say which examples it comes from."""
+        """Raise a FinetuneError that names the examples at fault."""
         culprits = [
             place
             for example, place in zip(examples, places, strict=True)

@@ -1,25 +1,22 @@
-"""Examples to finetune on, whatever form they came in, checked against the model."""
+"""Training data: examples from any source, checked against the model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pcg.errors import DataError, FinetuneError
+from pcg.ir.program.program import Program
+from pcg.runtime.data.dataset import Dataset, load_examples
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.rows import is_document
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import Dataset, load_examples
-from pcg.runtime.training.data_rows import is_document
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.options import Data, FinetuneOptions
-
-if TYPE_CHECKING:
-    from pcg.ir.program.program import Program
 
 
 def vocabulary_size(program: Program) -> int:
-    """Tokens that the model has a logit for."""
+    """Return the number of tokens that the model has a logit for."""
     epilogue = program.base.epilogue
     return int(epilogue.types[epilogue.outputs[0]].shape[-1])
 
@@ -34,11 +31,11 @@ def training_data(
     """Read, tokenize and check examples.
 
     Args:
-        source: a file, rows, or examples that are tokens already.
-        options: how to read them.
-        tokenizer: of the model; examples need none.
-        vocabulary: tokens of the model.
-        max_positions: of the model, if it has a bound.
+        source: a file, rows, or examples, which are tokens already.
+        options: the options of reading.
+        tokenizer: the model's tokenizer; examples need none.
+        vocabulary: number of tokens of the model.
+        max_positions: number of positions of the model, if it has a bound.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
@@ -53,12 +50,12 @@ def training_data(
     elif tokenizer is None:
         raise FinetuneError(
             "the model came without a tokenizer.json; put one into its directory, or give data "
-            "as a list of pcg.runtime.training.data.Example(ids, labels)"
+            "as a list of pcg.runtime.data.dataset.Example(ids, labels)"
         )
     else:
         max_length = options.max_length
         if max_length is None and is_document(source):  # type: ignore[arg-type]
-            max_length = max_positions  # a document is cut into examples anyway
+            max_length = max_positions  # documents are cut into examples of that length
         data = load_examples(
             source,  # type: ignore[arg-type]
             tokenizer,
@@ -73,7 +70,7 @@ def training_data(
 
 
 def places_of(data: Dataset) -> Sequence[str]:
-    """Where each example comes from."""
+    """Return the place of each example."""
     return data.places or [f"example {index}" for index in range(len(data))]
 
 
@@ -81,11 +78,11 @@ def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) ->
     """Refuse an example that is too long with the virtual tokens before it.
 
     Args:
-        data: that fits the model.
-        virtual: tokens of the adapter's prompt.
-        max_positions: of the model, if it has a bound.
+        data: examples that fit the model.
+        virtual: number of virtual tokens of the adapter.
+        max_positions: number of positions of the model, if it has a bound.
     Raises:
-        DataError: the first such example, by its place.
+        DataError: names the first such example by its place.
     """
     most = 2**62 if max_positions is None else max_positions - virtual
     for example, place in zip(data.examples, places_of(data), strict=True):

@@ -1,7 +1,7 @@
-"""What a finetuning job asks the engine for, one unit at a time.
+"""Work units: the parts of a finetuning job that the engine runs one at a time.
 
-A job is a generator of units: it goes on when the engine has done one. What comes between two
-units, such as an optimizer's update, it does itself.
+A job is a generator of units: it goes on when the engine has run one. What comes between two units,
+such as an optimizer's update, it does itself.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Forward(ABC):
     @property
     @abstractmethod
     def remaining(self) -> int:
-        """Tokens that are left."""
+        """Number of tokens that are left."""
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """Tokens that the next one sees before it."""
+        """Number of tokens of its sequence before the next one."""
 
     @property
     @abstractmethod
     def layers(self) -> int:
-        """That a window of them goes back through, at most; 0 where gradients are not wanted."""
+        """The most layers that a window of them goes back through; 0 without gradients."""
 
     @abstractmethod
     def run(self, tokens: int) -> None:
-        """Take so many of them forward."""
+        """Run up to so many of them forward."""
 
 
 class Backward(ABC):
@@ -46,26 +46,26 @@ class Backward(ABC):
     @property
     @abstractmethod
     def layer(self) -> int:
-        """Of the model; units of one layer, of several jobs, run together."""
+        """Index of the layer; units of one layer, of several jobs, run together."""
 
     @property
     @abstractmethod
     def load(self) -> Load:
-        """Its work."""
+        """Its load."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do it."""
+        """Run it."""
 
 
 @dataclass
 class Pages:
-    """Room for sequences in the KV cache, which the engine gives when there is some.
+    """A request for pages of the KV cache, which the engine fulfils when there are some.
 
     Attributes:
-        tokens: of each sequence.
-        tables: their pages, once there is room.
-        cache: that these are pages of; None where whoever asks keeps keys and values itself.
+        tokens: number of tokens of each sequence.
+        tables: the sequences' pages, once they are given.
+        cache: the cache of these pages; None if keys and values are kept by the job itself.
     """
 
     tokens: Sequence[int]
@@ -75,7 +75,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Release:
-    """The job needs its pages no more."""
+    """Gives the job's pages back."""
 
 
 Unit: TypeAlias = Forward | Backward | Pages | Release
@@ -83,13 +83,13 @@ Work: TypeAlias = Generator[Unit, None, Result]
 
 
 def run_to_end(work: Work[Result]) -> Result:
-    """Do all of a job's units in turn, each window a whole pass, without the KV cache."""
+    """Run all units of a job in turn, each window a whole pass, without the KV cache."""
     try:
         unit = next(work)
         while True:
             try:
                 run_unit(unit)
-            except BaseException as error:  # the job ends by it, Ctrl-C too
+            except BaseException as error:  # Ctrl-C, too
                 unit = work.throw(error)
             else:
                 unit = next(work)
@@ -99,7 +99,7 @@ def run_to_end(work: Work[Result]) -> Result:
 
 
 def run_unit(unit: Unit) -> None:
-    """Do one unit with nothing beside it."""
+    """Run one unit with nothing beside it."""
     if isinstance(unit, Forward):
         unit.run(unit.remaining)
     elif isinstance(unit, Backward):

@@ -24,12 +24,12 @@ from pcg.errors import (
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Chunk, Completion
 from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
+from pcg.runtime.metrics.events import Kind
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
@@ -52,17 +52,17 @@ LONG_JOB: dict[str, Any] = {**OPTIONS, "max_steps": 50}
 def started(
     executor: Executor, pages: int = 64, limits: Limits | None = None
 ) -> Iterator[AsyncEngine]:
-    with make_engine(executor, pages, limits).start() as front:
-        yield front
-    assert not front._thread.is_alive()
-    front.engine.check_integrity()
-    assert not front.engine.scheduler.running
+    with make_engine(executor, pages, limits).start() as async_engine:
+        yield async_engine
+    assert not async_engine._thread.is_alive()
+    async_engine.engine.check_integrity()
+    assert not async_engine.engine.scheduler.running
 
 
-def submitted(front: AsyncEngine) -> list[Stream]:
+def submitted(async_engine: AsyncEngine) -> list[Stream]:
     """The requests of `test_engine.requests`, by the name of the adapter."""
     return [
-        front.submit(prompt, ("a", None)[i % 2], **GREEDY)
+        async_engine.submit(prompt, ("a", None)[i % 2], **GREEDY)
         for i, prompt in enumerate(prompts(LENGTHS))
     ]
 
@@ -87,8 +87,8 @@ def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_read_streams() -> None:
     executor = make_executor()
-    with started(executor) as front:
-        streams = submitted(front)
+    with started(executor) as async_engine:
+        streams = submitted(async_engine)
         tokens = [[chunk.token_id for chunk in stream] for stream in streams]
         done = [stream.wait() for stream in streams]
     assert tokens == expected(requests(executor, LENGTHS))
@@ -106,14 +106,14 @@ def test_coroutines_read_streams_beside_a_job() -> None:
         return tokens
 
     async def main() -> list[list[int | None]]:
-        async with make_engine(executor, 64, Limits(tokens=20)).start() as front:
-            job = front.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-            streams = submitted(front)
+        async with make_engine(executor, 64, Limits(tokens=20)).start() as async_engine:
+            job = async_engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+            streams = submitted(async_engine)
             found = await asyncio.gather(*map(read, streams))
             await asyncio.gather(*(stream.completion() for stream in streams))
             assert (await job.result()).steps == 3
             assert job.state is JobState.SUCCEEDED
-            completion = await front.submit([1, 2], "trained", **GREEDY).completion()
+            completion = await async_engine.submit([1, 2], "trained", **GREEDY).completion()
             assert completion.adapter == "trained"
         return found
 
@@ -126,8 +126,8 @@ def test_coroutines_read_streams_beside_a_job() -> None:
 def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_executor(), 64)
     slow_down(engine, monkeypatch)
-    with engine.start() as front:
-        stream = front.submit([1, 2, 3], **LONG)
+    with engine.start() as async_engine:
+        stream = async_engine.submit([1, 2, 3], **LONG)
         first = next(stream)
         stream.cancel()
         rest = list(stream)
@@ -135,14 +135,14 @@ def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rest[-1].completion is not None
         assert rest[-1].completion.finish_reason == "cancelled"
         stream.cancel()
-        late = front.submit([1, 2, 3], timeout_s=1e-6, **LONG)
+        late = async_engine.submit([1, 2, 3], timeout_s=1e-6, **LONG)
         assert late.wait(60).finish_reason == "timed_out"
     engine.check_integrity()
 
 
 def test_a_reader_that_stops_waiting_ends_nothing() -> None:
-    async def main(front: AsyncEngine) -> Completion:
-        stream = front.submit([1, 2, 3], **LONG)
+    async def main(async_engine: AsyncEngine) -> Completion:
+        stream = async_engine.submit([1, 2, 3], **LONG)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.completion(), 1e-3)
         reader = asyncio.create_task(anext(stream))
@@ -150,32 +150,32 @@ def test_a_reader_that_stops_waiting_ends_nothing() -> None:
         reader.cancel()
         return await stream.completion()
 
-    with started(make_executor()) as front:
-        assert len(asyncio.run(main(front)).token_ids) == 100
+    with started(make_executor()) as async_engine:
+        assert len(asyncio.run(main(async_engine)).token_ids) == 100
 
 
 def test_what_is_refused() -> None:
     executor = make_executor()
-    with started(executor, pages=4) as front:
+    with started(executor, pages=4) as async_engine:
         with pytest.raises(AdapterError, match="there is no adapter 'b'; there are: a"):
-            front.submit([1], "b")
+            async_engine.submit([1], "b")
         with pytest.raises(GenerationError, match="came without a tokenizer"):
-            front.submit("text")
-        big = front.submit(range(1, 101), max_new_tokens=4)
+            async_engine.submit("text")
+        big = async_engine.submit(range(1, 101), max_new_tokens=4)
         with pytest.raises(OutOfMemoryError, match="needs 7 pages, and the engine has 4"):
             next(big)
         with pytest.raises(OutOfMemoryError, match="needs 7 pages"):
             asyncio.run(big.completion())
         with pytest.raises(GenerationError, match="prompt 1 has no tokens"):
-            front.submit([]).wait(60)
+            async_engine.submit([]).wait(60)
         with pytest.raises(FinetuneError, match="came without a tokenizer"):
-            front.finetune([{"text": "a"}], "b").wait(60)
-        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+            async_engine.finetune([{"text": "a"}], "b").wait(60)
+        assert len(async_engine.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
 
 
 def test_jobs_pause_resume_and_are_cancelled() -> None:
-    with started(make_executor(), limits=Limits(tokens=8)) as front:
-        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    with started(make_executor(), limits=Limits(tokens=8)) as async_engine:
+        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
         job.pause()
         until(lambda: job.state is JobState.PAUSED)
         with pytest.raises(TimeoutError):
@@ -184,7 +184,7 @@ def test_jobs_pause_resume_and_are_cancelled() -> None:
         assert job.wait(60).steps == 3
         job.pause()
         job.cancel()
-        other = front.finetune(DATA, "two", peft=LORA, **OPTIONS)
+        other = async_engine.finetune(DATA, "two", peft=LORA, **OPTIONS)
         other.cancel()
         with pytest.raises(FinetuneError, match="job 'two' was cancelled"):
             asyncio.run(other.result())
@@ -205,19 +205,19 @@ class SlowData:
 
 def test_a_job_is_made_ready_beside_the_steps() -> None:
     executor, slow = make_executor(), SlowData()
-    with started(executor) as front:
-        job = front.finetune(slow, "one", peft=LORA, **OPTIONS)
+    with started(executor) as async_engine:
+        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
         until(lambda: bool(slow.readers))
-        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        assert len(async_engine.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
         with pytest.raises(PcgError, match="there is a job 'one' already"):
-            front.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
+            async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
         job.pause()
         assert job.state is JobState.QUEUED
         slow.go.set()
         until(lambda: job.state is JobState.PAUSED)
         job.resume()
         assert job.wait(60).steps == 3
-        again = front.finetune(DATA, "one", **OPTIONS)
+        again = async_engine.finetune(DATA, "one", **OPTIONS)
         again.cancel()
         with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
             again.wait(60)
@@ -245,31 +245,33 @@ def test_adapters_are_added_beside_the_steps(
         return program_for(adapter)
 
     monkeypatch.setattr(executor.state, "program_for", slow)
-    with started(executor) as front:
-        asked = [front.add_adapter(name, tmp_path / name) for name in recipes]
+    with started(executor) as async_engine:
+        asked = [async_engine.add_adapter(name, tmp_path / name) for name in recipes]
         until(lambda: bool(threads))
-        assert len(front.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
+        assert len(async_engine.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
         go.set()
         for one, name in zip(asked, recipes, strict=True):
             assert one.result(60).name == name
-            found = front.submit([1, 2, 3], name, **GREEDY).wait(60)
+            found = async_engine.submit([1, 2, 3], name, **GREEDY).wait(60)
             expected = other.generate([[1, 2, 3]], name, **GREEDY)[0]
             assert found.token_ids == expected.token_ids
         with pytest.raises(AdapterError, match="there is an adapter 'ia3' already"):
-            front.add_adapter("ia3", tmp_path / "ia3").result(60)
+            async_engine.add_adapter("ia3", tmp_path / "ia3").result(60)
         with pytest.raises(AdapterError, match="is not there; give the directory of a saved"):
-            front.add_adapter("b", tmp_path / "none").result(60)
+            async_engine.add_adapter("b", tmp_path / "none").result(60)
     assert threads == ["pcg jobs_0"] * 2
     with pytest.raises(EngineError, match="the engine was closed"):
-        front.add_adapter("b", LORA)
+        async_engine.add_adapter("b", LORA)
 
 
 def test_close_cancels_a_job_that_is_made_ready() -> None:
     slow = SlowData()
-    front = make_engine(make_executor(), 64).start()
-    job, next_one = (front.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two"))
+    async_engine = make_engine(make_executor(), 64).start()
+    job, next_one = (
+        async_engine.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two")
+    )
     until(lambda: bool(slow.readers))
-    front.close()
+    async_engine.close()
     for left in (job, next_one):
         with pytest.raises(FinetuneError, match=f"job '{left.name}' was cancelled"):
             left.wait(0)
@@ -287,9 +289,9 @@ def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPat
         return step()
 
     monkeypatch.setattr(engine, "step", counted)
-    with engine.start() as front:
-        front.submit([1, 2], max_new_tokens=3, ignore_eos=True).wait(60)
-        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    with engine.start() as async_engine:
+        async_engine.submit([1, 2], max_new_tokens=3, ignore_eos=True).wait(60)
+        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
         job.pause()
         until(lambda: job.state is JobState.PAUSED)
         before = steps
@@ -300,24 +302,24 @@ def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPat
 def test_close_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_executor(), 64)
     slow_down(engine, monkeypatch)
-    front = engine.start()
-    job = front.finetune(DATA, "one", peft=LORA, **LONG_JOB)
+    async_engine = engine.start()
+    job = async_engine.finetune(DATA, "one", peft=LORA, **LONG_JOB)
     until(lambda: job.state is JobState.RUNNING)
-    stream = front.submit([1, 2, 3], **LONG)
+    stream = async_engine.submit([1, 2, 3], **LONG)
     next(stream)
-    front.close()
-    front.close()
+    async_engine.close()
+    async_engine.close()
     assert stream.wait(0).finish_reason == "cancelled"
     with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
         job.wait(0)
-    assert not front._thread.is_alive()
-    kinds = [event.kind for event in front.engine.log]
+    assert not async_engine._thread.is_alive()
+    kinds = [event.kind for event in async_engine.engine.log]
     assert kinds.count(Kind.CANCELLED) == 2
     stream.cancel()
     with pytest.raises(EngineError, match="the engine was closed"):
-        front.submit([1])
+        async_engine.submit([1])
     with pytest.raises(EngineError, match="the engine was closed"):
-        front.call(lambda: 1).result()
+        async_engine.call(lambda: 1).result()
 
 
 def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +332,9 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(engine.device, "start", broken)
 
-    async def main(front: AsyncEngine) -> list[Any]:
-        streams = [front.submit([1, 2, 3], **LONG) for _ in range(3)]
-        job = front.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    async def main(async_engine: AsyncEngine) -> list[Any]:
+        streams = [async_engine.submit([1, 2, 3], **LONG) for _ in range(3)]
+        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
         waiting = asyncio.gather(
             anext(streams[0]),
             *(stream.completion() for stream in streams),
@@ -340,15 +342,15 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
             return_exceptions=True,
         )
         await asyncio.sleep(0.05)
-        asked = front.call(lambda: 1)
+        asked = async_engine.call(lambda: 1)
         go.set()
         return [*await waiting, asked.exception(60) or "done"]
 
-    with engine.start() as front:
-        *found, _ = asyncio.run(main(front))
+    with engine.start() as async_engine:
+        *found, _ = asyncio.run(main(async_engine))
         assert len(found) == 5
         for error in found:
             assert isinstance(error, EngineError)
             assert "ended by RuntimeError: the device is gone" in str(error)
         with pytest.raises(EngineError, match="the device is gone"):
-            front.submit([1])
+            async_engine.submit([1])

@@ -105,10 +105,10 @@ def test_no_step_is_longer_than_its_burst(burst: int) -> None:
     def timed() -> object:
         scheduler, started_s = engine.scheduler, engine.clock.now_s()
         is_promised = any(one.first_token_s is not None for one in scheduler.running)
-        is_awaited, trained = bool(scheduler.waiting), engine.jobs[0].tokens
+        awaits_first_token, trained = bool(scheduler.waiting), engine.jobs[0].tokens
         chunks = step()
         if is_promised and engine.jobs[0].tokens > trained:
-            took[is_awaited].append(engine.clock.now_s() - started_s)
+            took[awaits_first_token].append(engine.clock.now_s() - started_s)
         return chunks
 
     engine.step = timed  # type: ignore[method-assign, assignment]

@@ -15,11 +15,11 @@ import torch
 
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.torch import products
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.sampling_params import SamplingParams
 from tests.support.prompts import prompts

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.torch import ops as torch_ops
-from pcg.runtime.engine.events import Kind
-from pcg.runtime.engine.job import JobState
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.events import Kind
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.ranked import (

@@ -7,7 +7,6 @@ import torch
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.events import Kind
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
@@ -20,6 +19,7 @@ from pcg.runtime.engine.sharing import (
 )
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward
 from tests.support.small_engine import (
@@ -168,11 +168,11 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
     assert CoServing().forward(served, unit) == 0
 
 
-def window_step(slack_s: float, is_awaited: bool = False) -> Step:
+def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
     """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
     forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
     latencies = Latencies(forward, Latency(1e-3, 1e-4, 0.0))
-    return Step(Limits(), latencies, 0.05, slack_s, Load(10), True, is_awaited)
+    return Step(Limits(), latencies, 0.05, slack_s, Load(10), True, awaits_first_token)
 
 
 def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
@@ -214,7 +214,7 @@ def test_windows_wait_for_slack_and_come_without() -> None:
 def test_what_cannot_be_shared() -> None:
     with pytest.raises(FinetuneError, match="frequency=0; use at least 1"):
         TemporalSharing(0)
-    with pytest.raises(FinetuneError, match=r"burst=0\.5; use at least 1 promised time"):
+    with pytest.raises(FinetuneError, match=r"burst=0\.5; use at least 1, the TPOT SLO"):
         CoServing(0.5)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)

@@ -24,10 +24,10 @@ import transformers
 import pcg.compiler
 from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
 from pcg.keywords import field_docs
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data_order import Batches
-from pcg.runtime.training.example import IGNORED, Example
 from pcg.runtime.training.interrupts import deferred_interrupts
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord

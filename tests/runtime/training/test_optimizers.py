@@ -16,11 +16,11 @@ import pcg
 import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.ir.program.program import Program
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.example import Example
-from pcg.runtime.training.optimizer_table import OPTIMIZERS, Optimizer
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer
 from tests.support.ranked import EXAMPLES as RANKED
 from tests.support.ranked import make_executor, make_program
 from tests.support.small_job import LORA, examples, make_model
@@ -68,7 +68,7 @@ def reference(
     theirs = {path: named[f"base_model.model.{path}.default.weight"] for path in start}
     for path, tensor in start.items():
         theirs[path].data = tensor.clone()
-    updates = getattr(torch.optim, optimizer.torch_name)(
+    updates = optimizer.torch_class(
         theirs.values(), lr=options["learning_rate"], **optimizer.options
     )
     for step in range(STEPS):

@@ -1,10 +1,10 @@
 """The event log: every state transition of requests, jobs and adapters, in order.
 
-Metrics and tests read what happened here and nowhere else. A request that comes during a step
-stands behind the step's events, with the time when it came.
+Metrics and tests read what happened from it alone. A request that comes during a step is logged
+after the step's events, with the time when it came.
 
-Nearly all events are tokens. Those of one step are held as one object: an object for each would be
-a thousand a step that outlive it, which Python's garbage collector goes through again and again.
+Nearly all events are tokens. Those of one step are held as one object: an object for each would
+be a thousand long-lived ones a step, which Python's garbage collector traverses again and again.
 
 Kinds by subject:
 
@@ -13,8 +13,8 @@ Kinds by subject:
                admitted or submitted → cancelled | timed_out | failed
                admitted → preempted → admitted
     jobs       queued → started → stepped … → completed | cancelled | failed
-               started → paused → resumed;  evaluated, saved and published between
-    adapters   added, published, removed;  paged_in, evicted
+               started → paused → resumed;  published between
+    adapters   paged_in, evicted
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pcg.runtime.engine.clock import Clock
-
 
 class Kind(StrEnum):
-    """What happened."""
+    """The kind of an event."""
 
     SUBMITTED = "submitted"
     REFUSED = "refused"
@@ -46,12 +44,8 @@ class Kind(StrEnum):
     STEPPED = "stepped"
     PAUSED = "paused"
     RESUMED = "resumed"
-    EVALUATED = "evaluated"
-    SAVED = "saved"
     PUBLISHED = "published"
     COMPLETED = "completed"
-    ADDED = "added"
-    REMOVED = "removed"
     PAGED_IN = "paged_in"
     EVICTED = "evicted"
 
@@ -61,11 +55,11 @@ _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
 
 
 class Event(NamedTuple):
-    """A transition.
+    """A state transition.
 
     Attributes:
-        time_s: on the engine's clock, seconds.
-        kind: what happened.
+        time_s: time on the engine's clock, seconds.
+        kind: the kind of transition.
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
@@ -79,7 +73,7 @@ class Event(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The token that each of several requests got at one time."""
+    """A token of each of several requests at one time."""
 
     time_s: float
     subjects: tuple[str, ...]
@@ -89,10 +83,10 @@ class _Tokens(NamedTuple):
 
 
 class EventLog:
-    """Events in order of time; holds the latest, and tells listeners of each.
+    """Events in order of time; keeps the latest, and calls listeners with each.
 
     Args:
-        kept: how many to hold; None for all.
+        kept: the number of events to keep; None for all.
     """
 
     def __init__(self, kept: int | None = None) -> None:
@@ -111,7 +105,7 @@ class EventLog:
                 listener(event)
 
     def add_tokens(self, time_s: float, subjects: Sequence[str]) -> None:
-        """Append the event of a token, not its first, of each of some requests."""
+        """Append a token's event, not a first token's, of each of some requests."""
         tokens = _Tokens(time_s, tuple(subjects))
         if tokens.subjects:
             self._entries.append(tokens)
@@ -122,7 +116,7 @@ class EventLog:
                 listener(event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Have a function called with each event from now on; returns what ends that."""
+        """Call a function with each event from now on; returns what ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -133,11 +127,11 @@ class EventLog:
         return self._count
 
     def of(self, subject: str) -> tuple[Event, ...]:
-        """The events of one subject."""
+        """Return the events of one subject."""
         return tuple(event for event in self if event.subject == subject)
 
     def _drop(self) -> None:
-        """Forget the earliest beyond those that are kept."""
+        """Drop the earliest events beyond those that are kept."""
         while self._kept is not None and self._count > self._kept:
             excess, first = self._count - self._kept, self._entries.popleft()
             if isinstance(first, _Tokens) and len(first.subjects) > excess:
@@ -157,18 +151,18 @@ def _events(entries: Iterable[Event | _Tokens]) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Notes:
-    """Writes events at the time that it is.
+    """Writes events with the present time.
 
-    Whoever is told of something by the parts of an engine has this, and not the engine: so nothing
-    that an engine has refers to it, and its memory is free as soon as it is dropped.
+    Parts of an engine hold this instead of the engine, so that nothing in an engine refers to it,
+    and its memory is freed as soon as it is dropped.
 
     Attributes:
-        log: to write to.
-        clock: to time by.
+        log: the log to write to.
+        now_s: tells the present time.
     """
 
     log: EventLog
-    clock: Clock
+    now_s: Callable[[], float]
 
     def __call__(self, kind: Kind, subject: str, **details: object) -> None:
-        self.log.add(Event(self.clock.now_s(), kind, subject, details))
+        self.log.add(Event(self.now_s(), kind, subject, details))

@@ -1,4 +1,4 @@
-"""The formats of finetuning rows, and how each says what is learned.
+"""The formats of finetuning rows, and what each of them learns.
 
     chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages,
                                                                             but those of "weight": 0
@@ -7,8 +7,8 @@
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
 
-The first row decides, by the first line of this table whose keys it has; other keys are ignored,
-and all rows must then agree.
+The first row has the first of these formats whose keys it has; other keys are ignored, and all rows
+must have that format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ SHAREGPT_ROLES = {
     "system": "system",
 }
 
-# The two prompts that Stanford Alpaca was trained with.
+# The two prompts of Stanford Alpaca's training.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
@@ -41,7 +41,7 @@ ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True)
 class TextSample:
-    """Text of which the part after `prompt` is learned."""
+    """Text whose part after `prompt` is learned."""
 
     prompt: str
     completion: str
@@ -61,7 +61,7 @@ Sample = TextSample | ChatSample
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write rows: a row with all `keys` is `parse`d, given its place for messages."""
+    """A format of rows: a row with all `keys` is `parse`d, given its place for messages."""
 
     name: str
     keys: tuple[str, ...]
@@ -69,7 +69,7 @@ class Format:
 
 
 def detect(value: Any, where: str) -> Format:
-    """The format of the first row.
+    """Return the format of the first row.
 
     Raises:
         DataError: the row is of no known format.
@@ -87,7 +87,7 @@ def detect(value: Any, where: str) -> Format:
 
 
 def parse(format: Format, value: Any, where: str) -> Sample:
-    """Read a row as that format.
+    """Parse a row in a format.
 
     Raises:
         DataError: the row has another format, a wrong type, or nothing to learn from.
@@ -156,11 +156,11 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
 
 
 def _chat(messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str) -> Sample:
-    """A chat of which the assistant's messages from `first` on are learned."""
+    """Return a chat whose assistant messages from `first` on are learned."""
     learn = tuple(
         index
         for index, message in enumerate(messages)
-        # The weight is ours to read; a template has no use for it.
+        # The weight is for us and not for a template.
         if message.pop("weight", 1) and message["role"] == "assistant" and index >= first
     )
     tools = row.get("tools")

@@ -1,4 +1,4 @@
-"""The table of optimizers against the classes of torch.optim."""
+"""Optimizers' options and states against the classes of torch.optim."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.optimizer_table import OPTIMIZERS, Optimizer
+from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer
 
 SHAPES = ((3, 4), (5,), (3, 1))
 ELSEWHERE = {"self", "params", "lr"}
@@ -63,8 +63,11 @@ def test_what_torch_keeps(name: str, options: Mapping[str, Any]) -> None:
             parameter.grad = torch.randn_like(parameter)
         made.step()
     kept = [made.state.get(parameter, {}) for parameter in parameters]
-    found = [{key: tuple(tensor.shape) for key, tensor in state.items()} for state in kept]
-    assert found == [optimizer.state(shape) for shape in shapes]
+    expected = [optimizer.state(shape) for shape in shapes]
+    for state, predicted in zip(kept, expected, strict=True):
+        assert {key: tensor.shape for key, tensor in state.items()} == {
+            key: tensor.shape for key, tensor in predicted.items()
+        }
     measured = sum(tensor.nbytes for state in kept for tensor in state.values())
     assert measured == optimizer.state_bytes(shapes, 4)
 

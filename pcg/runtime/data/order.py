@@ -1,8 +1,8 @@
-"""The order in which finetuning sees its examples: seeded, cut into batches, resumable anywhere.
+"""The order of finetuning's examples: seeded, cut into batches, resumable anywhere.
 
-The order of an epoch is a function of (seed, epoch) alone, and a position is (epoch, index), so
-that a job that was interrupted goes on with the very batch it would have had. Batches are
-token-flat, without padding: `max_tokens` bounds the sum of lengths.
+The order of an epoch is a function of (seed, epoch), and a position is (epoch, index), so that an
+interrupted job goes on with the batch it would have had. Batches are token-flat, without padding:
+`max_tokens` bounds the sum of lengths.
 """
 
 import random
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
 
 
 class Batches:
@@ -22,9 +22,19 @@ class Batches:
     next. The position moves on before a batch is yielded: a state saved while a batch is being
     worked on resumes with the batch after it.
 
+    Args:
+        examples: at least one.
+        batch_size: examples a batch; the last of an epoch may have fewer.
+        max_tokens: tokens a batch; as many examples as fit, in order. Both bounds may be given.
+        seed: the seed of the order.
+        shuffle: a new order each epoch; else the order of `examples`.
+
     Attributes:
-        epoch: of the next batch, from 0.
-        index: of the next batch in its epoch, from 0.
+        epoch: epoch of the next batch, from 0.
+        index: index of the next batch in its epoch, from 0.
+
+    Raises:
+        FinetuneError: no examples, no bound, or an example longer than `max_tokens`.
     """
 
     def __init__(
@@ -36,17 +46,6 @@ class Batches:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        """Lay out the first epoch.
-
-        Args:
-            examples: at least one.
-            batch_size: examples a batch; the last of an epoch may have fewer.
-            max_tokens: tokens a batch; as many examples as fit, in order. Both bounds may be given.
-            seed: of the order.
-            shuffle: a new order each epoch; else the order of `examples`.
-        Raises:
-            FinetuneError: no examples, no bound, or an example longer than `max_tokens`.
-        """
         if not examples:
             raise FinetuneError("no examples to finetune on")
         if batch_size is None and max_tokens is None:
@@ -73,10 +72,10 @@ class Batches:
         self._plan = self.plan(0)
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """Indexes of the examples in each batch of an epoch."""
+        """Return the indexes of the examples in each batch of an epoch."""
         order = list(range(len(self._examples)))
         if self._settings["shuffle"]:
-            # Seeded by text: independent of the platform, and no epoch's order is another's.
+            # Seeded by text, so that the order is alike on all platforms and new each epoch.
             random.Random(f"{self._settings['seed']}:{epoch}").shuffle(order)
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         batches: list[list[int]] = []
@@ -94,11 +93,11 @@ class Batches:
         return batches
 
     def __len__(self) -> int:
-        """Batches of the current epoch, those behind included."""
+        """Return the number of batches of the current epoch."""
         return len(self._plan)
 
     def __iter__(self) -> Iterator[list[Example]]:
-        """The batches that are left of the current epoch."""
+        """Iterate over the remaining batches of the current epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             indexes = self._plan[self.index]
@@ -106,7 +105,7 @@ class Batches:
             yield [self._examples[index] for index in indexes]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, with what it is a position in; plain JSON values."""
+        """Return the position, the settings and a checksum of the examples, as JSON values."""
         return {
             "epoch": self.epoch,
             "index": self.index,
@@ -145,7 +144,7 @@ class Batches:
 
 
 def _fingerprint(examples: Sequence[Example]) -> int:
-    """A checksum of all tokens and labels, to notice that the data has changed."""
+    """Return a checksum of all tokens and labels, to notice changed data."""
     checksum = 0
     for example in examples:
         checksum = zlib.crc32(array("q", [*example.ids, *example.labels]).tobytes(), checksum)

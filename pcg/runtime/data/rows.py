@@ -1,4 +1,4 @@
-"""Rows of finetuning data, each with the words that say where it stands.
+"""Rows of finetuning data, each with its place for messages.
 
 A source is a file of JSON lines (.jsonl, .ndjson, .json), a plain text file (.txt, one document),
 or rows in memory: dicts and strings.
@@ -32,16 +32,15 @@ class Row:
 
 
 def is_document(source: Source) -> bool:
-    """Whether the source is a plain text file, to be read as one document."""
+    """Return whether the source is a plain text file, to be read as one document."""
     return isinstance(source, str | Path) and Path(source).suffix.lower() in _TEXT
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source, in order. A blank line is no row.
+    """Yield the rows of a source, in order; a blank line is no row.
 
     Raises:
-        DataError: there is no such file, its name ends in none of the known ways, or a line is not
-            UTF-8 or not JSON.
+        DataError: there is no such file, it has an unknown suffix, or a line is not UTF-8 or JSON.
     """
     if isinstance(source, str | Path):
         yield from _read_file(Path(source))

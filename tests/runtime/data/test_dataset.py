@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pcg.errors import DataError
+from pcg.runtime.data.dataset import load_examples
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.data import load_examples
-from pcg.runtime.training.example import IGNORED, Example
 from tests.support import toy_tokenizers as toys
 
 CHAT = [

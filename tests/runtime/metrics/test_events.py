@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.runtime.engine.events import Event, EventLog, Kind
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 
 
 @given(

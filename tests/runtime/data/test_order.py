@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.data_order import Batches
-from pcg.runtime.training.example import Example
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.order import Batches
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 

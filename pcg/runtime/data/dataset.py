@@ -1,14 +1,14 @@
 """Finetuning data: rows of text become tokens and labels.
 
-    rows (`data_rows`) → samples (`data_formats`) → Example(ids, labels)
+    rows (`rows`) → samples (`formats`) → Example(ids, labels)
 
-`labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` where the token is
-learned and -100 where it is not. The shift by one happens in the loss: position i's logits are
-compared with `labels[i + 1]`, and `labels[0]` is never used.
+`labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
+learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
+`labels[i + 1]`, and `labels[0]` is never used.
 
-A token is learned if it stands for any character of what is learned; text is tokenized as a whole
-and characters are followed through the tokenizer's offsets, so a label never depends on how a part
-of the text would have been tokenized alone.
+A token is learned if it stands for any learned character. Text is tokenized as a whole and
+characters are followed through the tokenizer's offsets, so a label never depends on how a part of
+the text would have been tokenized alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
-from pcg.runtime.text.chat import Span
-from pcg.runtime.text.chat_spans import assistant_spans
-from pcg.runtime.text.tokenizer import Encoding, Tokenizer
-from pcg.runtime.training.data_formats import (
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.formats import (
     FORMATS,
     ChatSample,
     Format,
@@ -29,20 +27,21 @@ from pcg.runtime.training.data_formats import (
     detect,
     parse,
 )
-from pcg.runtime.training.data_rows import Row, Source, is_document, read_rows
-from pcg.runtime.training.example import IGNORED, Example
+from pcg.runtime.data.rows import Row, Source, is_document, read_rows
+from pcg.runtime.text.chat import Span, assistant_spans
+from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 
 
 @dataclass(frozen=True)
 class Dataset(Sequence[Example]):
-    """The examples of a data set, and what reading it did.
+    """The examples of a data set, and facts of reading it.
 
     Attributes:
-        examples: in the order of the rows.
+        examples: the examples in the order of the rows.
         format: name of the rows' format; "document" for a plain text file.
-        truncated: examples that were cut to the maximum length.
-        dropped: rows left out because nothing was left to learn.
-        places: where each example comes from, as "train.jsonl line 7"; empty if that is not known.
+        truncated: number of examples that were cut to the maximum length.
+        dropped: number of rows left out because nothing was left to learn.
+        places: the place of each example, as "train.jsonl line 7"; empty if unknown.
     """
 
     examples: tuple[Example, ...]
@@ -86,12 +85,11 @@ def load_examples(
 
     Args:
         source: path of a .jsonl or .txt file, or rows in memory: dicts or strings.
-        tokenizer: of the model.
-        max_length: tokens an example may have; longer ones keep their head. A plain text file is
+        max_length: the most tokens of an example; longer ones keep their head. A plain text file is
             cut into consecutive examples of that length instead. None keeps all.
-        format: a name of `data_formats.FORMATS`; "auto" takes it from the first row.
+        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
-        empty: what to do with a row that has no token to learn: raise, or leave it out and count.
+        empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
     Raises:
         DataError: the data cannot be read, with file and line; or nothing at all is left.
     """
@@ -133,11 +131,10 @@ def load_examples(
 
 
 def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
-    """Tokens and labels of one sample.
+    """Return the tokens and labels of one sample.
 
     Args:
-        sample: what `data_formats.parse` read.
-        tokenizer: of the model.
+        sample: the result of `formats.parse`.
         where: the row's place, for messages.
         append_eos: end a `TextSample` with the end-of-sequence token.
     Raises:
@@ -156,7 +153,7 @@ def _tokenize_text(sample: TextSample, tokenizer: Tokenizer, append_eos: bool) -
         return Example(ids, [IGNORED] * len(ids))
     if sample.prompt:
         labels = _labels(encoding, [(len(sample.prompt), len(text))])
-        if ids[-1:] == [tokenizer.eos_id]:  # the post-processor's: the completion ends here
+        if ids[-1:] == [tokenizer.eos_id]:  # from the post-processor; the completion ends here
             labels[-1] = ids[-1]
     else:
         labels = list(ids)
@@ -186,10 +183,10 @@ def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer, where: str) -> Exam
 
 
 def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
-    """Ids of the tokens that stand for a character in any of the spans, -100 for the rest.
+    """Label the tokens that stand for a character in any of the spans, the others -100.
 
-    An empty token is a space whose offsets were trimmed to its end, or stands for no text at all;
-    it belongs to the character before it.
+    An empty token is a space whose offsets were trimmed to its end, or has no text at all; it
+    belongs to the character before it.
     """
     labels = [IGNORED] * len(encoding.ids)
     for index, (start, end) in enumerate(encoding.offsets):
@@ -200,12 +197,12 @@ def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
 
 
 def _document(row: Row, tokenizer: Tokenizer, max_length: int | None, append_eos: bool) -> Dataset:
-    """One text, cut into consecutive examples; every token but the first of each is learned."""
+    """Cut one text into consecutive examples; every token but the first of each is learned."""
     whole = _tokenize_text(TextSample("", row.value), tokenizer, append_eos)
     size = max_length or max(len(whole.ids), 1)
-    pieces = [whole.ids[start : start + size] for start in range(0, len(whole.ids), size)]
-    # A last piece of one token has nothing to predict.
-    examples = tuple(Example(ids, list(ids)) for ids in pieces if len(ids) > 1)
+    parts = [whole.ids[start : start + size] for start in range(0, len(whole.ids), size)]
+    # A last part of one token has nothing to predict.
+    examples = tuple(Example(ids, list(ids)) for ids in parts if len(ids) > 1)
     if not examples or not row.value.strip():
         raise DataError(f"{row.where} is empty; there is nothing to learn")
     places = tuple(f"{row.where} from token {size * i}" for i in range(len(examples)))

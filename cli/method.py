@@ -1,0 +1,162 @@
+"""The options of PEFT methods: `--peft`, and the fields of all methods' configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
+
+import typer
+
+from pcg.keywords import field_docs
+
+from .option_types import kind_of
+from .options import Option, OptionGroup, flags_of, help_text
+
+if TYPE_CHECKING:
+    from pcg.peft.recipe import Recipe
+
+TITLE = "Method"
+ALIASES = ("alpha", "dropout", "rank")
+"""Names that the manifest has for fields whose names differ from method to method."""
+
+
+@dataclass(frozen=True)
+class Method(OptionGroup):
+    """A PEFT method that options name.
+
+    Attributes:
+        peft: what `--peft` says; None where it is not given.
+        fields: fields of the method's configuration, as typer has read them.
+    """
+
+    peft: str | None
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        from pcg.peft.registry import SHORTHANDS
+
+        help_peft = (
+            f"Method: {', '.join(SHORTHANDS)}, or none; or the directory of an adapter whose "
+            "configuration to take."
+        )
+        return [Option("peft", str, help_peft, title=TITLE), *_fields()]
+
+    @classmethod
+    def collect(cls, values: Mapping[str, Any]) -> Self:
+        return cls(values.get("peft"), {key: values[key] for key in values if key != "peft"})
+
+    @property
+    def is_given(self) -> bool:
+        return self.peft is not None or bool(self.fields)
+
+    @property
+    def first_flag(self) -> str:
+        """The first option that is given."""
+        return flags_of("peft" if self.peft is not None else next(iter(self.fields)))[0]
+
+    def one(self) -> Any:
+        """The one configuration that is named, as `Executor.add_adapter` takes it.
+
+        Raises:
+            typer.BadParameter: it is none.
+            PcgError: a value is out of its range, or the adapter cannot be read.
+        """
+        from pcg.peft.reader import recipes_of
+
+        found = recipes_of(self.configuration())
+        if not found:
+            raise typer.BadParameter("name a method", param_hint="--peft")
+        return next(iter(found.values()))
+
+    def configuration(self, default: str = "lora") -> Any:
+        """The configuration that is named, as `pcg.compile` takes it.
+
+        Args:
+            default: what `--peft` is where it is not given.
+        Raises:
+            typer.BadParameter: options that do not go together.
+            AdapterError: a value is out of its range.
+        """
+        from pcg.peft.registry import SHORTHANDS
+
+        peft = default if self.peft is None else self.peft
+        if peft.lower() in SHORTHANDS:
+            return self._recipe(peft.lower()) if self.fields else peft.lower()
+        if self.fields:
+            raise typer.BadParameter(
+                f"it has no effect with --peft {peft}",
+                param_hint=flags_of(next(iter(self.fields)))[0],
+            )
+        return adapter_or_none(peft)
+
+    def _recipe(self, word: str) -> Recipe:
+        from pcg.peft.registry import SHORTHANDS
+
+        recipe = SHORTHANDS[word]
+        hints = get_type_hints(type(recipe))
+        named = {name: field.name for field in dataclasses.fields(recipe) for name in _names(field)}
+        values: dict[str, Any] = {}
+        for name, given in self.fields.items():
+            if name not in named:
+                known = ", ".join(flags_of(field.name)[0] for field in dataclasses.fields(recipe))
+                raise typer.BadParameter(
+                    f"--peft {word} does not have it; it has {known or 'no options'}",
+                    param_hint=flags_of(name)[0],
+                )
+            if named[name] in values:
+                raise typer.BadParameter("it is given twice", param_hint=flags_of(name)[0])
+            option = Option(name, hints[named[name]], "")
+            values[named[name]] = option.value(given)
+        if recipe.rank_field in values and "lora_alpha" in recipe.shorthands[word]:
+            values.setdefault("lora_alpha", 2 * values[recipe.rank_field])
+        return dataclasses.replace(recipe, **values)
+
+
+def adapter_or_none(peft: str, option: str = "--peft") -> Any:
+    """No configuration, a word for one, or that of the adapter in a directory, by its name."""
+    from pcg.peft.registry import SHORTHANDS
+
+    if peft.lower() == "none":
+        return None
+    if peft.lower() in SHORTHANDS:
+        return peft.lower()
+    path = Path(peft).expanduser()
+    if not path.is_dir():
+        raise typer.BadParameter(
+            f"{peft!r} is neither none nor one of {', '.join(SHORTHANDS)}, nor the directory of an "
+            "adapter",
+            param_hint=option,
+        )
+    return {path.resolve().name: path}
+
+
+def _names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """A field's name, and the name that it shares with fields of other methods."""
+    saved = field.metadata.get("saved")
+    return (field.name, saved) if saved in ALIASES else (field.name,)
+
+
+def _fields() -> Iterator[Option]:
+    """The options of all methods' fields, each name once; of texts where types differ."""
+    from pcg.peft.registry import RECIPES
+
+    first: dict[str, tuple[Any, Any]] = {}  # type and default, which the others may not share
+    methods: dict[str, dict[str, list[str]]] = {}
+    for recipe in RECIPES.values():
+        hints, docs = get_type_hints(recipe), field_docs(recipe)
+        for field in dataclasses.fields(recipe):
+            for name in _names(field):
+                text = docs[field.name] if name == field.name else f"another name of `{field.name}`"
+                hint, default = first.setdefault(name, (hints[field.name], field.default))
+                if kind_of(hint).given != kind_of(hints[field.name]).given:
+                    first[name] = str, default
+                methods.setdefault(name, {}).setdefault(text, []).append(recipe.method)
+    for name, by_text in methods.items():
+        texts = [f"{help_text(text, methods)} ({', '.join(of)})" for text, of in by_text.items()]
+        hint, default = first[name]
+        # Defaults are the methods' and their words' own.
+        yield Option(name, hint, " ".join(texts), False if default is False else None, TITLE)

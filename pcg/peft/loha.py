@@ -1,0 +1,219 @@
+"""LoHa: the Hadamard product of two low-rank products beside a linear module (FedPara).
+
+    y = W x + scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x,   w_a: [out, r],  w_b: [r, in]
+    scale = alpha / r
+
+A Hadamard product of products of rank r is one product of rank r², whose factors are the pairwise
+products of rows and of columns (Khatri-Rao),
+
+    (w1_a w1_b) ⊙ (w2_a w2_b) = B A,   A[j r + k, :] = w1_b[j, :] ⊙ w2_b[k, :]
+                                       B[:, j r + k] = w1_a[:, j] ⊙ w2_a[:, k]
+
+so that no matrix [out, in] is made, and serving has LoRA of rank r².
+
+    base_model.model.<module>.hada_w1_a      [out, r]
+    base_model.model.<module>.hada_w1_b      [r, in]
+    base_model.model.<module>.hada_w2_a      [out, r]
+    base_model.model.<module>.hada_w2_b      [r, in]
+
+peft adapts no Conv1D (GPT-2) with it; pcg does.
+
+Source: `LoHaConfig` and `LoHaLayer` of peft 0.21.2; "FedPara: Low-Rank Hadamard Product for
+Communication-Efficient Federated Learning" (Hyeon-Woo et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.shapes import Shapes
+from pcg.peft.lora import MadeLoraBypass
+from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
+from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
+from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
+from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind, partners
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LohaBypass(MadeLoraBypass):
+    """LoHa beside one module: LoRA, whose A and B training makes of the four factors.
+
+        A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
+
+    Attributes:
+        scale: of what they make.
+    """
+
+    scale: float
+
+    def trained_shapes(self, out: int, in_: int) -> Shapes:
+        return ((out, self.rank), (self.rank, in_)) * 2
+
+    def __str__(self) -> str:
+        return f"LoHa of rank {self.rank} with scale {self.scale:g}"
+
+    def attach(self, at: Place, y: str) -> str:
+        out, in_ = at.shape
+        down = [at.adapter(f"hada_w{i}_b", self.rank, in_) for i in (1, 2)]
+        up = [at.adapter(f"hada_w{i}_a", out, self.rank) for i in (1, 2)]
+        a = at.add("khatri_rao", "loha_down", *down, dim=-2)
+        b = at.add("khatri_rao", "loha_up", *up, dim=-1)
+        return low_rank(at, y, at.inputs[0], a, b, "loha_")
+
+    def save_eager(self, module: EagerModule) -> bool:
+        """Save what base(x) + ΔW x needs, of a ΔW that is made whole, and its scale, a tensor.
+
+        Source: peft 0.21 tuners/loha/layer.py.
+        """
+        module.save_input("loha_x")
+        module.save_once("loha_scale", "mul", 1, "f32")
+        if module.x_needs:
+            module.save_once("loha_delta", "mul", module.out * module.in_)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class LohaWeights(ModuleWeights):
+    """LoHa's weights of one module: y += scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x.
+
+    Attributes:
+        w1_a: [out, r].
+        w1_b: [r, in].
+        w2_a: [out, r].
+        w2_b: [r, in].
+        scale: alpha / r.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    kinds: ClassVar[Mapping[str, ParameterKind]] = {
+        "hada_w1_a": ParameterKind(rank_dim=1),
+        "hada_w1_b": ParameterKind(rank_dim=0),
+        "hada_w2_a": ParameterKind(rank_dim=1),
+        "hada_w2_b": ParameterKind(rank_dim=0),
+    }
+
+    w1_a: Tensor
+    w1_b: Tensor
+    w2_a: Tensor
+    w2_b: Tensor
+    scale: float
+
+    @classmethod
+    def fresh(
+        cls, recipe: LoHaConfig, bypass: LohaBypass, shape: Shape, draw: Draw, around: Around
+    ) -> Self:
+        (out, in_), r = shape, bypass.rank
+        w1_a, w1_b, w2_a = draw.linear(out, r), draw.linear(r, in_), draw.linear(out, r)
+        w2_b = draw.zeros(r, in_) if recipe.init_weights else draw.linear(r, in_)
+        return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
+
+    @classmethod
+    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoHaConfig) -> Self:
+        w1_a, w1_b, w2_a, w2_b = partners(path, parts, cls.suffixes)
+        bypass = recipe.bypass_at(path)
+        shapes = [list(tensor.shape) for tensor in (w1_a, w1_b, w2_a, w2_b)]
+        are_matrices = all(len(shape) == 2 for shape in shapes)
+        if not are_matrices or shapes[:2] != shapes[2:] or w1_a.shape[1] != w1_b.shape[0]:
+            found = ", ".join(map(str, shapes))
+            raise AdapterError(f"{path} has factors {found}; expected [out, r] and [r, in], twice")
+        if len(w1_b) != bypass.rank:
+            raise AdapterError(
+                f"{path} has rank {len(w1_b)}, and its configuration gives it {bypass.rank}, so "
+                "that its scale is not known; the two files are not of one save"
+            )
+        return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
+
+    @property
+    def rank(self) -> int:
+        return len(self.w1_b) ** 2
+
+    @property
+    def bypass(self) -> LohaBypass:
+        return LohaBypass(len(self.w1_b), self.scale)
+
+    @property
+    def parameters(self) -> Mapping[str, AdapterWeight]:
+        """The factors; the first has the scale of what all make."""
+        scales = {"hada_w1_a": self.scale}
+        return {
+            kind: AdapterWeight(tensor, scales.get(kind, 1.0))
+            for kind, tensor in self.stored.items()
+        }
+
+    @property
+    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        return {
+            "lora_A": lambda around: (self.w1_b.unsqueeze(1) * self.w2_b).flatten(0, 1),
+            "lora_B": lambda around: (
+                self.w1_a.t().unsqueeze(1) * (self.w2_a.t() * self.scale)
+            ).flatten(0, 1),
+        }
+
+    @property
+    def out_features(self) -> int:
+        return len(self.w1_a)
+
+    def misfit(self, shape: Shape) -> str:
+        if (len(self.w1_a), self.w1_b.shape[1]) == shape:
+            return ""
+        return f"hada_w1_a {list(self.w1_a.shape)} and hada_w1_b {list(self.w1_b.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoHaConfig(PatternedRecipe):
+    """A LoHa configuration, with peft's fields and defaults.
+
+    Attributes:
+        r: the rank of modules that no key of `rank_pattern` matches.
+        alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
+        rank_dropout: probability that an output of ΔW is dropped in training, which pcg does not.
+        module_dropout: probability that a module is left out of a step, which pcg does not.
+        init_weights: True, one of the factors is zero, which changes nothing; False, none is.
+    """
+
+    method: ClassVar[str] = "LoHa"
+    peft_type: ClassVar[str] = "LOHA"
+    weights: ClassVar[type[ModuleWeights]] = LohaWeights
+    shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"loha": {"target_modules": ALL_LINEAR}}
+    other_fields: ClassVar[Mapping[str, OtherField]] = {
+        **COMMON,
+        "modules_to_save": refused("whole modules trained beside the adapter"),
+        "use_effective_conv2d": note(False),  # linear modules have no kernel
+    }
+    rank_field: ClassVar[str] = "r"
+    family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
+    alpha_field: ClassVar[str] = "alpha"
+
+    r: int = 8
+    alpha: float = 8
+    rank_dropout: float = 0.0
+    module_dropout: float = 0.0
+    init_weights: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_probabilities("rank_dropout", "module_dropout")
+        self._check_flags("init_weights")
+
+    @property
+    def one_rank(self) -> None:
+        """None, as what a step keeps is no line in r: A and B have the rank r²."""
+        return None
+
+    def bypass_at(self, path: str) -> LohaBypass:
+        rank, alpha = self.rank_and_alpha(path)
+        return LohaBypass(rank, alpha / rank)
+
+    def training_beside(self, shards: Shards, total_steps: int) -> None:
+        for name in ("rank_dropout", "module_dropout"):
+            if getattr(self, name):
+                raise UnsupportedError(
+                    f"{name}={getattr(self, name):g}: pcg trains LoHa without dropout; use "
+                    f"{name}=0, or train it with peft"
+                )

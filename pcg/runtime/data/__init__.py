@@ -1,0 +1,1 @@
+"""Finetuning data: rows, their formats, tokenized examples, and the order of batches."""

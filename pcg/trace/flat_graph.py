@@ -1,0 +1,185 @@
+"""The token-flat graph under construction, and how traced tensors lie in it.
+
+An exported activation has a batch dim of size 1 and a token dim of symbolic size, anywhere among
+its dims. Its tags name each dim `b`, `t` or `d`; the flat value has the token dim first and then
+the `d` dims in order. So a transpose of heads and tokens is no operator, a view is a reshape of
+feature dims, and broadcasting is checked dim by dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from pcg.errors import TraceError, TypeCheckError
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Parameter, Value
+from pcg.ir.types import TORCH_NAMES, tensor
+
+_DTYPES = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class FlatValue:
+    """A traced tensor in the flat graph.
+
+    Attributes:
+        name: the flat value's name; empty for an empty slice.
+        tags: the tag of each traced dim.
+        shape: the traced sizes; None for the token dim.
+    """
+
+    name: str
+    tags: str
+    shape: tuple[int | None, ...]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Sizes of the `d` dims."""
+        return tuple(s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d")  # type: ignore[misc]
+
+    def feature_dim(self, dim: int) -> int:
+        """A traced dim as a dim of the flat value, counted from the end."""
+        return -self.tags[dim % len(self.tags) :].count("d")
+
+    def named(self, name: str) -> FlatValue:
+        """A flat value that lies alike."""
+        return replace(self, name=name)
+
+
+class _TraceBuilder(Builder):
+    """Keeps what the model computes twice, which eager PyTorch saves twice for backward.
+
+    What depends on positions and constants alone is still made once. The first rewrite of `raise`
+    merges the rest.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._activations = {"input_ids"}
+
+    def add_many(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        *,
+        name: str = "",
+        scope: str = "",
+        **attributes: Attribute,
+    ) -> tuple[str, ...]:
+        is_activation = any(i in self._activations for i in inputs)
+        if is_activation:
+            self.forget(op, inputs, attributes)
+        names = super().add_many(op, inputs, name=name, scope=scope, **attributes)
+        if is_activation:
+            self._activations.update(names)
+        return names
+
+
+class FlatGraph:
+    """The flat graph, to which rules add nodes.
+
+    Attributes:
+        builder: builds the graph.
+        values: what each traced node became.
+        constants: values of the graph's constants.
+        scope: module path of the node at hand.
+    """
+
+    def __init__(self) -> None:
+        self.builder: Builder = _TraceBuilder("model")
+        self.values: dict[Node, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.scope = ""
+
+    def value(self, argument: Any) -> Any:
+        """The value of a traced argument; anything but a node is itself."""
+        return self.values[argument] if isinstance(argument, Node) else argument
+
+    def tensor(self, argument: Any) -> FlatValue:
+        """The flat value of a traced argument. TypeCheckError: it is no tensor."""
+        value = self.value(argument)
+        if not isinstance(value, FlatValue):
+            raise TypeCheckError(f"{argument} is no tensor")
+        return value
+
+    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node with one output, and return its name."""
+        return self.builder.add(op, inputs, scope=self.scope, **attributes)
+
+    def add_many(self, op: str, *inputs: str, **attributes: Any) -> tuple[str, ...]:
+        """Add a node, and return its outputs' names."""
+        return self.builder.add_many(op, inputs, scope=self.scope, **attributes)
+
+    def reshape(self, name: str, features: tuple[int, ...]) -> str:
+        """The flat value with other feature dims; itself where it has them."""
+        type_ = self.builder.types[name]
+        if type_.features == features:
+            return name
+        return self.add("reshape", name, shape=(-1,) * type_.is_token_wise + features)
+
+    def reshaped(self, name: str, tags: str, shape: tuple[int | None, ...]) -> FlatValue:
+        """A flat value seen as a traced tensor of another shape."""
+        value = FlatValue(name, tags, shape)
+        return value.named(self.reshape(name, value.features))
+
+    def cast(self, name: str, dtype: str) -> str:
+        """The flat value in a dtype; itself where it has it."""
+        is_cast = self.builder.types[name].dtype == dtype
+        return name if is_cast else self.add("cast", name, dtype=dtype)
+
+    def constant(self, name: str, value: torch.Tensor) -> FlatValue:
+        """A tensor computed from the configuration, kept in the program."""
+        shape = tuple(value.shape)
+        for known, data in self.constants.items():
+            if data.shape == value.shape and data.dtype == value.dtype and torch.equal(data, value):
+                return FlatValue(known, "d" * len(shape), shape)
+        unique = self.builder.fresh(name)
+        type_ = tensor(dtype_of(value), *shape)
+        self.builder.parameter(Parameter(Value(unique, type_), "constant", unique))
+        self.constants[unique] = value
+        return FlatValue(unique, "d" * len(shape), shape)
+
+    def data(self, value: FlatValue) -> torch.Tensor | None:
+        """The data of a constant; None for what depends on tokens or weights."""
+        return self.constants.get(value.name)
+
+    def transpose_parameter(self, parameter: Parameter) -> str:
+        """The parameter as [out, in], for a checkpoint that holds [in, out]."""
+        type_ = parameter.type.with_shape(tuple(reversed(parameter.type.shape)))
+        name = f"{parameter.name}.T"
+        return self.builder.parameter(
+            Parameter(Value(name, type_), parameter.role, parameter.source, transposed=True)
+        )
+
+
+def argument(node: Node, index: int, default: Any = None, name: str = "") -> Any:
+    """A node's argument by its place or its name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def traced_shape(node: Node) -> tuple[int | None, ...]:
+    """The traced shape of a node's value, None for the token dim."""
+    return tuple(s if isinstance(s, int) else None for s in node.meta["val"].shape)
+
+
+def dtype_of(value: torch.Tensor) -> str:
+    """The IR's name of a tensor's dtype. TypeCheckError: it has none."""
+    if value.dtype not in _DTYPES:
+        raise TypeCheckError(f"dtype {value.dtype} is not supported")
+    return _DTYPES[value.dtype]
+
+
+def scope_of(node: Node) -> str:
+    """Module path of a traced node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def refusal(node: Node, why: str) -> TraceError:
+    """The error that a traced node cannot become one of the flat graph."""
+    return TraceError(f"cannot trace {node.target} in {scope_of(node) or 'the model'}: {why}")

@@ -1,0 +1,144 @@
+"""Operators that stand for attention, experts and index lists in an exported graph.
+
+transformers calls the first two through its own registries; none of them is ever run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pcg.errors import TraceError, UnsupportedError
+
+IMPLEMENTATION = "pcg"
+"""The name under which transformers' registries know the markers."""
+
+
+@torch.library.custom_op("pcg::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention of q [1, H, T, D], k and v [1, K, T, D], to [1, T, H, D]."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+
+@_attention.register_fake
+def _(q, k, v, sinks, scale, window, softcap):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+
+@torch.library.custom_op("pcg::experts", mutates_args=())
+def _experts(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """A mixture of gated experts, x [T, h] to [T, h]."""
+    return torch.empty_like(x)
+
+
+@_experts.register_fake
+def _(x, indices, weights, gate_up, down):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("pcg::take", mutates_args=())
+def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """x[..., [index], ...]: one entry of a dim, copied."""
+    return x.narrow(dim, index, 1).clone()
+
+
+@_take.register_fake
+def _(x, dim, index):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x.narrow(dim, index, 1))
+
+
+def register_markers() -> None:
+    """Register attention and experts with transformers."""
+    from transformers import AttentionInterface
+    from transformers.integrations import moe
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention_interface)
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+    experts = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+    if experts is not None:
+        experts.register(IMPLEMENTATION, _experts_interface)
+
+
+def has_attention_marker(program: torch.export.ExportedProgram) -> bool:
+    """Return whether an exported model called the attention marker."""
+    return any(node.target is torch.ops.pcg.attention.default for node in program.graph.nodes)
+
+
+def _attention_interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The marker as transformers calls it; which options are given differs by architecture."""
+    if not getattr(module, "is_causal", True):
+        raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
+    scaling = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    window, softcap = (options.get(name) or 0 for name in ("sliding_window", "softcap"))
+    arguments = (options.get("s_aux"), scale, int(window), float(softcap))
+    return torch.ops.pcg.attention(query, key, value, *arguments), None
+
+
+def _experts_interface(
+    module: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
+        raise UnsupportedError(
+            f"{type(module).__name__}: experts with biases or a transposed layout"
+        )
+    return torch.ops.pcg.experts(hidden, indices, weights, module.gate_up_proj, module.down_proj)  # type: ignore[no-any-return]
+
+
+class NumbersOnMeta(TorchFunctionMode):
+    """Replaces calls whose numbers would be tensors, which lose them on the meta device.
+
+    x[..., [i], :] becomes one operator, and torch.tensor(number) becomes torch.full.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            x, entries = args
+            lists = [position for position, entry in enumerate(entries) if _is_index_list(entry)]
+            if len(lists) == 1 and all(_is_whole(e) for e in entries if not _is_index_list(e)):
+                after = len(entries) - lists[0]
+                dim = x.dim() - after if Ellipsis in entries[: lists[0]] else lists[0]
+                (index,) = entries[lists[0]]
+                return torch.ops.pcg.take(x, dim, index % x.shape[dim])
+        if func is torch.tensor and args and type(args[0]) in (bool, int, float):
+            return torch.full((), args[0], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_index_list(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 1 and isinstance(entry[0], int)
+
+
+def _is_whole(entry: Any) -> bool:
+    return entry is Ellipsis or (isinstance(entry, slice) and entry == slice(None))

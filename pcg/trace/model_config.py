@@ -1,0 +1,79 @@
+"""Read a config.json by transformers, and refuse models that pcg does not compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pcg.errors import TraceError, UnsupportedError
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""`dynamic_rope_update` in transformers' modeling_rope_utils.py handles these by length."""
+
+
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """The transformers configuration of the contents of a config.json.
+
+    Raises:
+        TraceError: transformers does not know or refuses it.
+        UnsupportedError: pcg does not compile such a model; says why.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    fields = dict(config)
+    model_type = str(fields.pop("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in fields:
+            raise UnsupportedError(
+                f"model_type {model_type!r} comes with code of its own (auto_map), which pcg does "
+                "not run; use a model that transformers implements"
+            )
+        raise TraceError(f"transformers knows no model_type {model_type!r}; is it up to date?")
+    try:
+        parsed = AutoConfig.for_model(model_type, **fields)
+    except Exception as error:
+        raise TraceError(
+            f"transformers refuses the configuration of this {model_type}: {error}"
+        ) from error
+    _check_supported(parsed)
+    return parsed
+
+
+def _check_supported(config: Any) -> None:
+    """Refuse by name what would trace to another model than the configuration means."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedError(f"{kind} is no causal LM in transformers; pcg compiles causal LMs")
+    text = config.get_text_config()
+    if text is not config:
+        raise UnsupportedError(
+            f"{kind} is more than a language model; pcg compiles its text_config alone, a "
+            f"{text.model_type}"
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise UnsupportedError(
+            f"this {kind} is quantized (quantization_config={quantization}); use a checkpoint with "
+            "unquantized weights"
+        )
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedError(
+                f"this {kind} has rope_type={rope_type!r}, whose frequencies change with the "
+                "length of the sequence; pcg does rope types that are a function of the position"
+            )
+
+
+def _rope_types(parameters: object) -> set[str]:
+    """The rope types that a configuration names, for all layers or for each type of layer."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = parameters.get("rope_type")
+    found = {str(own)} if own else set()
+    return found.union(*map(_rope_types, parameters.values()))

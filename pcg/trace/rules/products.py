@@ -1,0 +1,109 @@
+"""Rules of matrix products, reductions, norms, attention and experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from pcg.trace.flat_graph import FlatGraph, FlatValue, argument, dtype_of, refusal, traced_shape
+from pcg.trace.rules.elementwise import Rule, broadcast
+
+
+def linear(flat: FlatGraph, node: Node) -> FlatValue:
+    x, *weights = [flat.tensor(a) for a in node.args if a is not None]
+    return _product(flat, node, x, *(weight.name for weight in weights))
+
+
+def _product(flat: FlatGraph, node: Node, x: FlatValue, *weights: str) -> FlatValue:
+    """x Wᵀ (+ b) with the weight [out, in]."""
+    if x.tags[-1:] != "d" or x.tags.count("d") != 1:
+        raise refusal(node, f"its input has feature dims {list(x.features)}, not one")
+    return FlatValue(flat.add("linear", x.name, *weights), x.tags, traced_shape(node))
+
+
+def addmm(flat: FlatGraph, node: Node) -> FlatValue:
+    bias, x, weight = (flat.tensor(a) for a in node.args[:3])
+    return _product(flat, node, x, _out_in(flat, node, weight), bias.name)
+
+
+def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
+    """A [in, out] operand as an [out, in] weight: the parameter itself, marked transposed."""
+    producer = next((n for n in flat.builder.nodes if n.name == weight.name), None)
+    if producer is not None and producer.op == "permute" and producer.attribute("dims") == (1, 0):
+        return producer.inputs[0]
+    parameter = flat.builder.parameters.get(weight.name)
+    if parameter is None or parameter.role != "frozen":
+        raise refusal(node, "it multiplies activations with activations")
+    return flat.transpose_parameter(parameter)
+
+
+def matmul(flat: FlatGraph, node: Node) -> FlatValue:
+    left, right = (flat.tensor(a) for a in node.args[:2])
+    if "t" in left.tags and len(right.tags) == 2 and "t" not in right.tags:
+        return _product(flat, node, left, _out_in(flat, node, right))
+    if len(left.tags) >= 2 and left.shape[-1] == 1 and right.shape[-2] == 1:
+        return broadcast(flat, node, "mul", left, right)
+    raise refusal(node, "it multiplies activations with activations")
+
+
+def reduction(op: str) -> Rule:
+    """The rule of an operator that reduces one feature dim."""
+
+    def rule(flat: FlatGraph, node: Node) -> FlatValue:
+        x, dims = flat.tensor(node.args[0]), argument(node, 1)
+        keepdim = bool(argument(node, 2, False, "keepdim"))
+        if len(dims) != 1 or x.tags[dims[0]] != "d":
+            raise refusal(node, "it reduces tokens, or several dims")
+        dim = int(dims[0]) % len(x.tags)
+        name = flat.add(op, x.name, dim=x.feature_dim(dim), keepdim=keepdim)
+        tags = x.tags if keepdim else x.tags[:dim] + x.tags[dim + 1 :]
+        return FlatValue(name, tags, traced_shape(node))
+
+    return rule
+
+
+def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    if len(argument(node, 1)) != 1:
+        raise refusal(node, "it normalises several dims")
+    weight, bias = (argument(node, i) for i in (2, 3))
+    names = [flat.tensor(p).name for p in (weight, bias) if p is not None]
+    eps = float(argument(node, 4, 1e-5))
+    attributes = {"eps": eps, "weight": weight is not None, "bias": bias is not None}
+    return x.named(flat.add("layer_norm", x.name, *names, **attributes))
+
+
+def softmax(flat: FlatGraph, node: Node) -> FlatValue:
+    x, dim = flat.tensor(node.args[0]), int(argument(node, 1))
+    if x.tags[dim] != "d":
+        raise refusal(node, "a softmax over tokens that is no attention pcg can raise")
+    name = flat.cast(x.name, dtype_of(node.meta["val"]))
+    return x.named(flat.add("softmax", name, dim=x.feature_dim(dim)))
+
+
+def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    x, k = flat.tensor(node.args[0]), int(argument(node, 1))
+    names = flat.add_many("topk", x.name, k=k)
+    return [FlatValue(name, x.tags, (*x.shape[:-1], k)) for name in names]
+
+
+def attention(flat: FlatGraph, node: Node) -> FlatValue:
+    """The marker of attention; see `pcg.trace.markers`."""
+    inputs = [flat.tensor(a) for a in node.args[:3]]
+    sinks, scale, window, softcap = node.args[3:7]
+    for x in inputs:
+        if x.tags != "bdtd":
+            raise refusal(node, f"its inputs are laid out {x.tags}, not batch, heads, tokens, dim")
+    attributes: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if sinks is not None:
+        inputs.append(flat.tensor(sinks))
+        attributes["sinks"] = True
+    out = flat.add_many("attention", *(x.name for x in inputs), **attributes)[0]
+    return FlatValue(out, "btdd", traced_shape(node))
+
+
+def experts(flat: FlatGraph, node: Node) -> FlatValue:
+    """The marker of experts; see `pcg.trace.markers`."""
+    inputs = [flat.tensor(a) for a in node.args]
+    return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
