@@ -32,7 +32,7 @@ from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memor
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
-from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
+from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
 from pcg.peft.recipe import Recipe
 
@@ -130,7 +130,7 @@ def _own_stages(
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     assert planned.training is not None
     assert planned.plan is not None
-    every = in_order(keep_all(planned.training, planned.kinds))
+    every = in_order(save_all(planned.kinds))
     pruned = saved_memory(planned.training, every)
     yield _stage("pruned", pruned.total, pruned.layers, setup.at)
     if plain is not None:

@@ -57,9 +57,9 @@ def test_serving_has_lora_in_its_place() -> None:
 def test_no_input_is_kept_for_matrices_that_are_not_trained() -> None:
     """LoRA keeps A's input for A's gradient; VeRA keeps A's result alone."""
     plan = inner_plan(attach(mlp_model(), Bypasses({DOWN: VERA})))
-    assert "down_vera_s" in plan.kept
+    assert "down_vera_s" in plan.saved
     plain = inner_plan(attach(mlp_model(), lora({DOWN: 2})))
-    assert set(plain.kept) - set(plan.kept) == {"down_s"}
+    assert set(plain.saved) - set(plan.saved) == {"down_s"}
     assert {name.rpartition(".")[2] for name in plan.trained} == {"vera_lambda_b", "vera_lambda_d"}
 
 

@@ -44,7 +44,7 @@ class Operator:
     inputs: ClassVar[tuple[int, int]] = (1, 1)
     """Fewest and most inputs."""
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    """Of the outputs' names; operators with more outputs than suffixes number them."""
+    """Suffixes of the outputs' names; operators with more outputs than suffixes number them."""
     returns_sequence: ClassVar[bool] = False
     """True if the expression is a sequence even of one output."""
     is_view: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Operator:
         return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The same in a function that requests products by the base's weights from its caller.
+        """The expression in a function that requests the base's products from its caller.
 
         None if the operator has no such product (`pcg.kernels.torch.products`).
         """
