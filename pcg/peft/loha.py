@@ -28,13 +28,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError, UnsupportedError
+from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
 from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
 from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
-from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind, partners
+from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,19 +114,8 @@ class LohaWeights(ModuleWeights):
         return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoHaConfig) -> Self:
-        w1_a, w1_b, w2_a, w2_b = partners(path, parts, cls.suffixes)
-        bypass = recipe.bypass_at(path)
-        shapes = [list(tensor.shape) for tensor in (w1_a, w1_b, w2_a, w2_b)]
-        are_matrices = all(len(shape) == 2 for shape in shapes)
-        if not are_matrices or shapes[:2] != shapes[2:] or w1_a.shape[1] != w1_b.shape[0]:
-            found = ", ".join(map(str, shapes))
-            raise AdapterError(f"{path} has factors {found}; expected [out, r] and [r, in], twice")
-        if len(w1_b) != bypass.rank:
-            raise AdapterError(
-                f"{path} has rank {len(w1_b)}, and its configuration gives it {bypass.rank}, so "
-                "that its scale is not known; the two files are not of one save"
-            )
+    def of(cls, bypass: LohaBypass, *tensors: Tensor) -> Self:
+        w1_a, w1_b, w2_a, w2_b = tensors
         return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
 
     @property
@@ -156,13 +145,8 @@ class LohaWeights(ModuleWeights):
         }
 
     @property
-    def out_features(self) -> int:
-        return len(self.w1_a)
-
-    def misfit(self, shape: Shape) -> str:
-        if (len(self.w1_a), self.w1_b.shape[1]) == shape:
-            return ""
-        return f"hada_w1_a {list(self.w1_a.shape)} and hada_w1_b {list(self.w1_b.shape)}"
+    def module_shape(self) -> Shape:
+        return len(self.w1_a), self.w1_b.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

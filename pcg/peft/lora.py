@@ -215,27 +215,8 @@ class LoraWeights(LowRankWeights):
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraConfig) -> Self:
         a, b = partners(path, parts, cls.suffixes[:2])
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            raise AdapterError(
-                f"{path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected "
-                "[rank, in] and [out, rank]"
-            )
-        bypass = recipe.bypass_at(path)
-        if a.shape[0] != bypass.rank:
-            many = len(recipe.rank_pattern) > 1
-            raise AdapterError(
-                f"{path} has rank {a.shape[0]}, and its configuration gives it {bypass.rank}, so "
-                "that its scale is not known; the two files are not of one save"
-                + (", or rank_pattern was in another order (peft sorts the keys)" if many else "")
-            )
-        for suffix, option in (("lora_B.bias", "lora_bias"), (_MAGNITUDE, "use_dora")):
-            vector, is_wanted = parts.get(suffix), getattr(recipe, option)
-            if (vector is not None) != is_wanted or (vector is not None and len(vector) != len(b)):
-                there = f"no {suffix}" if vector is None else f"a {suffix} {list(vector.shape)}"
-                raise AdapterError(
-                    f"{path} has {there} with {option}={is_wanted} and lora_B {list(b.shape)}"
-                )
-        return cls(a, b, bypass.scale, parts.get("lora_B.bias"), parts.get(_MAGNITUDE))
+        vectors = parts.get("lora_B.bias"), parts.get(_MAGNITUDE)
+        return cls(a, b, recipe.bypass_at(path).scale, *vectors).checked(path, recipe)
 
     @property
     def bypass(self) -> LoraBypass:

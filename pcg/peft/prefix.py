@@ -138,9 +138,9 @@ class PrefixWeights(ModuleWeights):
             "prefix_values": lambda around: self.values,
         }
 
-    def misfit(self, shape: Shape) -> str:
-        sizes = (self.values.shape[1], self.keys.shape[1])
-        return "" if sizes == tuple(shape) else f"prefix values and keys {list(sizes)}"
+    @property
+    def module_shape(self) -> Shape:
+        return self.values.shape[1], self.keys.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,9 +170,9 @@ class PromptWeights(ModuleWeights):
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         return {KEY: lambda around: self.embeddings}
 
-    def misfit(self, shape: Shape) -> str:
-        fits = self.embeddings.shape[1] == shape[1]
-        return "" if fits else f"{KEY} {list(self.embeddings.shape)}"
+    @property
+    def module_shape(self) -> tuple[None, int]:
+        return None, self.embeddings.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)

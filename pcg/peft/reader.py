@@ -219,6 +219,6 @@ def _check_biases(
                 f'{file} has the bias of {path}, which bias="{recipe.bias}" in {CONFIG} does not '
                 "train; the two files are not of one save"
             )
-        out = weights[path].out_features if path in weights else None
+        out = weights[path].module_shape[0] if path in weights else None
         if bias.ndim != 1 or out not in (None, len(bias)):
             raise AdapterError(f"{file}: the bias of {path} has shape {list(bias.shape)}")

@@ -21,29 +21,18 @@ from pcg.peft.recipe import ALL_LINEAR, Names, Recipe, is_finite
 
 # model_type -> the modules that most methods adapt where a recipe names none; the decoders among
 # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
+_QUERY_AND_VALUE = (
+    "gemma", "gemma2", "gemma3_text", "gpt_neo", "gptj", "llama", "mistral", "mixtral", "opt",
+    "qwen2", "qwen3", "stablelm",
+)  # fmt: skip
+_FUSED = ("RefinedWeb", "RefinedWebModel", "bloom", "falcon", "gpt_neox")
 FAMILY_TARGETS: Mapping[str, Names] = {
-    "RefinedWeb": ("query_key_value",),
-    "RefinedWebModel": ("query_key_value",),
-    "bloom": ("query_key_value",),
+    **dict.fromkeys(_QUERY_AND_VALUE, ("q_proj", "v_proj")),
+    **dict.fromkeys(_FUSED, ("query_key_value",)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     "codegen": ("qkv_proj",),
-    "falcon": ("query_key_value",),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "gpt2": ("c_attn",),
-    "gpt_bigcode": ("c_attn",),
-    "gpt_neo": ("q_proj", "v_proj"),
-    "gpt_neox": ("query_key_value",),
-    "gptj": ("q_proj", "v_proj"),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
     "mpt": ("Wqkv",),
-    "opt": ("q_proj", "v_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "stablelm": ("q_proj", "v_proj"),
 }
 
 

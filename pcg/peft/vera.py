@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError
 from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
 from pcg.peft.method import EagerModule, Place, Shape, low_rank
@@ -33,7 +32,6 @@ from pcg.peft.weights import (
     Draw,
     ModuleWeights,
     ParameterKind,
-    partners,
 )
 
 if TYPE_CHECKING:
@@ -119,19 +117,6 @@ class VeraWeights(ModuleWeights):
     def shared_is_stored(cls, recipe: VeraConfig) -> bool:
         return recipe.save_projection
 
-    @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: VeraConfig) -> Self:
-        lambda_b, lambda_d = vectors = partners(path, parts, cls.suffixes)
-        for part, vector in zip(cls.suffixes, vectors, strict=True):
-            if vector.ndim != 1:
-                raise AdapterError(f"{path} has {part} {list(vector.shape)}; expected [n]")
-        if len(lambda_d) != recipe.r:
-            raise AdapterError(
-                f"{path} has rank {len(lambda_d)}, and its configuration gives it {recipe.r}; "
-                "the two files are not of one save"
-            )
-        return cls(lambda_b, lambda_d)
-
     @property
     def rank(self) -> int:
         return len(self.lambda_d)
@@ -157,11 +142,8 @@ class VeraWeights(ModuleWeights):
         return (b * self.lambda_d).t() * self.lambda_b
 
     @property
-    def out_features(self) -> int:
-        return len(self.lambda_b)
-
-    def misfit(self, shape: Shape) -> str:
-        return "" if len(self.lambda_b) == shape[0] else f"vera_lambda_b {[len(self.lambda_b)]}"
+    def module_shape(self) -> tuple[int, None]:
+        return len(self.lambda_b), None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,7 +159,6 @@ class ModuleWeights(ABC):
         return False
 
     @classmethod
-    @abstractmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
         """The weights of what a file has for the module.
 
@@ -170,6 +169,31 @@ class ModuleWeights(ABC):
         Raises:
             AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
         """
+        return cls.of(recipe.bypass_at(path), *partners(path, parts, cls.suffixes)).checked(
+            path, recipe
+        )
+
+    @classmethod
+    def of(cls, bypass: Any, *tensors: Tensor) -> Self:
+        """The weights of tensors in the order of `suffixes`, for what the recipe does there."""
+        return cls(*tensors)
+
+    def checked(self, path: str, recipe: Any) -> Self:
+        """These weights. AdapterError: they do not go together, or are not the recipe's."""
+        own, bypass = self.bypass, recipe.bypass_at(path)
+        expected = own.trained_shapes(*(size or 0 for size in self.module_shape))
+        if tuple(tuple(tensor.shape) for tensor in self.tensors) != expected:
+            shapes = ", ".join(str(list(shape)) for shape in expected)
+            raise AdapterError(f"{path} has {self.shapes}; expected {shapes}")
+        if own != bypass:
+            patterns = recipe.rank_pattern if hasattr(recipe, "alpha_pattern") else ()
+            raise AdapterError(
+                f"{path} has {own}, and its configuration gives it {bypass}; the two files are not "
+                "of one save"
+                + ", or rank_pattern was in another order (peft sorts keys)"
+                * (len(patterns) > 1)
+            )
+        return self
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
@@ -219,13 +243,14 @@ class ModuleWeights(ABC):
         return self.rank
 
     @property
-    def out_features(self) -> int | None:
-        """The module's outputs, where the weights tell."""
-        return None
-
     @abstractmethod
-    def misfit(self, shape: Shape) -> str:
-        """The weights' shapes in words where they do not fit a module (out, in); else empty."""
+    def module_shape(self) -> tuple[int | None, int | None]:
+        """(out, in) of the module, None where the weights do not tell."""
+
+    @property
+    def shapes(self) -> str:
+        """The tensors' shapes in words."""
+        return f"tensors {', '.join(str(list(tensor.shape)) for tensor in self.tensors)}"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -256,18 +281,15 @@ class LowRankWeights(ModuleWeights):
         return self.a.shape[0]
 
     @property
-    def out_features(self) -> int:
-        return self.b.shape[0]
-
-    def misfit(self, shape: Shape) -> str:
-        if (self.b.shape[0], self.a.shape[1]) == shape:
-            return ""
-        return f"A {list(self.a.shape)} and B {list(self.b.shape)}"
+    def module_shape(self) -> Shape:
+        return len(self.b), self.a.shape[-1]
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
-    """The tensors of a module that belong together. AdapterError: one is missing."""
+    """The tensors of a module that belong together. AdapterError: one is missing, or a number."""
     for suffix in suffixes:
         if suffix not in parts:
             raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")
+        if not parts[suffix].ndim:
+            raise AdapterError(f"{path}.{suffix} is a number; expected a tensor with dims")
     return [parts[suffix] for suffix in suffixes]

@@ -236,9 +236,12 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     narrow = {k: v[:, :30] if k.endswith("_b") else v for k, v in tensors.items()}
     damages = {
         "the partner of another": {k: v for k, v in tensors.items() if k != key},
-        r"\[2, 64\]; expected \[out, r\] and \[r, in\], twice": {**tensors, key: tensors[key][:2]},
-        "has rank 2, and its configuration gives it 3": smaller,
-        r"hada_w1_b \[3, 30\] for .*, which is \[64, 96\]": narrow,
+        r"\[2, 64\]; expected \[64, 3\], \[3, 64\], \[64, 3\], \[3, 64\]": {
+            **tensors,
+            key: tensors[key][:2],
+        },
+        "has LoHa of rank 2 .* gives it LoHa of rank 3": smaller,
+        r"\[3, 30\] for .*, which is \[64, 96\]": narrow,
     }
     for message, damaged in damages.items():
         save_file({k: v.clone() for k, v in damaged.items()}, file)
