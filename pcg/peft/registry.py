@@ -132,7 +132,7 @@ def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
     names = _saved_names(RECIPES[peft_type])
     recipe = RECIPES[peft_type](**{names[s]: fields[s] for s in fields.keys() & names.keys()})
     for name in sorted(fields.keys() - names.keys() - {"peft_type"}):
-        if name not in _ONCE_FIELDS or getattr(recipe, name) != fields[name]:
+        if name not in _ONCE_FIELDS or getattr(recipe, name, None) != fields[name]:
             known = ", ".join(sorted(names))
             raise AdapterError(f"{peft_type} has no field {name!r}; it has {known}")
     return recipe
