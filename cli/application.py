@@ -28,7 +28,7 @@ from .explain import explain_command
 from .finetune import finetune_command
 from .models import models_command
 from .opt import opt_command
-from .options import with_options
+from .options.fields import with_options
 from .profile import profile_command
 from .run import run_command
 from .simulate import simulate_command

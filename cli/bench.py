@@ -14,11 +14,11 @@ import typer
 from pcg.options import CompileOptions
 from pcg.units import counted
 
-from .arguments import Json, Model
 from .bench_workload import WorkloadOptions, at_least
 from .console import busy, err, out, print_json
 from .executors import PlaceOptions, open_executor
-from .options import Given, Only
+from .options.arguments import Json, Model
+from .options.fields import Given, Only
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.engine import Engine

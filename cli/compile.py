@@ -12,10 +12,10 @@ import typer
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
-from .arguments import Json, Model
 from .console import busy, err, print_json, table
-from .method import Method
-from .options import Given
+from .options.arguments import Json, Model
+from .options.fields import Given
+from .options.method import Method
 
 if TYPE_CHECKING:
     from pcg.ir.program.manifest import Manifest

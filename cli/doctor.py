@@ -17,8 +17,8 @@ import typer
 from pcg.units import size_text
 from pcg.version import __version__
 
-from .arguments import Json
 from .console import busy, out, plain, print_json, table
+from .options.arguments import Json
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 

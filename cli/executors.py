@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from .console import busy
-from .options import flags_of
+from .options.fields import flags_of
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor

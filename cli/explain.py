@@ -14,10 +14,10 @@ from pcg.errors import PcgError
 from pcg.options import ExplainOptions
 from pcg.units import size_text
 
-from .arguments import Json, Model
 from .console import busy, print_json
-from .method import Method, adapter_or_none
-from .options import Given
+from .options.arguments import Json, Model
+from .options.fields import Given
+from .options.method import Method, adapter_or_none
 
 
 @dataclass(frozen=True, kw_only=True)

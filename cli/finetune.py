@@ -16,11 +16,11 @@ from pcg.options import CompileOptions
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.units import counted, duration_text
 
-from .arguments import Json, Runnable
 from .console import err, print_json
 from .executors import PlaceOptions, on_ranks, open_executor, ranks_of
-from .method import Method
-from .options import Given
+from .options.arguments import Json, Runnable
+from .options.fields import Given
+from .options.method import Method
 
 if TYPE_CHECKING:
     from pcg.ir.program.program import Program

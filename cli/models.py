@@ -6,8 +6,8 @@ import json as json_module
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import Json
 from .console import out, plain, print_json, table
+from .options.arguments import Json
 
 # What the families call one thing.
 FIELDS: Mapping[str, tuple[str, ...]] = {

@@ -13,8 +13,8 @@ import typer
 from pcg.units import counted
 from pcg.version import __version__
 
-from .arguments import Json
 from .console import err, out, print_json, table
+from .options.arguments import Json
 
 if TYPE_CHECKING:
     import torch

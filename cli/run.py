@@ -15,7 +15,6 @@ from pcg.options import CompileOptions
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.units import counted
 
-from .arguments import Json, Runnable
 from .completions import (
     Prompt,
     print_completions,
@@ -25,8 +24,9 @@ from .completions import (
 )
 from .console import err, print_json
 from .executors import PlaceOptions, on_ranks, open_executor, ranks_of
-from .method import Method
-from .options import Given, Only
+from .options.arguments import Json, Runnable
+from .options.fields import Given, Only
+from .options.method import Method
 
 FRESH = "default"
 """The name of the fresh adapter that `--peft` makes."""

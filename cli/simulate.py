@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Json
 from .console import busy, out, print_json, table
+from .options.arguments import Json
 
 if TYPE_CHECKING:
     from pcg.runtime.metrics.metrics import ServingReport

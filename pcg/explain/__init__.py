@@ -1,1 +1,1 @@
-"""What a finetuning step needs and why: memory accounts, peers, capacity, reports and pages."""
+"""Reports of what a finetuning step needs and why: memory, peers, capacity, text and pages."""

@@ -66,9 +66,9 @@ class Setup:
         """The values of the symbols of formulas."""
         return {SEQUENCES: self.batch, CONTEXT: self.seq}
 
-    def having(self, **options: Any) -> Setup:
-        """Return the setup with other options."""
-        changed = dataclasses.replace(self.settings.options, **options)
+    def having(self, **options: object) -> Setup:
+        """Return the setup with other `PlanOptions`, which are checked."""
+        changed = dataclasses.replace(self.settings.options, **options)  # type: ignore[arg-type]
         settings = dataclasses.replace(self.settings, options=changed)
         return dataclasses.replace(self, settings=settings)
 

@@ -1,4 +1,4 @@
-"""Which collectives share a message, and which messages a plan sends.
+"""Collectives that share a message, and the messages that a plan sends.
 
 In the order of a graph, collectives of one kind and dtype that follow each other, with no other
 between them, share a message as long as none reads what came of another of them. So the gathers of

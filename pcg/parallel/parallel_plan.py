@@ -112,7 +112,7 @@ _NUMBERS = operator.attrgetter(*Cost.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """How ranks run one node, or bring a graph's outputs into their layouts.
+    """The way in which ranks run one node, or bring a graph's outputs into their layouts.
 
     Attributes:
         rule: the way that its operator is sharded; of outputs, the layouts that they end in.
@@ -129,7 +129,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How ranks run a graph.
+    """The way in which ranks run a graph.
 
     Attributes:
         nodes: the plan of each node, by its name.

@@ -1,4 +1,4 @@
-"""What `torch.compile` saves for the backward of transformers + peft: torch's min-cut partitioner.
+"""The peer `torch.compile`: what torch's min-cut partitioner saves for backward.
 
     saved      = Σ layers saved(layer) + what layers share, once + what the loss saves
     recomputed = Σ layers recomputed(layer) / Σ layers forward FLOPs

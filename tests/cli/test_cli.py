@@ -22,9 +22,9 @@ from typer.testing import Result
 
 import pcg
 from cli.doctor import REQUIREMENTS
-from cli.method import ALIASES, Method
-from cli.option_types import kind_of
-from cli.options import flags_of
+from cli.options.fields import flags_of
+from cli.options.method import ALIASES, Method
+from cli.options.types import kind_of
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program
 from pcg.passes.pipeline import Settings, pipeline

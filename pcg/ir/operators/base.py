@@ -31,7 +31,7 @@ Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
 Measured: TypeAlias = tuple[Types, Attributes, tuple[int, ...]]
-"""What a profile measures: types and attributes, and which inputs are an adapter's."""
+"""One measurement of a profile: types, attributes, and the inputs that are an adapter's."""
 
 
 class Operator:
@@ -167,7 +167,7 @@ class Operator:
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
-        """What a profile measures of an operator of adapters' parameters alone.
+        """The measurements of an operator of adapters' parameters alone, for a profile.
 
         Args:
             size: a module's inputs or outputs.

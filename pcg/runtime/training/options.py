@@ -22,7 +22,7 @@ DEFAULT_BATCH_SIZE = 8
 
 
 class BatchBounds(TypedDict):
-    """What bounds a batch of `Batches`."""
+    """The bounds of a batch of `Batches`."""
 
     batch_size: int | None
     max_tokens: int | None

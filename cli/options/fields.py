@@ -21,7 +21,7 @@ import typer
 
 from pcg.keywords import field_docs
 
-from .option_types import convert, kind_of
+from .types import convert, kind_of
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "find_region": ("--formula",),

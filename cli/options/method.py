@@ -12,8 +12,8 @@ import typer
 
 from pcg.keywords import field_docs
 
-from .option_types import kind_of
-from .options import Option, OptionGroup, flags_of, help_text
+from .fields import Option, OptionGroup, flags_of, help_text
+from .types import kind_of
 
 if TYPE_CHECKING:
     from pcg.peft.recipe import Recipe

@@ -1,0 +1,1 @@
+"""Options of the commands, made of the fields of dataclasses."""
