@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pcg import __version__
 from pcg.errors import FinetuneInterrupted, PcgError
+from pcg.version import __version__
 
 from .bench import serve_command
 from .compile import compile_command

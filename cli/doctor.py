@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from pcg import __version__
 from pcg.units import size_text
+from pcg.version import __version__
 
 from .arguments import Json
 from .console import busy, out, plain, print_json, table

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pcg import __version__
 from pcg.units import counted
+from pcg.version import __version__
 
 from .arguments import Json
 from .console import err, out, print_json, table

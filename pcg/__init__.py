@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.errors import PcgError
 from pcg.peft import METHODS
+from pcg.version import __version__
 
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pcg.peft.bitfit import BitFitConfig as BitFitConfig
     from pcg.peft.bottleneck import BottleneckConfig as BottleneckConfig
     from pcg.peft.ia3 import IA3Config as IA3Config
+    from pcg.peft.loha import LoHaConfig as LoHaConfig
     from pcg.peft.lora import LoraConfig as LoraConfig
     from pcg.peft.prefix import PrefixTuningConfig as PrefixTuningConfig
     from pcg.peft.prompt import PromptEncoderConfig as PromptEncoderConfig
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",

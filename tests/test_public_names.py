@@ -1,5 +1,6 @@
 """`import pcg`: what it offers, and that it costs nothing until it is used."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -49,6 +50,17 @@ def test_every_name_is_there() -> None:
     assert set(pcg.__all__) <= set(dir(pcg))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = pcg.nonsense
+
+
+def test_type_checkers_know_every_name() -> None:
+    """Names that are found when they are first used are imported for type checkers."""
+    (block,) = (
+        node
+        for node in ast.parse((ROOT / "pcg/__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.If)
+    )
+    names = {a.name for line in block.body if isinstance(line, ast.ImportFrom) for a in line.names}
+    assert names | {"PcgError", "__version__"} == set(pcg.__all__)
 
 
 def test_public_errors_have_one_root_and_stand_in_the_tree() -> None:

@@ -106,13 +106,13 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
         of_size = {"variant": "houlsby", "bottleneck_size": size, "non_linearity": "silu"}
         recipes[f"houlsby{size}"] = {"peft_type": "BOTTLENECK", **of_size}
     together: list[int] = []
-    run = LoraGradients.run
+    add = LoraGradients.add
 
-    def counted(self: Any, dz: Any, dx: Any, parts: Any) -> None:
-        together.append(len(parts))
-        run(self, dz, dx, parts)
+    def counted(self: Any, dz: Any, dx: Any, jobs: Any, spans: Any) -> None:
+        together.append(len(jobs))
+        add(self, dz, dx, jobs, spans)
 
-    monkeypatch.setattr(LoraGradients, "run", counted)
+    monkeypatch.setattr(LoraGradients, "add", counted)
 
     def counting(product: Any) -> list[int]:
         """Jobs of each call that joins."""

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pcg import __version__
 from pcg.errors import ProgramError
 from pcg.ir.program.files import (
     PLAN,
@@ -42,6 +41,7 @@ from pcg.ir.program.manifest import (
     read_manifest,
 )
 from pcg.ir.program.program import Program
+from pcg.version import __version__
 
 REPORT = "report.json"
 TOKENIZER_FILES = (

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pcg import __version__
 from pcg.errors import ProgramError
 from pcg.ir.program.files import json_object
+from pcg.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -1,7 +1,7 @@
-"""Products by the base's weights, which an emitted function asks its caller for.
+"""Products by the base's weights, which an emitted function requests from its caller.
 
-A function that asks is a generator: it hands out a `Product`, and goes on when that was run. So
-functions that run in the same step, such as what serves a batch and the window of a finetuning job,
+Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
+that run in the same step, such as the one that serves a batch and the window of a finetuning job,
 or the windows of several jobs on their way back, run the products that they have in common once,
 over the tokens of all of them: the base executor of Symbiosis, in one process. The base's weights
 are read once, whatever else the functions differ in.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch
 
 Result = TypeVar("Result")
 ProductRequest: TypeAlias = Generator["Product", None, Result]
@@ -25,11 +26,11 @@ ProductRequest: TypeAlias = Generator["Product", None, Result]
 
 
 class Product(ABC):
-    """A product by the base, to be run by whoever drives the function that asks.
+    """A product, to be run by the caller of the function that requests it.
 
     Attributes:
-        key: layer, name of the first weight, and what is asked for: products of one key can be one.
-        is_own: whether it is by an adapter's weights alone, which not all functions have.
+        key: layer, name of the first weight, and kind: products of one key can be one.
+        is_own: True if it is by an adapter's weights alone, which not all functions have.
     """
 
     __slots__ = ("_outputs", "_x", "key")
@@ -54,10 +55,16 @@ class Product(ABC):
         return outputs
 
     def _take_x(self) -> Tensor:
-        """What it is of, which it holds no more."""
+        """Its first factor, which it holds no more."""
         x, self._x = self._x, None
         assert x is not None
         return x
+
+
+def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
+    """The first factors of all, one behind the other, and how many tokens each has."""
+    parts = [one._take_x() for one in every]
+    return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
 
 class LinearProduct(Product):
@@ -65,8 +72,8 @@ class LinearProduct(Product):
 
     Attributes:
         weights: [out, in] each; one joined, and None for the others, where the runtime joined them.
-        biases: of each; empty for none.
-        is_whole: whether the outputs are wanted side by side in one tensor.
+        biases: one for each weight; empty for none.
+        is_whole: True if the outputs are wanted side by side in one tensor.
     """
 
     __slots__ = ("biases", "is_whole", "weights")
@@ -109,54 +116,39 @@ class LinearProduct(Product):
         return hasattr(self.weights[0], "group_sizes")
 
 
-class Bypass(ABC):
-    """What a bypass network adds to the gradient of what a linear operator was given."""
+class InputGradientTerm(ABC):
+    """The term that a bypass network adds to the gradient of a linear operator's input."""
 
     @abstractmethod
-    def run(self, dy: Tensor, dx: Tensor, parts: Sequence[Part[Self]]) -> None:
-        """Add it to dx for each of these, in one go.
+    def add(
+        self, dy: Tensor, dx: Tensor, jobs: Sequence[Self], spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """Add the terms of several jobs to dx in one go.
 
         Args:
             dy: [T, out].
             dx: the base's gradient, [T, in]; written over.
-            parts: the bypass networks, this one too, and their tokens.
+            jobs: the jobs' terms, this one included.
+            spans: first token and tokens of each.
         """
 
 
-Own = TypeVar("Own", bound=Bypass)
-
-
-@dataclass(frozen=True)
-class Part(Generic[Own]):
-    """A bypass network and its tokens.
-
-    Attributes:
-        bypass: one.
-        start: its first token.
-        count: of its tokens.
-    """
-
-    bypass: Own
-    start: int
-    count: int
-
-
 class InputGradient(Product):
-    """dy W, of what a linear operator was given, and what a bypass network adds to it.
+    """dy W, and a bypass network's term added to it.
 
     Attributes:
         weight: [out, in].
-        bypass: of the operator; None where it is in nodes of its own.
+        term: the bypass network's; None where it is in nodes of its own.
     """
 
-    __slots__ = ("bypass", "weight")
+    __slots__ = ("term", "weight")
 
     def __init__(
-        self, key: tuple[object, ...], dy: Tensor, weight: Tensor, bypass: Bypass | None
+        self, key: tuple[object, ...], dy: Tensor, weight: Tensor, term: InputGradientTerm | None
     ) -> None:
         super().__init__(key, dy)
         self.weight = weight
-        self.bypass = bypass
+        self.term = term
 
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
@@ -169,22 +161,13 @@ class InputGradient(Product):
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
         dy, counts = joined_tokens(every)
         dx = linear_backward(dy, self.weight)
-        starts = accumulate(counts[:-1], initial=0)
-        parts = [
-            Part(one.bypass, start, count)
-            for one, start, count in zip(every, starts, counts, strict=True)
-            if one.bypass is not None
-        ]
-        if parts:
-            parts[0].bypass.run(dy, dx, parts)
+        spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
+        found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
+        if found:
+            terms = [term for term, _ in found]
+            terms[0].add(dy, dx, terms, [span for _, span in found])
         own: Sequence[Tensor] = dx.split(counts)
         return own
-
-
-def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
-    """The tokens of all, and how many each has."""
-    parts = [one._take_x() for one in every]
-    return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -219,7 +202,7 @@ def linear_group(
 
 
 def product(
-    batch: Any,
+    batch: ProgramBatch,
     name: str,
     x: Tensor,
     weights: Sequence[Tensor | None],
@@ -227,40 +210,44 @@ def product(
     *,
     whole: bool = False,
 ) -> ProductRequest[Any]:
-    """Ask for x by each of some weights.
+    """Request x by each of some weights.
 
     Args:
-        batch: whose tokens x has.
-        name: of the first weight in its layer.
+        batch: the step's.
+        name: the first weight's name in its layer.
         x: [T, in].
         weights: [out, in] each.
-        biases: of each; empty for none.
+        biases: one for each weight; empty for none.
         whole: give the outputs as one tensor, [T, outs], that may be written over.
     Returns:
         Their outputs, [T, out] each.
     """
     key = (batch.layer, name, len(weights), bool(biases))
-    asked = LinearProduct(key, x, weights, biases, whole)
+    request = LinearProduct(key, x, weights, biases, whole)
     del x
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()
 
 
 def product_backward(
-    batch: Any, name: str, dy: Tensor, weight: Tensor, bypass: Bypass | None = None
+    batch: ProgramBatch,
+    name: str,
+    dy: Tensor,
+    weight: Tensor,
+    term: InputGradientTerm | None = None,
 ) -> ProductRequest[Any]:
-    """Ask for dy by a weight, the gradient of what its linear operator was given.
+    """Request dy by a weight, the gradient of its linear operator's input.
 
     Args:
-        batch: whose tokens dy has.
-        name: of the weight in its layer.
+        batch: the step's.
+        name: the weight's name in its layer.
         dy: [T, out].
         weight: [out, in].
-        bypass: what is added to it on the way.
+        term: a bypass network's, which is added.
     Returns:
         dx, [T, in].
     """
-    asked = InputGradient((batch.layer, name, "backward"), dy, weight, bypass)
+    request = InputGradient((batch.layer, name, "backward"), dy, weight, term)
     del dy
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()

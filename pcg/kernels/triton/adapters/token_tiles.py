@@ -138,6 +138,13 @@ def token_tiles(
     return TokenTiles(torch.from_numpy(memory), room, block)
 
 
+def tiles_on(spans: Sequence[tuple[int, int, int]], device: torch.device) -> TokenTiles:
+    """Sort the tokens of a step by slot, in tiles that fit them, on a device; see `token_tiles`."""
+    slots = len({slot for _, _, slot in spans})
+    is_decode = sum(length for _, length, _ in spans) <= DECODE_BLOCK * slots
+    return token_tiles(spans, DECODE_BLOCK if is_decode else PREFILL_BLOCK).to(device)
+
+
 def _order(own: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """The tokens of the spans one behind the other. CodegenError: two spans share a token."""
     end = 0

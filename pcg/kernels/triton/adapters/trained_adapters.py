@@ -1,4 +1,4 @@
-"""Products by adapters in training, by the segmented kernels: of one, or of several jobs at once.
+"""Products by adapters in training, by the segmented kernels: one job's, or several jobs' at once.
 
     s = x Aᵀ                   z = y + scale · s Bᵀ
     ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import (
-    Bypass,
-    Part,
+    InputGradientTerm,
     Product,
     ProductRequest,
     joined_tokens,
@@ -103,13 +103,13 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 
 
 def lora_linear_backward(
-    batch: Any, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
+    batch: ProgramBatch, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
 ) -> ProductRequest[Any]:
-    """Ask for the gradients of a linear operator with LoRA, without dA.
+    """Request the gradients of a linear operator with LoRA, without dA.
 
     Args:
-        batch: whose tokens dz has.
-        name: of the weight in its layer.
+        batch: the step's.
+        name: the weight's name in its layer.
         dz: [T, out].
         weight: the base's, [out, in].
         a: the adapter's A [r, in].
@@ -130,11 +130,11 @@ def lora_linear_backward(
     return ds, db, dx.add_(torch_ops.shrink_backward(ds, a))
 
 
-class LoraGradients(Bypass):
+class LoraGradients(InputGradientTerm):
     """The gradients of one job's LoRA at a linear operator.
 
     Attributes:
-        ds: [T, r], once it was run.
+        ds: [T, r], once it was added.
         db: [out, r], likewise.
     """
 
@@ -145,37 +145,42 @@ class LoraGradients(Bypass):
         self.ds: Any = None
         self.db: Any = None
 
-    def run(self, dz: Tensor, dx: Tensor, parts: Sequence[Part[LoraGradients]]) -> None:
-        jobs = [part.bypass for part in parts]
+    def add(
+        self,
+        dz: Tensor,
+        dx: Tensor,
+        jobs: Sequence[LoraGradients],
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
         up = rows_of([job._b.weight.t() for job in jobs])
         down = rows_of([job._a.weight for job in jobs])
-        tiles = segments_at([(part.start, part.count) for part in parts], dz.device)
+        tiles = segments_at(spans, dz.device)
         scales = scales_of([job._b for job in jobs], dz.device)
         ranks = [job._s.shape[1] for job in jobs]
         ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales))
         s = as_places([job._s for job in jobs], up)[0]
         gradients = _outers(s, dz, ranks, tiles, scales)
         segmented_lora.expand_add(dx, ds.unsqueeze(0), down, tiles)
-        of_job = ds[0].split([part.count for part in parts])
+        of_job = ds[0].split([count for _, count in spans])
         for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
             job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
 
 
-def asked_outer(batch: Any, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
-    """Ask for dA = dsᵀ x, [r, in].
+def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
+    """Request dA = dsᵀ x, [r, in].
 
     Args:
-        batch: whose tokens they have.
-        name: of the gradient in its layer.
+        batch: the step's.
+        name: the gradient's name in its layer.
         ds: [T, r].
         x: [T, in].
     """
     if not (is_tokens(x) and is_summand(ds)):
         return torch_ops.outer(ds, x)
-    asked = OuterProduct((batch.layer, name), x, ds)
+    request = OuterProduct((batch.layer, name), x, ds)
     del x
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()
 
 
 class OuterProduct(Product):
@@ -208,13 +213,13 @@ class OuterProduct(Product):
 
 
 def bottleneck_backward(
-    batch: Any, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
+    batch: ProgramBatch, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
 ) -> ProductRequest[Any]:
-    """Ask for the gradients of a bottleneck adapter, from its width on.
+    """Request the gradients of a bottleneck adapter, from its width on.
 
     Args:
-        batch: whose tokens dz has.
-        name: of `up` in its layer.
+        batch: the step's.
+        name: the name of `up` in its layer.
         dz: [T, out].
         up: the adapter's U [out, size], and scale.
         s: x Aᵀ, [T, size].
@@ -225,10 +230,10 @@ def bottleneck_backward(
     """
     up, bias = as_weight(up), as_weight(bias)
     if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
-        asked = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
+        request = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
         del dz
-        yield asked
-        return asked.take()
+        yield request
+        return request.take()
     dh = torch_ops.expand_backward(dz, up)
     with torch.enable_grad():
         before = s.detach().requires_grad_()

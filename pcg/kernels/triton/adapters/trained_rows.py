@@ -18,12 +18,7 @@ from torch import Tensor
 
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
-from pcg.kernels.triton.adapters.token_tiles import (
-    DECODE_BLOCK,
-    PREFILL_BLOCK,
-    TokenTiles,
-    token_tiles,
-)
+from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
 from pcg.kernels.uploads import uploaded
 
 MOST_RANK = 256
@@ -87,10 +82,8 @@ def _stream(device: torch.device) -> int:
 
 @lru_cache(maxsize=256)
 def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
-    count = sum(length for _, length in spans)
-    block = DECODE_BLOCK if count <= DECODE_BLOCK * len(spans) else PREFILL_BLOCK
     numbered = [(start, length, slot) for slot, (start, length) in enumerate(spans)]
-    return token_tiles(numbered, block).to(device)
+    return tiles_on(numbered, device)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Gradients of vectors in training, by the segmented kernels: of one, or of several jobs at once.
+"""Gradients of vectors in training, by the segmented kernels: one job's, or several jobs' at once.
 
     Σ dz ⊙ (y - b)        of what scales y: (IA)³, DoRA
     scale · Σ dz          of what is added: biases
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens
@@ -43,44 +44,46 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
 
 
 def asked_inner(
-    batch: Any, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
+    batch: ProgramBatch, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
 ) -> ProductRequest[Any]:
-    """Ask for what `inner` gives.
+    """Request `inner`.
 
     Args:
-        batch: whose tokens they have.
-        name: of the gradient in its layer.
+        batch: the step's.
+        name: the gradient's name in its layer.
         dz: [T, n].
         y: [T, n].
-        base: [n], the base's own.
+        base: [n], what is not scaled.
     """
     if not (is_tokens(dz) and is_tokens(y)):
         return torch_ops.inner(dz, y, base)
-    asked = VectorGradient((batch.layer, name), dz, y, base, None)
+    request = VectorGradient((batch.layer, name), dz, y, base, None)
     del dz, y
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()
 
 
-def asked_sum_tokens(batch: Any, name: str, dz: Tensor, bias: Any = None) -> ProductRequest[Any]:
-    """Ask for what `sum_tokens` gives.
+def asked_sum_tokens(
+    batch: ProgramBatch, name: str, dz: Tensor, bias: Any = None
+) -> ProductRequest[Any]:
+    """Request `sum_tokens`.
 
     Args:
-        batch: whose tokens they are.
-        name: of the gradient in its layer.
+        batch: the step's.
+        name: the gradient's name in its layer.
         dz: [T, n].
         bias: an adapter's, and its scale; the sum is scaled by nothing without.
     """
     if not is_tokens(dz):
         return torch_ops.sum_tokens(dz, bias)
-    asked = VectorGradient((batch.layer, name), dz, None, None, bias)
+    request = VectorGradient((batch.layer, name), dz, None, None, bias)
     del dz
-    yield asked
-    return asked.take()
+    yield request
+    return request.take()
 
 
 class VectorGradient(Product):
-    """The gradient of one job's vector; of what has the key, all have y and a bias, or none."""
+    """The gradient of one job's vector; those of one key all have y and a bias, or none."""
 
     __slots__ = ("_base", "_bias", "_count", "_y")
     is_own: ClassVar[bool] = True

@@ -1,0 +1,134 @@
+"""Adapters of emitted programs: by segmented kernels where they know the weights, else PyTorch's.
+
+Names, shapes and meanings are those of `pcg.kernels.torch`. In serving weights are rows
+(`LoraRows`) or stacks (`SegmentedWeight`), in training one adapter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.adapter_batch import LoraRows, SegmentedWeight
+from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.lora import by_width
+from pcg.kernels.triton.adapters import segmented_lora, trained_adapters
+from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
+from pcg.kernels.triton.adapters.segmented_activate import segmented_activate
+from pcg.kernels.triton.adapters.segmented_vectors import segmented_bias_add, segmented_scale
+from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
+from pcg.peft.weights import AdapterWeight
+
+
+def shrink(x: Tensor, a: Any) -> Any:
+    """s = x Aᵀ, each token by its own adapter; of rows, as the segmented kernels have it."""
+    if isinstance(a, LoraRows):
+        down, _ = _matrices(a)
+        return segmented_lora.shrink(x, down, _tiles(a, x))
+    return trained_adapters.shrink(x, a) if _is_trained(a) else torch_ops.shrink(x, a)
+
+
+def activate(s: Any, bias: Any, function: str) -> Any:
+    """σ(s + scale · bias) of a bottleneck; s and what comes out as `shrink` gives it."""
+    if not isinstance(bias, LoraRows):
+        return torch_ops.activate(s, bias, function)
+    if "biases" not in bias.known:
+        most = bias.bias_rows.shape[2]
+        bias.known["biases"] = rank_rows(bias.memory, bias.bias_rows, bias.biases, (0,), (most,))
+    return segmented_activate(s, bias.known["biases"], bias.ranks, _tiles(bias, s), function)
+
+
+def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
+    """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
+    if isinstance(b, LoraRows):
+        _, up = _matrices(b)
+        return segmented_lora.expand_add(y, s, up, _tiles(b, y))
+    function = trained_adapters.expand_add if _is_trained(b) else torch_ops.expand_add
+    return function(y, s, b)
+
+
+def add_lora(
+    y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Add each token's own LoRA to the joined product of some linear operators."""
+    lora = a[0]
+    if not isinstance(lora, LoraRows):
+        return torch_ops.add_lora(y, x, weight, a, b)
+    expand_add(y, shrink(x, lora), lora)
+    sizes = weight.group_sizes
+    return y.split(sizes, -1) if len(sizes) > 1 else (y,)
+
+
+def _is_trained(weight: Any) -> bool:
+    """Return whether a weight is that of the one adapter that is trained, or made of it."""
+    return isinstance(weight, Tensor | AdapterWeight)
+
+
+def _tiles(lora: LoraRows, x: Tensor) -> TokenTiles:
+    """Tokens by adapter, made once for all sites."""
+    known = lora.tokens.known
+    if "tiles" not in known:
+        known["tiles"] = tiles_on(lora.tokens.spans, x.device)
+    found: TokenTiles = known["tiles"]
+    return found
+
+
+def _matrices(lora: LoraRows) -> tuple[RankRows, RankRows]:
+    """A and B of the site, made once for as long as the tables lie where they are."""
+    if "matrices" not in lora.known:
+        count = len(lora.out_sizes)
+        lora.known["matrices"] = (
+            rank_rows(lora.memory, lora.a_rows, lora.ranks, (0,) * count, (lora.in_size,) * count),
+            rank_rows(lora.memory, lora.b_rows, lora.ranks, lora.out_starts, lora.out_sizes),
+        )
+    found: tuple[RankRows, RankRows] = lora.known["matrices"]
+    return found
+
+
+def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
+    """vector ⊙ (y - base) + base, each token by its own adapter's vector."""
+    for one in by_width(vector):
+        if _is_stack(y, one):
+            # What the base makes may be read elsewhere, too.
+            y = segmented_scale(y.clone(), *_vectors(y, one), base)
+        else:
+            y = torch_ops.scale(y, one, base)
+    return y
+
+
+def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
+    """y + bias, or y + (bias - base), each token with its own adapter's bias."""
+    for one in by_width(bias):
+        if _is_stack(y, one):
+            y = segmented_bias_add(y, *_vectors(y, one), base)
+        else:
+            y = torch_ops.bias_add(y, one, base)
+    return y
+
+
+def _is_stack(y: Tensor, vector: Any) -> bool:
+    """Return whether a vector is a stack of adapters' own, with rows that kernels can read."""
+    is_aligned = y.dim() == 2 and not y.shape[1] % ROW_ALIGNMENT
+    return is_aligned and isinstance(vector, SegmentedWeight)
+
+
+def _vectors(y: Tensor, vector: SegmentedWeight) -> tuple[RankRows, TokenTiles]:
+    """The stack's vectors as rows, and the tokens by their places in it."""
+    segments, (count, _, size) = vector.segments, vector.weight.shape
+    known, key = segments.known, ("vectors", vector.present, size)
+    memory = vector.weight.view(-1)
+    if key not in known:
+        rows = (size * torch.arange(count, device=y.device)).view(1, count, 1)
+        ranks = int32_on([vector.present], y.device)
+        known[key] = rank_rows(memory, rows, ranks, (0,), (size,))
+    if "tiles" not in known:
+        starts = accumulate(segments.sizes[:-1], initial=segments.start)
+        spans = zip(starts, segments.sizes, range(count), strict=True)
+        known["tiles"] = tiles_on(list(spans), y.device)
+    return replace(known[key], memory=memory), known["tiles"]

@@ -1,0 +1,117 @@
+"""Attention of emitted programs: by kernels where they know the heads, else PyTorch's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pcg.errors import UnsupportedError
+from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.sizes import HEAD_SIZES
+from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.triton.attention.backward import paged_attention_backward
+from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
+from pcg.kernels.triton.attention.forward import paged_attention
+from pcg.kernels.triton.attention.work import AttentionWork
+
+
+def attention(  # emitted programs name each of its nine parameters
+    batch: ProgramBatch,
+    q: Tensor,
+    k: Tensor | CacheRows,
+    v: Tensor | CacheRows,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every token to its own sequence, past ones in the cache included.
+
+    k and v are the tokens' own, or the cache that these were appended to already.
+    """
+    scoring = Scoring(scale, window, softcap, alibi, sinks)
+    if isinstance(k, CacheRows) and isinstance(v, CacheRows):
+        kv = KvRows(k, v)
+    else:
+        assert isinstance(k, Tensor)
+        assert isinstance(v, Tensor)
+        if not _has_kernels(batch, q, v.shape[-1]):
+            return torch_ops.attention(
+                batch, q, k, v,
+                scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
+            )  # fmt: skip
+        kv = _seen(batch, k, v)
+        if kv.keys.paged:
+            assert batch.rows is not None
+            append(k, v, batch.rows, kv)
+    work = _work(batch, q.shape[1] // kv.keys.heads, backward=False)
+    return paged_attention(q, kv, work, scoring, batch.keeps)
+
+
+def attention_backward(  # emitted programs name each of its twelve parameters
+    batch: ProgramBatch,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
+    scoring = Scoring(scale, window, softcap, alibi, sinks)
+    if not _has_kernels(batch, q, dout.shape[-1]):
+        return torch_ops.attention_backward(
+            batch, dout, out, lse, q, k, v,
+            scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
+        )  # fmt: skip
+    kv = _seen(batch, k, v)
+    work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
+    return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
+
+
+def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
+    """Return whether attention's kernels know the sizes of heads, and the dtype.
+
+    Raises:
+        UnsupportedError: they do not, and nothing else reads the cache's pages.
+    """
+    sizes = {q.shape[-1], value_size}
+    known = sizes <= {*HEAD_SIZES} and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not known and batch.cached is not None and batch.cached[0].dim() == 4:
+        raise UnsupportedError(
+            f"attention kernels know no heads of {max(sizes)} in {q.dtype}; sizes are "
+            f"{', '.join(map(str, HEAD_SIZES))} in float32, bfloat16 or float16: compile with "
+            "backend='torch' (--backend torch)"
+        )
+    return known
+
+
+def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
+    """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
+    if batch.cached is not None:
+        return KvRows(*map(CacheRows.of_layer, batch.cached))
+    assert k is not None
+    assert v is not None
+    return KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
+
+
+def _work(batch: ProgramBatch, group: int, backward: bool) -> AttentionWork:
+    """The batch's lists, made once for all layers of so many heads a KV head."""
+    recorded: AttentionWork | None = batch.known.get("decoding")
+    if recorded is not None:
+        return recorded
+    key = ("attention", group, backward)
+    if key not in batch.known:
+        device = batch.input_ids.device
+        batch.known[key] = AttentionWork.build(batch.spans, group, device, backward=backward)
+    found: AttentionWork = batch.known[key]
+    return found
