@@ -82,7 +82,7 @@ def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
     program = make_program("gpt2", 2)
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
-    assert loaded.tp == 2
+    assert loaded.options.tp == 2
     assert loaded.serving == program.serving
     assert loaded.training == program.training
 
