@@ -1,4 +1,4 @@
-"""Which collectives share a message, and which messages a plan sends.
+"""The collectives that share a message, and the messages that a plan sends.
 
 In the order of a graph, collectives of one kind and dtype that follow each other, with no other
 between them, share a message as long as none reads what came of another of them. So the gathers of
@@ -150,7 +150,7 @@ def _reshards(graph: Graph, node_plan: NodePlan, active: Container[str]) -> Iter
 def _backward(events: Sequence[_Event], reached: set[tuple[str, Layout]]) -> Iterator[_Sent]:
     for event in reversed(events):
         reads = tuple(made for made in event.makes if made in reached)
-        if event.reshard and event.reshard[0].op == "keep" and event.active:
+        if event.reshard and event.reshard[0].op == "regather" and event.active:
             # Its value was not saved, so that backward gathers it with or without a gradient.
             yield event, (), ()
         elif reads and event.active:
