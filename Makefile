@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml setup.py
 	$(PIP) install -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP) ## run examples/demo.py
+demo: $(STAMP) ## explain, serve and finetune with the small model that ships; one to two minutes
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run the tests; neither GPU nor network is needed

@@ -36,12 +36,12 @@ from rich.console import Console
 from rich.table import Table
 
 LIMIT_S = 530.0
-"""Of the whole, from the first import to the file: ten seconds less than nine minutes."""
+"""Time of the whole, from the first import to the file: ten seconds less than nine minutes."""
 START_S = 15.0
-"""That a case must have left to be begun: a process needs that long for torch and the device."""
+"""Time that must be left to begin a case: a process needs that long for torch and the device."""
 CASES: tuple[Case, ...] = (*KERNELS, *TRAINING, *GROUPS, *MODELS)
 _MARK = "gpu-row "
-"""What a line of a case's process begins with that is a row."""
+"""The beginning of a row among the lines of a case's process."""
 
 
 def ceilings(timer: Timer) -> work.Ceilings:
@@ -98,7 +98,7 @@ def rows_of(command: Sequence[str], case: str, seconds: float) -> Iterator[Row]:
 
 
 def command_of(case: Case, found: work.Ceilings, seconds: float, quick: bool) -> list[str]:
-    """What runs a case in a process."""
+    """The command that runs a case in a process."""
     numbers = [str(found.bytes_per_s), str(found.flops_per_s), str(seconds)]
     return [sys.executable, __file__, "--case", case.name, *numbers, *["--quick"] * quick]
 
@@ -113,7 +113,7 @@ def run_case(case: Case, bench: Bench) -> None:
 
 
 def table(rows: Sequence[Row], found: work.Ceilings) -> Table:
-    """What was measured."""
+    """The table of what was measured."""
     made = Table(
         title=f"copy {found.bytes_per_s / 1e9:,.0f} GB/s, "
         f"bf16 products {found.flops_per_s / 1e12:,.0f} TFLOP/s"
@@ -162,7 +162,7 @@ def _target(row: Row) -> str:
 
 
 def result(rows: Sequence[Row], found: work.Ceilings, seconds: float) -> dict[str, Any]:
-    """What is written."""
+    """The JSON object of the results."""
     return {
         "ceilings": {"bytes_per_s": found.bytes_per_s, "flops_per_s": found.flops_per_s},
         "rows": [row.to_json() for row in rows],

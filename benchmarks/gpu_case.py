@@ -26,17 +26,17 @@ class Row:
 
     Attributes:
         case: its name.
-        setting: of the case.
+        setting: the measurement of the case.
         ours_us: our time; None where there is none, and `note` says why.
         peers_us: others' times in the same run, by name.
         floor_us: what bytes and FLOPs take at the ceilings; None where none is counted.
-        bytes: counted.
-        flops: counted.
-        target: what the issue asks, in words; empty for nothing.
-        ours_bytes: peak memory of ours; 0 where it is not asked for.
-        peers_bytes: of the peers, by name.
+        bytes: bytes that the work cannot do without.
+        flops: FLOPs that the work cannot do without.
+        target: the time that is aimed at, in words; empty for none.
+        ours_bytes: our peak memory; 0 where it is not measured.
+        peers_bytes: peak memory of the peers, by name.
         reached: the number that the target is about.
-        met: whether it is.
+        met: whether the target is met.
         note: what else there is to say.
         details: further numbers, for the file alone.
         failed: whether it could not be measured.
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of the ceiling that our time reaches."""
+        """The share of the ceiling that our time reaches."""
         return None if not (self.ours_us and self.floor_us) else self.floor_us / self.ours_us
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Row:
 
 
 class Timer(Protocol):
-    """What times a call on the device."""
+    """A clock of calls on the device."""
 
     def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
         """The median over repeats, after a warm-up, in microseconds.
@@ -84,7 +84,7 @@ class Timer(Protocol):
         Args:
             run: what is timed; the same work at every call.
             captured: whether it is recorded in a CUDA graph once, and that is what is timed.
-            times: that it does what the time is of.
+            times: how often one call does the work.
         """
 
 
@@ -92,8 +92,8 @@ class CudaTimer:
     """Times between CUDA events, the L2 cache cold.
 
     Args:
-        seconds: to spend on the repeats of one call, about.
-        most: repeats.
+        seconds: time for the repeats of one call, about.
+        most: the most repeats.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -110,7 +110,7 @@ class CudaTimer:
         return statistics.median(self._times(run, self.repeats(once_us))) / times
 
     def repeats(self, once_us: float) -> int:
-        """How often to run what takes so long: three times at least."""
+        """The number of runs of a call that takes so long: three at least."""
         return max(3, min(self._most, int(1e6 * self._seconds / max(once_us, 1.0))))
 
     def _times(self, run: Callable[[], object], repeats: int) -> list[float]:
@@ -144,14 +144,14 @@ class CudaTimer:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a case is given.
+    """The means of a case to measure.
 
     Attributes:
-        timer: of calls on the device.
-        ceilings: measured before.
+        timer: times calls on the device.
+        ceilings: the device's, measured before.
         quick: whether to take few settings.
-        until: of `monotonic`: settings that would begin later are left out.
-        device: of all tensors.
+        until: time of `monotonic` from which on no setting begins.
+        device: the device of all tensors.
     """
 
     timer: Timer
@@ -189,7 +189,7 @@ class Bench:
 
 
 Setting: TypeAlias = tuple[str, Callable[[], Row]]
-"""What is measured, in words, and what measures it."""
+"""A measurement in words, and the function that makes it."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,9 @@ class Case:
     """Rows that belong together, measured in a process of their own.
 
     Attributes:
-        name: of it, as `--only` takes it.
-        seconds: that it may take, start and compilation included.
-        settings: of the case; the most important ones first, for time may run out.
+        name: its name, as `--only` takes it.
+        seconds: the most that it may take, start and compilation included.
+        settings: its measurements, the most important ones first, for time may run out.
     """
 
     name: str

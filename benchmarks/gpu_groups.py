@@ -19,9 +19,9 @@ from gpu_work import Work
 
 TOKENS = 4096
 LEAST_BYTES = 32 * 2**20
-"""That a group moves to be measured: less takes as long as its launch."""
+"""The fewest bytes of a group that is measured: less takes as long as its launch."""
 TOLERANCE = {"f64": 1e-12, "f32": 1e-4, "bf16": 2e-2, "f16": 4e-3}
-"""Between two ways to round, of the largest element."""
+"""Tolerance between two ways to round, relative to the largest element."""
 
 
 def group_graphs(model: Any) -> list[Any]:

@@ -17,7 +17,7 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128_256
 HEADS, KV_HEADS, HEAD = 32, 8, 128
 RANK = 16
 BF16 = 2
-"""Bytes."""
+"""Bytes of an element."""
 
 
 def _random(bench: Bench, *shape: int, scale: float = 1.0) -> Any:

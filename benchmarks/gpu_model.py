@@ -34,13 +34,13 @@ ADAPTERS = 32
 CONTEXT = 512
 """Tokens of a prompt in decode."""
 STEPS = 32
-"""Decode steps that a median is of."""
+"""Decode steps of a median."""
 EAGER_STEPS = 8
-"""Likewise, of those that the host launches."""
+"""Decode steps of a median where the host launches them."""
 KV_CACHE_BYTES = 20 * 2**30
-"""Of a pool: 128 sequences of 640 tokens take 10 GiB, 32 adapters in fp32 five."""
+"""Size of a pool: 128 sequences of 640 tokens take 10 GiB, 32 adapters in fp32 five."""
 VOCABULARY = 100_000
-"""Of prompts."""
+"""Token ids of prompts are below it."""
 FINETUNED = (4, 1024)
 """Sequences of a step, and tokens of each."""
 
@@ -170,7 +170,7 @@ def _decode(
 
 
 def _median_us(engine: Any, batch: int, steps: int) -> float:
-    """Of decode steps of an engine."""
+    """The median time of decode steps of an engine."""
     took_us = []
     for _ in range(steps):
         chunks, seconds = _timed(engine.step)
@@ -193,7 +193,7 @@ def _decode_aimed(row: Row, batch: int, distinct: int, base_us: Mapping[int, flo
 
 
 def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call gives, and the seconds until the device is idle after it."""
+    """The result of a call, and the seconds until the device is idle after it."""
     import torch
 
     torch.cuda.synchronize()
@@ -365,7 +365,7 @@ def _serve(executor: Any, trains: bool, adapters: int) -> Row:
 
 
 def _summary(report: Mapping[str, Any]) -> str:
-    """What the table says of a report."""
+    """The note on a report in the table."""
     return (
         f"{report['output_throughput']:,.0f} tokens/s out, "
         f"median TTFT {report['median_ttft_ms'] or 0:.0f} ms, "

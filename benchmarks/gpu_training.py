@@ -15,7 +15,7 @@ from gpu_case import Bench, Case, Row, Setting
 HIDDEN, INTERMEDIATE = 4096, 14336
 RANK = 16
 BF16 = 2
-"""Bytes."""
+"""Bytes of an element."""
 
 
 def training_settings(bench: Bench) -> Iterator[Setting]:

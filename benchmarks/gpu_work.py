@@ -15,11 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Work:
-    """What a task cannot do without.
+    """The bytes and FLOPs that a task cannot do without.
 
     Attributes:
-        bytes: read and written.
-        flops: of products.
+        bytes: bytes read and written.
+        flops: FLOPs of products.
     """
 
     bytes: int
@@ -29,17 +29,17 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
     def times(self, count: int) -> Work:
-        """So many of it."""
+        """The work of so many such tasks."""
         return Work(self.bytes * count, self.flops * count)
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at its best, measured in the same run.
+    """The device's best rates, measured in the same run.
 
     Attributes:
-        bytes_per_s: of a large copy, read and written bytes together.
-        flops_per_s: of a large product in bf16.
+        bytes_per_s: rate of a large copy, read and written bytes together.
+        flops_per_s: rate of a large product in bf16.
     """
 
     bytes_per_s: float
@@ -83,12 +83,12 @@ def lora_work(tokens: int, distinct: int, in_: int, out: int, rank: int, size: i
     """LoRA of each token's own adapter, y += x Aᵀ Bᵀ.
 
     Args:
-        tokens: with an adapter.
+        tokens: tokens with an adapter.
         distinct: adapters that they have; each is read once.
         in_: columns of x.
         out: columns of y, which is read and written.
-        rank: of all.
-        size: bytes of an element, of all tensors.
+        rank: rank of all adapters.
+        size: bytes of an element of all tensors.
     """
     moved = distinct * rank * (in_ + out) + tokens * in_ + 2 * tokens * out
     return Work(moved * size, 2 * tokens * rank * (in_ + out))
@@ -152,11 +152,11 @@ class LlamaShape:
 
     @property
     def kv_elements(self) -> int:
-        """Of a token's keys and values in all layers."""
+        """Elements of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head
 
     def adapter_elements(self, rank: int) -> int:
-        """Of a LoRA on all linears of the layers."""
+        """Elements of a LoRA on all linears of the layers."""
         return self.layers * rank * sum(in_ + out for in_, out in self.linears)
 
 
@@ -166,11 +166,11 @@ def decode_work(
     """One token of each sequence, in bf16: weights, keys and values, and distinct adapters, once.
 
     Args:
-        shape: of the model.
+        shape: the model's.
         batch: sequences.
         context: keys that each token sees, its own among them.
         distinct: adapters; all sequences have one, or none has.
-        rank: of each.
+        rank: rank of each.
         adapter_size: bytes of an element of theirs.
     """
     weights = Work(2 * shape.product_weights, 2 * batch * shape.product_weights)

@@ -146,7 +146,7 @@ _add(
     app,
     "run",
     run_command,
-    'pcg run program --prompt "def main(" --adapter tests=adapters/unittest --stream',
+    'pcg run program --prompt "def main(" --adapter sql=adapters/sql --use sql --stream',
 )
 _add(
     app,

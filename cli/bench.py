@@ -72,7 +72,7 @@ class FinetuningOptions:
 
     @property
     def rule(self) -> Sharing:
-        """How the engine shares its time."""
+        """The rule by which the engine shares its time."""
         from pcg.runtime.engine.sharing import (
             CoServing,
             InferenceOnly,

@@ -108,7 +108,7 @@ def compile_command(
 
 
 def _weights(model: str, source: ModelSource) -> str | None:
-    """Where the weights lie: the directory that was given, or the id on the hub."""
+    """The place of the weights: the directory that was given, or the id on the hub."""
     if Path(model).expanduser().exists():
         return None if source.directory is None else str(source.directory.resolve())
     return source.name

@@ -1,4 +1,4 @@
-"""What `pcg run` shows: prompts and their continuations, whole or as they are made."""
+"""The output of `pcg run`: prompts and their continuations, whole or as they are made."""
 
 from __future__ import annotations
 

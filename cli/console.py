@@ -1,4 +1,4 @@
-"""What the commands print: results on standard output, all else on standard error.
+"""Printing of the commands: results on standard output, all else on standard error.
 
 Consoles are made when they are needed: rich takes a while to import, and tests change the streams.
 """

@@ -134,7 +134,7 @@ def _torch_machine() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int | None]:
-    """Of the machine, or of the container that we are in where that is less."""
+    """Memory of the machine, or of the container that we are in where that is less."""
     try:
         text = Path("/proc/meminfo").read_text()
         total, available = (
@@ -152,7 +152,7 @@ def _memory() -> dict[str, int | None]:
 
 
 def _memory_of_machine() -> dict[str, int | None]:
-    """Without Linux's files."""
+    """Memory of the machine, without Linux's files."""
     try:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         total = page_bytes * os.sysconf("SC_PHYS_PAGES")
@@ -164,7 +164,7 @@ def _memory_of_machine() -> dict[str, int | None]:
 def _problems(
     packages: list[dict[str, Any]], machine: dict[str, Any], problem: str | None
 ) -> list[dict[str, Any]]:
-    """What is missing, with the command to get it."""
+    """Missing things, each with the command to get it."""
     problems = [
         _problem(f"Python {platform.python_version()} is too old", "install Python 3.11 or newer")
     ] * (sys.version_info < (3, 11))

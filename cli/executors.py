@@ -72,7 +72,7 @@ def open_executor(
 
 
 def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
-    """How many ranks a program's folder or a model runs on.
+    """The number of ranks that a program's folder or a model runs on.
 
     Args:
         where: the folder or the model.

@@ -129,7 +129,7 @@ def train(
 
 
 def _configuration(method: Method, files: AdapterFiles) -> Any:
-    """What the adapter starts as; None where no option says."""
+    """The configuration or the adapter to start from; None where no option says."""
     if files.start_from is not None:
         if method.is_given:
             raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)

@@ -73,7 +73,7 @@ class Method(OptionGroup):
         return next(iter(found.values()))
 
     def configuration(self, default: str = "lora") -> Any:
-        """What is named, as `pcg.compile` takes it.
+        """The configuration that is named, as `pcg.compile` takes it.
 
         Args:
             default: what `--peft` is where it is not given.
@@ -135,7 +135,7 @@ def adapter_or_none(peft: str, option: str = "--peft") -> Any:
 
 
 def _names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """What a field is called: its name, and a name that it shares with those of other methods."""
+    """A field's name, and the name that it shares with fields of other methods."""
     saved = field.metadata.get("saved")
     return (field.name, saved) if saved in ALIASES else (field.name,)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True)
 class Kind:
-    """How an option of a type is given.
+    """The way in which an option of a type is given.
 
     Attributes:
         given: the type that typer reads: texts, or the bool of a flag.
@@ -28,7 +28,7 @@ class Kind:
 
 
 def kind_of(hint: Any) -> Kind:
-    """How an option of a type is given: once, repeatedly, as several values, or as a flag."""
+    """The way in which an option is given: once, repeatedly, as several values, or as a flag."""
     kinds = _members(hint)
     plain = [kind for kind in kinds if get_origin(kind) is not Literal]
     if plain == [bool]:  # also with words for what it is by default

@@ -126,7 +126,7 @@ class Only:
 
 
 class OptionGroup(ABC):
-    """What a command takes of other options than the fields of one dataclass."""
+    """A parameter of a command that other options make than the fields of one dataclass."""
 
     @classmethod
     @abstractmethod
@@ -173,7 +173,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(hint: Any) -> tuple[Collect, list[Option]] | None:
-    """How a parameter is made of options, and these; None if typer takes it as it is."""
+    """The maker of a parameter from options, and these; None if typer takes it as it is."""
     only = next((extra for extra in getattr(hint, "__metadata__", ()) if type(extra) is Only), None)
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if isinstance(plain, type) and issubclass(plain, OptionGroup):

@@ -151,7 +151,7 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DevicePr
 
 
 def _summary(profile: DeviceProfile) -> dict[str, Any]:
-    """What was measured, by operator and dtype, and the links."""
+    """The measurements by operator and dtype, and the links."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for point in profile.points:
         work = point.work

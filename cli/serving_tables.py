@@ -34,7 +34,7 @@ def latency_table(report: ServingReport) -> Table:
 
 
 def outcome_table(report: ServingReport) -> Table:
-    """What came of requests, tokens, SLOs, jobs and tenants; lines of nothing are left out."""
+    """Outcomes of requests, tokens, SLOs, jobs and tenants; lines of nothing are left out."""
     found = report.to_json()
     made = table("serving", "", right=("",))
     made.add_row("duration", f"{report.duration_s:,.1f} s")

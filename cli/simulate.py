@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Experiment(StrEnum):
-    """What to simulate."""
+    """The experiment to simulate."""
 
     FLEXLLM = "flexllm"
     S_LORA = "s-lora"

@@ -1,4 +1,4 @@
-"""Where a model comes from: its config, and the files that hold its weights.
+"""The source of a model: its config, and the files that hold its weights.
 
 A model is named by a directory, by a path to a config.json, by a config in memory, by the id of a
 config that ships with pcg, or by a hub id. `resolve` turns each into one `ModelSource`. Nothing

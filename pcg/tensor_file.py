@@ -18,7 +18,7 @@ HEADER_LIMIT_BYTES = 100_000_000  # MAX_HEADER_SIZE in safetensors/src/tensor.rs
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the header says of a tensor; the dtype as safetensors writes it, such as BF16."""
+    """The header's entry of a tensor; the dtype as safetensors writes it, such as BF16."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -69,8 +69,9 @@ def _exists(name: str) -> bool:
                 continue
             except ModuleNotFoundError:
                 pass
-        fields = getattr(value, "__annotations__", {})
         if not hasattr(value, part):
+            classes = getattr(value, "__mro__", ())
+            fields = {name for one in classes for name in getattr(one, "__annotations__", ())}
             return part in fields and end == len(parts)
         value = getattr(value, part)
     return True
@@ -154,6 +155,10 @@ def test_python_in_documents_compiles(document: Path) -> None:
             compile(code, _id(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_recipes_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +190,7 @@ def test_commands_in_documents_have_their_options(document: Path) -> None:
     for words in _commands(document.read_text(encoding="utf-8")):
         command: Any = typer.main.get_command(app)
         while words and words[0] in getattr(command, "commands", ()):
-            command = command.commands[words.pop(0)]
+            _, command, words = command.resolve_command(typer.Context(command), words)
         known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
         assert given <= known | {"--help"}, (command.name, given - known)

@@ -87,17 +87,17 @@ def training_functions(
 
 def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[Function]:
     yield Function(
-        plan.forward.replace(outputs=(*block.outputs, *plan.kept)),
+        plan.forward.replace(outputs=(*block.outputs, *plan.saved)),
         plan.forward.name,
         f"{where}, forward. Returns its outputs, and what backward is given.",
-        outputs=[block.outputs, plan.kept],
+        outputs=[block.outputs, plan.saved],
         free=True,
         yields_products=True,
     )
     if plan.backward is None:
         return
     outputs = plan.backward.outputs
-    incoming = [v.name for v in plan.backward.inputs if v.name not in plan.kept]
+    incoming = [v.name for v in plan.backward.inputs if v.name not in plan.saved]
     count = len(outputs) - len(plan.trained)
     yield Function(
         plan.backward,
@@ -105,7 +105,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[F
         f"{where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
         "adapters.",
         outputs=[outputs[:count], outputs[count:]],
-        given={"kept": plan.kept, "gradients": incoming},
+        given={"kept": plan.saved, "gradients": incoming},
         free=True,
         yields_products=True,
     )

@@ -1,4 +1,4 @@
-"""What a set of recipes trains: what is at each module, the biases, and how many numbers.
+"""The use that a model's adapters make of it: the networks at each module, and what is trained.
 
 Where several adapters of a method meet at a module, that with the most parameters counts: a step's
 tokens may all be of the adapter that needs most.
@@ -18,7 +18,7 @@ from pcg.peft.recipe import Recipe
 
 @dataclass(frozen=True)
 class AdapterUse:
-    """What recipes train.
+    """The networks and the trained tensors of some recipes.
 
     Attributes:
         bypasses: the bypass networks to attach.
@@ -42,7 +42,7 @@ class AdapterUse:
 def adapter_use(
     model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str, dtype: str
 ) -> AdapterUse:
-    """What the recipes, by adapter name, train of a folded model without bypass networks.
+    """The use that recipes, by adapter name, make of a folded model without bypass networks.
 
     Args:
         model: the model.

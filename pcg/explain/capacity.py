@@ -7,59 +7,53 @@ by interpolation between one that fits and one that does not. Every size is plan
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable
 
 from pcg.errors import MemoryBudgetError
+from pcg.explain.planned_model import PlannedModel, Setup
 from pcg.explain.report_data import GpuCapacity
-from pcg.explain.step_memory import PlannedModel, Setup, memory_bytes
-from pcg.options import MemoryBudget
+from pcg.explain.step_memory import memory_bytes
 from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
 from pcg.passes.memory.plan import frontiers
-from pcg.passes.pipeline import in_order
 
 MOST = 2**20
 """The largest batch and sequence length that are tried."""
 
 
-def capacity(planned: PlannedModel, setup: Setup, device: Accelerator) -> GpuCapacity:
+def capacity(planned: PlannedModel, device: Accelerator) -> GpuCapacity:
     """Return the steps that fit a device.
 
     Args:
-        planned: the model.
-        setup: the step that should fit.
+        planned: the model, planned for the step that should fit.
         device: the accelerator.
     """
     usable = device.memory_bytes - RESERVED_BYTES
-    now = memory_bytes(planned, setup)["total"]
+    least = planned.setup.having(memory_budget=0)
 
-    def largest(field: str, budget: MemoryBudget) -> int:
-        def total(size: int) -> int:
-            return _total(planned, setup, dataclasses.replace(budget, **{field: size}))
+    def largest(field: str, setup: Setup) -> int:
+        return _largest(lambda size: _total(planned, setup.having(**{field: size})), usable)
 
-        return _largest(total, usable)
-
-    least = dataclasses.replace(setup.budget, share=0.0, size_bytes=None)
     found = GpuCapacity(
         device.name,
         device.memory_bytes,
         usable,
-        now <= usable,
-        largest("batch", setup.budget),
-        largest("seq", setup.budget),
+        memory_bytes(planned)["total"] <= usable,
+        largest("batch", planned.setup),
+        largest("seq", planned.setup),
         largest("batch", least),
         largest("seq", least),
         (),
     )
-    return dataclasses.replace(found, advice=tuple(_advice(planned, setup, found)))
+    return dataclasses.replace(found, advice=tuple(_advice(planned, found)))
 
 
-def _advice(planned: PlannedModel, setup: Setup, found: GpuCapacity) -> list[str]:
+def _advice(planned: PlannedModel, found: GpuCapacity) -> list[str]:
     """Return options, each of which lets the step fit."""
     if found.fits:
         return []
     advice = []
-    sizes = memory_bytes(planned, setup)
-    budget = _budget_that_fits(planned, setup, found.usable_bytes)
+    budget = _budget_that_fits(planned, found.usable_bytes)
     if budget is not None:
         advice.append(f"--memory-budget {budget:g}")
     if found.largest_batch:
@@ -70,35 +64,30 @@ def _advice(planned: PlannedModel, setup: Setup, found: GpuCapacity) -> list[str
         advice.append(f"--seq {found.largest_seq}")
     elif found.least_largest_seq:
         advice.append(f"--seq {found.least_largest_seq} --memory-budget 0")
-    if sizes["weights"] > found.usable_bytes:
+    if memory_bytes(planned)["weights"] > found.usable_bytes:
         advice.append("a GPU with more memory: the weights alone are too large for it")
     return advice
 
 
-def _budget_that_fits(planned: PlannedModel, setup: Setup, usable_bytes: int) -> float | None:
+def _budget_that_fits(planned: PlannedModel, usable_bytes: int) -> float | None:
     """Return the largest memory budget, in hundredths, at which the step fits; None for none."""
 
     def fits(hundredths: int) -> bool:
-        budget = dataclasses.replace(setup.budget, share=hundredths / 100, size_bytes=None)
-        return _total(planned, setup, budget) <= usable_bytes
+        setup = planned.setup.having(memory_budget=hundredths / 100)
+        return _total(planned, setup) <= usable_bytes
 
-    if planned.plan is None or not fits(0):
+    if planned.trained is None or not fits(0):
         return None
-    low, high = 0, 100
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low / 100
+    return bisect_left(range(1, 100), True, key=lambda hundredths: not fits(hundredths)) / 100
 
 
-def _total(planned: PlannedModel, setup: Setup, budget: MemoryBudget) -> int:
-    """Return the bytes of a step that is planned for this budget and batch."""
-    other = dataclasses.replace(setup, budget=budget)
-    if planned.plan is None or planned.training is None or planned.frontiers is None:
-        return memory_bytes(planned, other)["total"]
-    found = frontiers(planned.training, planned.frontiers.kinds, budget.batch, budget.seq)
-    replanned = dataclasses.replace(planned, frontiers=found, plan=in_order(found.plan(budget)))
-    return memory_bytes(replanned, other)["total"]
+def _total(planned: PlannedModel, setup: Setup) -> int:
+    """Return the bytes of a step that is planned for a setup."""
+    if planned.trained is None:
+        return memory_bytes(dataclasses.replace(planned, setup=setup))["total"]
+    model, kinds = planned.trained.model, planned.trained.frontiers.kinds
+    found = frontiers(model, kinds, setup.batch, setup.seq)
+    return memory_bytes(planned.replanned(setup, found, found.plan(setup.budget)))["total"]
 
 
 def _largest(total: Callable[[int], int], limit: int) -> int:

@@ -50,7 +50,7 @@ def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Dec
     """
     graph = kind.gradients.graph
     storages = Storages.of(graph)
-    saved = {storages[name].name for name in plan.kept}
+    saved = {storages[name].name for name in plan.saved}
     readers = _readers(plan.backward)
     recomputed = set() if plan.backward is None else set(plan.backward.producers)
     prefix = plan.forward.name.removesuffix("_forward")

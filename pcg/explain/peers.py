@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from pcg.errors import TraceError, UnsupportedError
+from pcg.explain.planned_model import Setup
 from pcg.explain.report import Report
 from pcg.explain.report_data import PeerPoint, Stage
 from pcg.peft.recipe import Recipe
@@ -15,26 +15,14 @@ from pcg.trace.peers import BUDGETS, MASKLESS, PartitionedModel, torch_partition
 STAGE = "torch-partitioner"
 
 
-def with_peers(
-    report: Report,
-    config: Mapping[str, Any],
-    recipes: Mapping[str, Recipe],
-    adapters: Mapping[str, Mapping[str, Any]],
-) -> Report:
-    """Return the report with torch's partitioner under several budgets, or a note why it lacks it.
-
-    Args:
-        report: the report of a model and recipes.
-        config: the contents of the model's config.json.
-        recipes: the recipes by name.
-        adapters: the contents of each recipe's adapter_config.json.
-    """
-    if not recipes:
+def with_peers(report: Report, setup: Setup) -> Report:
+    """Return the report with torch's partitioner under several budgets, or a note why not."""
+    if not setup.recipes:
         return report
     try:
-        _check(recipes)
-        (adapter,) = adapters.values()
-        step = (config, report.dtype, adapter, report.batch, report.seq)
+        recipe = _recipe(setup.recipes)
+        adapter = recipe.config_fields(recipe.target_modules, "", {})
+        step = (setup.config, report.dtype, adapter, report.batch, report.seq)
         points = tuple(map(peer_point, torch_partitioner(*step)))
         (maskless,) = map(
             peer_point, torch_partitioner(*step, budgets=BUDGETS[:1], attention=MASKLESS)
@@ -64,8 +52,8 @@ def peer_point(model: PartitionedModel) -> PeerPoint:
     )
 
 
-def _check(recipes: Mapping[str, Recipe]) -> None:
-    """Refuse recipes that torch's run would not follow."""
+def _recipe(recipes: Mapping[str, Recipe]) -> Recipe:
+    """Return the one recipe; refuse what torch's run would not follow."""
     if len(recipes) > 1:
         raise UnsupportedError(f"{len(recipes)} adapters train at once; peft trains one")
     (recipe,) = recipes.values()
@@ -73,6 +61,7 @@ def _check(recipes: Mapping[str, Recipe]) -> None:
         raise UnsupportedError(f"dropout={recipe.dropout}; it is run without dropout")
     if recipe.prompt_tokens:
         raise UnsupportedError(f"{recipe.method} trains what comes before the layers")
+    return recipe
 
 
 def _note(default: PeerPoint, maskless: PeerPoint) -> str:

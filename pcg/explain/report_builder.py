@@ -18,67 +18,38 @@ from pcg.explain.decisions import Decision, decisions
 from pcg.explain.eager.attention import FOLLOWED
 from pcg.explain.eager.memory import eager_memory
 from pcg.explain.eager.saved_storages import EagerRun
+from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
 from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
-from pcg.explain.step_memory import (
-    PlannedModel,
-    Setup,
-    base_weights,
-    bytes_at,
-    carried_bytes,
-    step_memory,
-)
+from pcg.explain.step_memory import base_weights, bytes_at, carried_bytes, step_memory
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
-from pcg.passes.memory.plan import MemoryPlan, frontiers, keep_all
+from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
+from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
 
 
-def build_report(planned: PlannedModel, setup: Setup) -> Report:
+def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
-    use, at = planned.use, setup.at
-    stages: list[Stage] = []
+    setup, use, trained, at = planned.setup, planned.use, planned.trained, planned.setup.at
     notes: list[str] = []
-    kept: SavedMemory | None = None
-    activations = sympy.Integer(0)
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
-    checkpointing: tuple[Stage, ...] = ()
-    if use.not_followed:
-        notes.append(
-            f"eager: what eager code saves with {', '.join(use.not_followed)} is not followed"
-        )
-    elif use.trainable and setup.tp > 1:
-        notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
-    elif use.trainable:
-        eager = EagerRun(
-            use.at,
-            planned.attention,
-            str(setup.config["model_type"]),
-            setup.batch,
-            setup.seq,
-            use.bypasses.biases,
-            planned.adapter_dtype,
-            use.bypasses.dropout,
-        )
-        found = eager_memory(planned.unraised, eager)
+    stages: list[Stage] = []
+    activations = sympy.Integer(0)
+    eager = _eager_run(planned, notes)
+    found = eager and eager_memory(planned.unraised, eager)
+    if found:
         activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
-        if not eager.prefix:  # peft refuses the two together
-            inputs = carried_bytes(planned.unraised)
-            layers = [inputs] * len(found.layers)
-            total = sympy.Add(found.outside, *layers)
-            checkpointing = (_stage("checkpointing", total, layers, at, 1.0),)
-        notes += _eager_notes(planned.unraised, eager, setup.recipes.values())
-    if planned.training is not None and planned.plan is not None:
-        kept = saved_memory(planned.training, planned.plan)
-        activations = kept.total
-        plain = _uncompressed_plan(planned, setup)
-        stages += _own_stages(planned, setup, kept, plain)
+    if trained is not None and planned.saved is not None:
+        activations = planned.saved.total
+        plain = _uncompressed_plan(planned)
+        stages += _own_stages(planned, trained, planned.saved, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
@@ -86,11 +57,14 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
             f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
         )
-    stages += checkpointing
-    formulas, moments = step_memory(planned, setup, kept, activations)
+    if eager and found and not eager.prefix:  # peft refuses the two together
+        layers = [carried_bytes(planned.unraised)] * len(found.layers)
+        total = sympy.Add(found.outside, *layers)
+        stages.append(_stage("checkpointing", total, layers, at, 1.0))
+    formulas, moments = step_memory(planned, activations)
     elements, _ = base_weights(planned.whole)
     return Report(
-        model=setup.model,
+        model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
         peft=_recipes_text(setup.recipes),
         tp=setup.tp,
@@ -102,47 +76,70 @@ def build_report(planned: PlannedModel, setup: Setup) -> Report:
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        saved=_tensors(planned, kept, at) if kept else (),
-        pareto=tuple(ParetoPoint(*point) for point in planned.frontiers.points())
-        if planned.frontiers
-        else (),
+        saved=tuple(_tensors(planned)),
+        pareto=tuple(ParetoPoint(*one) for one in trained.frontiers.points()) if trained else (),
         notes=tuple(notes),
         memory_budget=str(setup.budget),
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
-        graph=_graph(planned) if kept else (),
+        graph=_graph(trained) if trained else (),
     )
 
 
-def _uncompressed_plan(planned: PlannedModel, setup: Setup) -> MemoryPlan | None:
+def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
+    """Return how eager PyTorch runs the model; None, and a note, where that is not followed."""
+    setup, use = planned.setup, planned.use
+    if use.not_followed:
+        notes.append(
+            f"eager: what eager code saves with {', '.join(use.not_followed)} is not followed"
+        )
+        return None
+    if not use.trainable:
+        return None
+    if setup.tp > 1:
+        notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
+        return None
+    eager = EagerRun(
+        use.at,
+        setup.traced.trace.attention,
+        str(setup.config["model_type"]),
+        setup.batch,
+        setup.seq,
+        use.bypasses.biases,
+        planned.unraised.adapter_dtype,
+        use.bypasses.dropout,
+    )
+    notes += _eager_notes(planned.unraised, eager, setup.recipes.values())
+    return eager
+
+
+def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
     """Return the plan without compression; None where it exceeds the budget."""
-    assert planned.training is not None
+    setup = planned.setup
+    found = frontiers(planned.training.model, planned.kinds, setup.batch, setup.seq)
     try:
-        found = frontiers(planned.training, planned.kinds, setup.batch, setup.seq)
         return in_order(found.plan(setup.budget))
     except MemoryBudgetError:
         return None
 
 
 def _own_stages(
-    planned: PlannedModel, setup: Setup, kept: SavedMemory, plain: MemoryPlan | None
+    planned: PlannedModel, trained: TrainedModel, saved: SavedMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
-    assert planned.training is not None
-    assert planned.plan is not None
-    every = in_order(keep_all(planned.training, planned.kinds))
-    pruned = saved_memory(planned.training, every)
-    yield _stage("pruned", pruned.total, pruned.layers, setup.at)
+    model, at = trained.model, planned.setup.at
+    pruned = saved_memory(model, in_order(save_all(planned.kinds)))
+    yield _stage("pruned", pruned.total, pruned.layers, at)
     if plain is not None:
-        remade = saved_memory(planned.training, plain)
+        found = saved_memory(model, plain)
         ratio = plain.recompute_flops_ratio
-        yield _stage("rematerialized", remade.total, remade.layers, setup.at, ratio)
-    ratio = planned.plan.recompute_flops_ratio
-    yield _stage("compressed", kept.total, kept.layers, setup.at, ratio)
+        yield _stage("rematerialized", found.total, found.layers, at, ratio)
+    ratio = trained.plan.recompute_flops_ratio
+    yield _stage("compressed", saved.total, saved.layers, at, ratio)
     if planned.windowed is not None:
-        windows = window_memory(planned.training, planned.windowed)
+        windows = window_memory(model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio
-        yield _stage("token-level", windows.total, windows.layers, setup.at, ratio)
+        yield _stage("token-level", windows.total, windows.layers, at, ratio)
 
 
 def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
@@ -200,36 +197,34 @@ def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) 
         )
 
 
-def _graph(planned: PlannedModel) -> tuple[GraphNode, ...]:
+def _graph(trained: TrainedModel) -> tuple[GraphNode, ...]:
     """Return the graph of the layer that most layers are like."""
-    assert planned.plan is not None
-    assert planned.frontiers is not None
-    index, _ = Counter(planned.plan.layers).most_common(1)[0]
-    kind = planned.frontiers.layers[planned.plan.layers.index(index)]
-    return decided_graph(planned.frontiers.kinds[kind], planned.plan.plans[index])
+    plan, frontiers = trained.plan, trained.frontiers
+    index, _ = Counter(plan.layers).most_common(1)[0]
+    kind = frontiers.layers[plan.layers.index(index)]
+    return decided_graph(frontiers.kinds[kind], plan.plans[index])
 
 
-def _tensors(
-    planned: PlannedModel, kept: SavedMemory, at: Mapping[sympy.Symbol, int]
-) -> tuple[SavedTensor, ...]:
-    """Return the decisions on all tensors of the layers, and what is saved outside them."""
-    assert planned.plan is not None
-    assert planned.frontiers is not None
+def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
+    """Yield the decisions on all tensors of the layers, and what is saved outside them."""
+    if planned.trained is None or planned.saved is None:
+        return
+    plan, frontiers = planned.trained.plan, planned.trained.frontiers
     rows: list[Decision] = []
-    for index, plan in enumerate(planned.plan.plans):
-        members = [layer for layer, of in enumerate(planned.plan.layers) if of == index]
-        kind = planned.frontiers.kinds[planned.frontiers.layers[members[0]]]
+    for index, graphs in enumerate(plan.plans):
+        members = [layer for layer, of in enumerate(plan.layers) if of == index]
+        kind = frontiers.kinds[frontiers.layers[members[0]]]
         shared = set(kind.shared)
-        restored = len({*members} & {*planned.plan.restored})
-        for row in decisions(kind, plan, len(members)):
+        restored = len({*members} & {*plan.restored})
+        for row in decisions(kind, graphs, len(members)):
             if row.tensor.partition(".")[2] not in shared:
                 is_input = row.op == "input" and row.decision == "save"
                 rows += _split(row, restored) if is_input else [row]
     rows += [
         Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
-        for t in kept.outside
+        for t in planned.saved.outside
     ]
-    return tuple(_saved(row, at) for row in rows)
+    yield from (_saved_tensor(row, planned.setup.at) for row in rows)
 
 
 def _split(row: Decision, restored: int) -> Iterable[Decision]:
@@ -241,7 +236,7 @@ def _split(row: Decision, restored: int) -> Iterable[Decision]:
         yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
 
 
-def _saved(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
+def _saved_tensor(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
     leading: tuple[int, ...] = ()
     if row.type.is_token_wise:
         leading = (int(tokens_at(row.type.shape[0], at[SEQUENCES] * at[CONTEXT])),)

@@ -24,7 +24,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.types: dict[str, TensorType] = {}
         self.reserved: Container[str] = ()
-        """Names for no new node: those of a forward graph, while its backward is built."""
+        """Names that no new node may take: a forward graph's, while its backward is built."""
         self._counts: Counter[str] = Counter()
         self._made: dict[object, tuple[str, ...]] = {}
 
@@ -140,5 +140,5 @@ class Builder:
 def _node_key(
     op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
 ) -> object:
-    """What equal nodes share. Not 1, 1.0 and True, nor 0.0 and -0.0, which are equal in Python."""
+    """A key that equal nodes share; 1, 1.0 and True differ in it, and so do 0.0 and -0.0."""
     return op, tuple(inputs), repr(attributes)

@@ -40,10 +40,9 @@ class Parameter:
             the config, in the program), `adapter` (a bypass network's, trainable).
         source: the tensor's name in the checkpoint, with `{layer}` for the layer's index.
         transposed: the checkpoint holds [in, out] where the graph has [out, in].
-        part: what of it a rank holds; the value's type is of that.
+        part: the layout of a rank's part, which the value's type is that of.
         degree: number of ranks.
-        rows: of the first dim of what the source holds, where it is not all: first, and behind the
-            last.
+        rows: the rows of the source's first dim, first and behind the last; None for all.
     """
 
     value: Value
@@ -102,7 +101,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A straight-line program over tensors."""
+    """A straight-line program over tensors, in static single assignment form."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -178,8 +177,8 @@ class KernelGraph(Graph):
     """A graph that says which of its nodes one kernel runs; each other node runs by itself.
 
     Attributes:
-        kernels: for each kernel its parts, which stand side by side in it, each by the names of its
-            nodes; a kernel of one part is one function.
+        kernels: the parts of each kernel, which stand side by side in it, each by the names of its
+            nodes.
     """
 
     kernels: tuple[tuple[tuple[str, ...], ...], ...]

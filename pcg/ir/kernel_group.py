@@ -44,12 +44,12 @@ class KernelGroup:
         return tuple(node.name for node in self.nodes if self.leaves(node))
 
     def leaves(self, node: Node) -> bool:
-        """Whether what a node makes is read outside."""
+        """Return whether a node's output is read outside the group."""
         readers = self.graph.consumers.get(node.name, ())
         return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
 
     def appended(self, name: str) -> Node | None:
-        """The node that appends an output to the cache; None for what is a tensor."""
+        """The node that appends an output to the cache; None for an output that is a tensor."""
         node = self.graph.producers[name]
         return node if node.op == "append" else None
 
@@ -65,12 +65,12 @@ class KernelGroup:
 
     @property
     def sums_rows(self) -> bool:
-        """Whether a program has to hold whole rows."""
+        """True if a program has to hold whole rows."""
         return any(operator(node.op).sums_rows for node in self.nodes)
 
     @property
     def type(self) -> TensorType:
-        """Of the first output."""
+        """The type of the first output."""
         return self.graph.types[self.outputs[0]]
 
 

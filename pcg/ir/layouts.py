@@ -6,8 +6,8 @@
     +    pre-reduce: each rank holds a summand, and has the whole gradient
 
 A gradient's layout is the dual of its tensor's: `=` and `+` are each other's, `-` and `|d` their
-own. So what an operator may do with its inputs forward says what its gradients are, and one table
-of rules serves both ways.
+own. So the layouts of an operator's inputs say those of its gradients, and one table of rules
+serves both ways.
 
     transition       forward               backward
     - → =            replicate: nothing    reduce: all-reduce
@@ -33,11 +33,11 @@ from pcg.ir.types import TOKENS, Dim, State, TensorType, part_of_tokens
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks hold one tensor.
+    """A way in which the ranks hold one tensor.
 
     Attributes:
-        state: of the tensor, or of its one dim that is partitioned.
-        dim: that is partitioned, counted from the end (-1 is the last); 0 for none.
+        state: the state of the tensor, or of its one partitioned dim.
+        dim: the partitioned dim, counted from the end (-1 is the last); 0 for none.
     """
 
     state: State
@@ -56,7 +56,7 @@ class Layout:
         return dataclasses.replace(type_, dims=tuple(dims))
 
     def fits(self, type_: TensorType, degree: int) -> bool:
-        """Whether a tensor of this type has such parts, all equal."""
+        """Return whether a tensor of this type has such parts, all equal."""
         if not self.dim:
             return True
         if len(type_.dims) < -self.dim:
@@ -86,7 +86,7 @@ class Sharding:
 
     Attributes:
         inputs: layouts that it takes.
-        outputs: layouts that it gives, without a word between the ranks.
+        outputs: layouts that it gives, without communication between the ranks.
         op: the operator that a rank runs instead; empty for the same.
     """
 
@@ -99,7 +99,7 @@ class Sharding:
 
 
 def sharding(*layouts: Layout) -> Sharding:
-    """Of an operator with one output: its inputs' layouts, then the output's."""
+    """The sharding of an operator with one output: its inputs' layouts, then the output's."""
     return Sharding(layouts[:-1], layouts[-1:])
 
 

@@ -24,17 +24,17 @@ def layer_path(layer: int) -> str:
 
 
 def is_module(path: str) -> bool:
-    """Whether the path is a module's own, not one of those above, which no target means."""
+    """Return whether the path is a module's own, not one of those above, which no target means."""
     return path != WHOLE_MODEL and re.fullmatch(r"layers\.\d+", path) is None
 
 
 def ends_in(path: str, names: Iterable[str]) -> bool:
-    """Whether the path ends in `.name` for one of the names."""
+    """Return whether the path ends in `.name` for one of the names."""
     return path.endswith(tuple(f".{name}" for name in names))
 
 
 def matches_end(pattern: str, path: str) -> bool:
-    """Whether the regex matches the path, or all of it behind a dot."""
+    """Return whether the regex matches the path, or all of it behind a dot."""
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
@@ -47,12 +47,12 @@ def first_match(patterns: Mapping[str, _Number], path: str, default: _Number) ->
 
 
 def name_list(paths: Iterable[str]) -> str:
-    """For a message: the last components of the paths."""
+    """The last components of the paths, for a message."""
     return f"the names are {', '.join(_last_names(paths)) or '(none)'}"
 
 
 def did_you_mean(name: str, paths: Iterable[str]) -> str:
-    """For a message: names and paths that are spelled like `name`; empty if there are none."""
+    """Names and paths that are spelled like `name`, for a message; empty if there are none."""
     paths = list(paths)
     close = difflib.get_close_matches(name.rpartition(".")[2], _last_names(paths), n=3)
     close += difflib.get_close_matches(name, paths, n=1) if "." in name else []

@@ -148,7 +148,7 @@ class _Parser(TokenReader):
         return int(self.take("number", "the number of a row").text)
 
     def _part(self) -> tuple[Layout, int]:
-        """What of a parameter a rank holds, and of how many."""
+        """The layout of a rank's part of a parameter, and the number of ranks."""
         for state, word in PARTS.items():
             if self.accept(word):
                 dim = 0
@@ -342,7 +342,7 @@ class _Parser(TokenReader):
         return self._bounded(FUNCTIONS[name](*arguments), token)
 
     def _nested(self, read: Callable[[], _Read], *closing: str) -> _Read:
-        """What `read` reads, and one of the signs that may follow it."""
+        """Read by `read`, and then one of the signs that may follow."""
         self._depth += 1
         if self._depth > DEEPEST_NESTING:
             self.fail(f"a size of at most {DEEPEST_NESTING} levels of parentheses")

@@ -24,17 +24,17 @@ from pcg.ir.layouts import WHOLE
 from pcg.ir.types import State
 
 NAME = re.compile(r"[A-Za-z0-9_.]+")
-"""What a value, a graph, or an unquoted scope may be called."""
+"""Names of values and graphs, and scopes that need no quotes."""
 
 LINE_LENGTH = 100
 INTEGERS = range(-(2**63), 2**63)
-"""What fits the integers of the checkpoint and of every kernel."""
+"""Integers that the checkpoint and every kernel can hold."""
 
 ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 PARTS = {State.PARTITIONED: "dim", State.REPLICATED: "copy", State.PRE_REDUCE: "summand"}
-"""How a parameter's line says what of it a rank holds: `dim -2 of 4`, `copy of 4`."""
+"""The word of a parameter's line for a rank's part of it: `dim -2 of 4`, `copy of 4`."""
 
 
 def print_graph(graph: Graph) -> str:
@@ -81,7 +81,7 @@ def _rows(parameter: Parameter) -> str:
 
 
 def _part(parameter: Parameter) -> str:
-    """What of it a rank holds; nothing where that is all."""
+    """The text for a rank's part of a parameter; empty for a whole one."""
     if parameter.part == WHOLE:
         return ""
     word = PARTS[parameter.part.state]

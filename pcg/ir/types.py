@@ -10,7 +10,7 @@ A dim prints as its size, then its state and degree when it is not whole:
 and a tensor as `bf16[T, 4096|4]`. A size that is a sum stands in parentheses, so that `(T + 4)` is
 four more than T, and `T+4` a pre-reduce dim. `T` is the number of tokens of the step, of whatever
 request or job: activations are token-flat, so `T` is always the first dim of one, or `ceiling(T/4)`
-of what one of 4 ranks holds a part of the tokens of.
+where each of 4 ranks holds a part of the tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ TOKENS = sympy.Symbol("T", integer=True, positive=True)
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
 """Tokens that a token attends to at most: the length of its sequence."""
 RANK = sympy.Symbol("r", integer=True, positive=True)
-"""Of an adapter, where it is left open: adapters of any meet there."""
+"""An adapter's rank where it is left open, as adapters of any rank meet there."""
 
 Size: TypeAlias = int | sympy.Expr
 
 
 @lru_cache(maxsize=64)
 def part_of_tokens(degree: int) -> sympy.Expr:
-    """Rows that each of so many ranks has of a step's tokens; the last may stand for none."""
+    """Rows that each of so many ranks has of a step's tokens; the last may be padding."""
     return sympy.ceiling(TOKENS / degree)
 
 
 def counts_tokens(size: Size) -> bool:
-    """Whether a size is the step's tokens, or a rank's part of them."""
+    """Return whether a size is the step's tokens, or a rank's part of them."""
     if isinstance(size, int):
         return False
     return size == TOKENS or (
@@ -73,7 +73,7 @@ _INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
-    """What a size that counts tokens is where T stands for so many.
+    """A size that counts tokens, where T stands for so many.
 
     Args:
         size: T, or a rank's part of it.
@@ -83,7 +83,7 @@ def tokens_at(size: Size, tokens: Size) -> Size:
 
 
 def parts_of_tokens(size: Size) -> int:
-    """In how many parts ranks hold the tokens that a size counts; 1 for T itself."""
+    """The number of parts in which ranks hold the tokens that a size counts; 1 for T itself."""
     return 1 if size == TOKENS else int(TOKENS / sympy.sympify(size).args[0])
 
 
@@ -143,7 +143,7 @@ class TensorType:
 
     @property
     def is_token_wise(self) -> bool:
-        """Whether the first dim counts tokens."""
+        """True if the first dim counts tokens."""
         return bool(self.dims) and counts_tokens(self.dims[0].size)
 
     @property
@@ -152,7 +152,7 @@ class TensorType:
 
     @property
     def is_sized(self) -> bool:
-        """Whether no feature is left open, as adapters' ranks are in serving."""
+        """True unless a feature is left open, as adapters' ranks are in serving."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape
         return all(isinstance(size, int) or size.is_number for size in sizes)
 

@@ -45,7 +45,7 @@ class Segments:
         start: first token that uses any.
         stop: end of these tokens.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
-        size: of the segments in the batched product; 0 where none is.
+        size: tokens of each segment in the batched product; 0 where there is none.
         gathered: rows of the batched product, tokens counting from start; None where there is none,
             or all tokens are in it, in order.
         loose: index in the stacks, first token and end, from start, of each other segment.
@@ -130,8 +130,8 @@ class JoinedLora:
     """The LoRA of the batch's adapters at linear operators of one input.
 
     Attributes:
-        column: of the joined product, where the first output begins that can have LoRA.
-        columns: from there on, to the end of the last.
+        column: first column of the joined product that can have LoRA.
+        columns: columns from there on, to the end of the last output that can have LoRA.
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
         runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
         parts: the same without such zeros.
@@ -167,7 +167,7 @@ class LoraRows:
         memory: flat, of the adapters' dtype.
         a_rows: first element of each row of A, [outputs, slots, most_rank].
         b_rows: first element of each row of scaled Bᵀ, likewise.
-        ranks: of each output and slot, [outputs, slots].
+        ranks: rank of each output and slot, [outputs, slots].
         in_size: columns of the input.
         out_starts: first column of each output in the product with those that have no LoRA.
         out_sizes: columns of each output.

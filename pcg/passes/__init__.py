@@ -1,1 +1,1 @@
-"""Passes over graphs: fold, raise, attach, differentiate, fuse; and what a program keeps."""
+"""Passes over graphs, and the pipeline that runs them."""

@@ -1,4 +1,4 @@
-"""Where bypass networks attach, and what stands there: made of recipes for `attach`.
+"""The bypass networks that recipes ask for, by the sites at which `attach` adds them.
 
 A site is a module path with `{layer}` for the layer's index; of what a method has once for the
 model or for each layer's attention, it is `WHOLE_MODEL` or `EACH_LAYER`.

@@ -1,15 +1,15 @@
-"""Compress: let backward read less than a value where less says all that it needs, without loss.
+"""Compress: let backward read less than a value where less is all that it needs, without loss.
 
     relu_backward(dy, y)  reads y to see where it is positive: one bit an element, packed
                           as pack_signs(y) [.., n / 8], u8
 
-The packed value is one more value of the forward graph that can be kept; whether it is, or y, or
-neither, is decided with all the rest (`pcg.passes.memory.rematerialize`). Where it is not kept,
+The packed value is one more value of the forward graph that can be saved; whether it is, or y, or
+neither, is decided with all the rest (`pcg.passes.memory.save_problem`). Where it is not saved,
 `uncompressed` has backward read y again.
 
-What else is lossless needs no operator of its own. A copy in fp32 of what is exact in bf16 is made
-again from that, and a dropped-out mask is drawn again from its seed: both are cheap nodes to make
-again for the cut.
+Other lossless savings need no operator of their own. A copy in fp32 of what is exact in bf16 is
+recomputed from that, and a dropout mask is drawn again from its seed: both are cheap nodes for the
+cut.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Compress(GradientPass):
         )
 
 
-def uncompressed(gradients: Differentiated, kept: Container[str]) -> Graph:
-    """The backward graph with plain values instead of packed ones that are not kept."""
+def uncompressed(gradients: Differentiated, saved: Container[str]) -> Graph:
+    """The backward graph with plain values instead of packed ones that are not saved."""
     backward = gradients.backward
     nodes, inputs = [], {value.name: value for value in backward.inputs}
     for node in backward.nodes:
-        if node.op == "relu_backward_packed" and node.inputs[1] not in kept:
+        if node.op == "relu_backward_packed" and node.inputs[1] not in saved:
             dy, signs = node.inputs
             (y,) = gradients.graph.producers[signs].inputs
             inputs.setdefault(y, Value(y, gradients.graph.types[y]))
@@ -64,12 +64,12 @@ def uncompressed(gradients: Differentiated, kept: Container[str]) -> Graph:
 
 
 def _reading(backward: Graph, nodes: Sequence[Node], inputs: Mapping[str, Value]) -> Graph:
-    """The graph with other nodes, and those of the inputs that they read."""
+    """The graph with other nodes, and with only the inputs that they read."""
     read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
     kept = tuple(value for value in inputs.values() if value.name in read)
     return backward.replace(nodes=tuple(nodes), inputs=kept)
 
 
 def _packs(name: str, inputs: Mapping[str, Value]) -> bool:
-    """Whether a value of the forward graph has a last dim of whole bytes."""
+    """Return whether the signs of a forward value's last dim fill whole bytes."""
     return name in inputs and inputs[name].type.features[-1] % SIGNS_PER_BYTE == 0

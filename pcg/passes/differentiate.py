@@ -24,7 +24,7 @@ class Differentiated:
     """A graph and its backward.
 
     Attributes:
-        graph: what was differentiated.
+        graph: the graph that was differentiated.
         backward: takes the gradients of the graph's outputs, then values of the graph; gives the
             gradients of the inputs asked for, of the adapter parameters, and of frozen weights.
         wrt: the inputs whose gradients are given.
@@ -42,7 +42,7 @@ class Differentiated:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The values of the graph that backward reads: some of its inputs, and made ones."""
+        """The values of the graph that backward reads: some of its inputs, and outputs of nodes."""
         return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
 
 

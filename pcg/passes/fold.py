@@ -71,7 +71,7 @@ class _Folder:
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
         schedule = schedule or range(self._count)
-        regions = [self._with_remade(i) for i in range(PROLOGUE, self._count + 1)]
+        regions = [self._with_recomputed(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
         invariants = list(
@@ -151,30 +151,30 @@ class _Folder:
     def _region_of(self, name: str) -> int:
         return self._region.get(self._producer_name(name), PROLOGUE)
 
-    def _is_remade(self, node: Node) -> bool:
-        """Whether each region that reads a value makes it: positional views, work on weights."""
+    def _is_recomputed(self, node: Node) -> bool:
+        """Return whether each reading region computes a node: positional views, work on weights."""
         if all(name in self._weights for name in node.inputs):
             return True
         return node.name in self._positional and operator(node.op).is_view
 
-    def _with_remade(self, region: int) -> list[Node]:
-        """The region's nodes, and before each reader what is made where it is read."""
+    def _with_recomputed(self, region: int) -> list[Node]:
+        """The region's nodes, and before each reader the nodes that it computes itself."""
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
                 if region != PROLOGUE:
-                    for view in self._remade_before(node):
+                    for view in self._recomputed_before(node):
                         if view not in nodes:
                             nodes.append(view)
                 nodes.append(node)
         return nodes
 
-    def _remade_before(self, node: Node) -> list[Node]:
+    def _recomputed_before(self, node: Node) -> list[Node]:
         views: list[Node] = []
         for name in node.inputs:
             producer = self.graph.producers.get(name)
-            if producer and self._is_remade(producer):
-                views += [*self._remade_before(producer), producer]
+            if producer and self._is_recomputed(producer):
+                views += [*self._recomputed_before(producer), producer]
         return views
 
     def _reads(self, nodes: Iterable[Node]) -> list[str]:
@@ -187,7 +187,7 @@ class _Folder:
         return [name for name in reads if name not in self._parameter_names]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
-        """Of what a region reads, what the one before made; of the first, what no other reads."""
+        """A region's reads of the one before; the first region's values that no other reads."""
         if region > 0:
             return [name for name in reads if self._region_of(name) == region - 1]
         others = {

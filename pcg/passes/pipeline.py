@@ -36,12 +36,12 @@ from pcg.passes.memory.rematerialize import Rematerialize
 from pcg.passes.model_passes import Attach, FoldTrace, Trace
 from pcg.passes.pass_base import LayerPass, On, Pass
 from pcg.passes.prune import Prune
-from pcg.passes.raise_operators import RaiseOperators
+from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap, OverlapLayer
 from pcg.passes.sharding.plan_base import PlanBase
-from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
+from pcg.passes.sharding.repeat_heads_of_models import RepeatHeadsOfModels
 from pcg.passes.sharding.shard import Shard
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.passes.stage import Observer, Stage
@@ -60,7 +60,7 @@ from pcg.passes.window_attention import WindowAttention
 
 @dataclass(frozen=True)
 class Settings:
-    """What a pipeline is made for.
+    """The settings that a pipeline is made for.
 
     Attributes:
         options: the user's options; above tp=1, the graphs after `parallelize` are one rank's.
@@ -68,8 +68,8 @@ class Settings:
         bypasses: the bypass networks of a base; none by default.
         costs: the device and links that bypass networks are parallelized for; None if not known.
         backend: the backend that source is emitted for: "torch" or "triton".
-        trains: True to make what finetunes, where there are any bypass networks.
-        windows: True if what finetunes takes sequences window by window, through the KV cache.
+        trains: True to make a model to train, where there are any bypass networks.
+        windows: True if finetuning takes sequences window by window, through the KV cache.
         whole: True to trace every layer, not one of each kind.
     """
 
@@ -134,7 +134,7 @@ class Pipeline:
         return self.rematerialize.run(self.compress.run(pruned, observe), observe)
 
     def emitted(self, base: Base, observe: Observer | None = None) -> Emitted:
-        """What serves and what trains, from a model without bypass networks."""
+        """The graphs and source that serve and train, from a model without bypass networks."""
         trained = self.trained(self.attach.run(base, observe), observe)
         return self.emit.run(self.fuse.run(trained, observe), observe)
 

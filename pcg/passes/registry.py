@@ -40,14 +40,13 @@ from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
 from pcg.passes.pass_base import ModelPass, Pass
 from pcg.passes.prune import Prune
-from pcg.passes.raise_operators import RaiseGraph, RaiseOperators
+from pcg.passes.raising.raise_operators import RaiseGraph, RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap
 from pcg.passes.sharding.repeat_heads import RepeatHeads
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
-from pcg.passes.stage import run_pass
-from pcg.passes.stages import Named
+from pcg.passes.stage import Named, run_pass
 from pcg.passes.window_attention import WindowAttention
 
 PASSES: tuple[type[Pass[Any, Any]], ...] = (

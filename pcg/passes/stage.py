@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, cast
@@ -13,16 +13,18 @@ from pcg.ir.graph import Graph
 from pcg.ir.printer import print_graphs
 from pcg.ir.verifier import verify
 from pcg.passes.pass_base import Pass
-from pcg.passes.stages import Named
 
 Before = TypeVar("Before")
 After = TypeVar("After")
 Middle = TypeVar("Middle")
 
+Named: TypeAlias = Mapping[str, Graph]
+"""Graphs by what they are for and their own name, as `training.block_0_backward`."""
+
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did.
+    """The record of one pass that ran.
 
     Attributes:
         name: the pass's name.
@@ -75,7 +77,7 @@ class Stage(Generic[Before, After]):
 
         Args:
             within: names of the stages around this one.
-            ends: those of them that end with it.
+            ends: names of those of them that end with it.
         """
         within = (*within, self.name)
         for number, one in enumerate(self.passes, 1):

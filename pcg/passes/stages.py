@@ -1,9 +1,9 @@
-"""The stages of a compilation: what there is of a model after some of the passes.
+"""The stages of a compilation: the state of a model after some of the passes.
 
     Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
 
-Each stage has all of its fields from the pass on that makes it. Where nothing is trained, what is
-said of training is None from the beginning.
+A stage has all of its fields from the pass on that makes it. Where nothing is trained, the fields
+of training are None in every stage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 from pcg.codegen.program_functions import Function
 from pcg.ir.graph import Graph
@@ -22,10 +22,8 @@ from pcg.parallel.search import Search
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.passes.stage import Named
 from pcg.trace import TracedModel
-
-Named: TypeAlias = Mapping[str, Graph]
-"""Graphs by what they are for and their own name, as `training.block_0_backward`."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,8 @@ class TrainedModel:
 
     Attributes:
         model: the model.
-        frontiers: what its layers can save and recompute.
-        plan: what they do of that, with the graphs.
+        frontiers: the ways in which its layers can save and recompute.
+        plan: the plan that is taken, with its graphs.
         prologue: backward of the prologue, from its inputs and the gradients of what the first
             layer is given; None where it trains nothing.
         prologue_trained: the parameters that it trains.
@@ -255,7 +253,7 @@ class Trained:
 
     Attributes:
         serving: the model that serves.
-        training: what trains; None where nothing is trained.
+        training: the model that trains; None where nothing is trained.
     """
 
     serving: ModelGraph
@@ -316,7 +314,7 @@ class Functions:
     Attributes:
         trained: the graphs that the program keeps.
         serving: the functions that serve.
-        training: those that train; none where nothing is trained.
+        training: the functions that train; none where nothing is trained.
     """
 
     trained: Trained
@@ -346,12 +344,12 @@ class Functions:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a compilation makes of a base: graphs with their source.
+    """The result of a compilation: graphs with their source.
 
     Attributes:
         functions: the functions as they were emitted.
-        serving: what serves.
-        training: what trains; None where nothing is trained.
+        serving: the program that serves.
+        training: the program that trains; None where nothing is trained.
     """
 
     functions: Functions

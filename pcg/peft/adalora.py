@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, FinetuneError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LORA_FIELDS, LoraBypass
-from pcg.peft.method import Bypass, Place, Shape, Shards, TrainingBeside, low_rank
+from pcg.peft.lora import LORA_FIELDS, MadeLoraBypass
+from pcg.peft.method import Place, Shape, Shards, TrainingBeside, low_rank
 from pcg.peft.rank_allocator import RankAllocator, Schedule
 from pcg.peft.recipe import ALL_LINEAR, Json, Names, OtherField, note, refused, saved_as
+from pcg.peft.targets import FAMILY_TARGETS as LORA_TARGETS
 from pcg.peft.targets import LayeredRecipe
 from pcg.peft.weights import (
     DOWN,
@@ -41,46 +42,36 @@ from pcg.peft.weights import (
     LowRankWeights,
     ModuleWeights,
     ParameterKind,
-    partners,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # The decoders among TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING in peft 0.21.2.
+_FAMILIES = (
+    "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
+    "llama", "qwen2", "qwen3",
+)  # fmt: skip
 FAMILY_TARGETS: Mapping[str, Names] = {
-    "bloom": ("query_key_value",),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "gpt2": ("c_attn",),
-    "gpt_bigcode": ("c_attn",),
-    "gpt_neo": ("q_proj", "v_proj"),
-    "gpt_neox": ("query_key_value",),
-    "gptj": ("q_proj", "v_proj"),
-    "llama": ("q_proj", "v_proj"),
+    **{family: LORA_TARGETS[family] for family in _FAMILIES},
     "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
 }
 EPSILON = 1e-5
-"""What peft adds to the rank that it divides by."""
+"""The number that peft adds to the rank that it divides by."""
 _KEY = ".lora_E"
 _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 
 @dataclass(frozen=True)
-class AdaLoraBypass(Bypass):
+class AdaLoraBypass(MadeLoraBypass):
     """AdaLoRA beside one module: LoRA, whose A has singular values, which serving has in A.
 
         A' = singular_down(A, E)
 
     Attributes:
-        rank: triplets.
         scale: of the product.
     """
 
-    rank: int
     scale: float
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -88,12 +79,6 @@ class AdaLoraBypass(Bypass):
 
     def __str__(self) -> str:
         return f"AdaLoRA of rank {self.rank} with scale {self.scale:g}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -131,18 +116,8 @@ class AdaLoraWeights(LowRankWeights):
         return cls(a, b, bypass.scale, e)
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: AdaLoraConfig) -> Self:
-        a, b, e = tensors = partners(path, parts, cls.suffixes)
-        for part, tensor in zip(cls.suffixes, tensors, strict=True):
-            if tensor.ndim != 2:
-                raise AdapterError(f"{path} has {part} {list(tensor.shape)}; expected [n, m]")
-        bypass = recipe.bypass_at(path)
-        if not a.shape[0] == b.shape[1] == len(e) == bypass.rank or e.shape[1] != 1:
-            raise AdapterError(
-                f"{path} has lora_A {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
-                f"{list(e.shape)}, and its configuration gives it rank {bypass.rank}; the two "
-                "files are not of one save"
-            )
+    def of(cls, bypass: AdaLoraBypass, *tensors: Tensor) -> Self:
+        a, b, e = tensors
         return cls(a, b, bypass.scale, e)
 
     @property
@@ -235,7 +210,7 @@ class AdaLoraConfig(LayeredRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probability("lora_dropout")
+        self._check_probabilities("lora_dropout")
         self._check_ints(1, "init_r", "target_r", "deltaT")
         self._check_ints(0, "tinit", "tfinal")
         self._check_ints(1, "total_step", optional=True)
@@ -316,7 +291,7 @@ class AdaLoraConfig(LayeredRecipe):
 
 
 class AdaLoraTraining(RankAllocator):
-    """What a job on an AdaLoRA adapter does beside the program."""
+    """The allocation of an AdaLoRA adapter's ranks in one job."""
 
     def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
         assert recipe.total_step is not None

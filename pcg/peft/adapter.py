@@ -63,7 +63,7 @@ class Adapter:
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:
-        """What a training program reads, by the parameter's source; None where there is none."""
+        """The weight that a training program reads, by the parameter's source; None for none."""
         module, _, kind = path.rpartition(".")
         if not module and kind in self.shared:
             return AdapterWeight(self.shared[kind])
@@ -222,12 +222,12 @@ def check_fits(
                 f"{who} adapts {path}, which is no linear module of {base}"
                 f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
             )
-        misfit = weights.misfit(module_shapes[path])
-        if misfit:
+        sizes = zip(weights.module_shape, module_shapes[path], strict=True)
+        if any(own not in (None, size) for own, size in sizes):
             where = path or "the token embedding"
             raise AdapterError(
-                f"{who} has {misfit} for {where}, which is {list(module_shapes[path])} in {base}; "
-                "it is an adapter for another base"
+                f"{who} has {weights.shapes} for {where}, which is {list(module_shapes[path])} in "
+                f"{base}; it is an adapter for another base"
             )
     for path, bias in adapter.biases.items():
         if path in module_shapes and bias.shape != (module_shapes[path][0],):

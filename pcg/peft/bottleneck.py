@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError, UnsupportedError
+from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.recipe import OF_PCG, OtherField, saved_as
@@ -35,7 +35,6 @@ from pcg.peft.weights import (
     Draw,
     ModuleWeights,
     ParameterKind,
-    partners,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class BottleneckBypass(Bypass):
 
     @property
     def prefix(self) -> str:
-        """What the names of its parameters begin with."""
+        """The beginning of its parameters' names."""
         return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -178,17 +177,7 @@ class BottleneckWeights(ModuleWeights):
         return cls(down, down_bias, draw.zeros(out, size), draw.zeros(out), bypass)
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: BottleneckConfig) -> Self:
-        tensors = partners(path, parts, cls.suffixes)
-        bypass = recipe.bypass_at(path)
-        out, size = len(tensors[-1]), recipe.bottleneck_size
-        expected = ((size, out), (size,), (out, size), (out,))
-        for part, tensor, shape in zip(cls.suffixes, tensors, expected, strict=True):
-            if tensor.shape != shape:
-                raise AdapterError(
-                    f"{path} has {part} {list(tensor.shape)}; expected {list(shape)}, as "
-                    f"bottleneck_size={size} and adapter_up.bias has {out} elements"
-                )
+    def of(cls, bypass: BottleneckBypass, *tensors: Tensor) -> Self:
         down, down_bias, up, up_bias = tensors
         return cls(down, down_bias, up, up_bias, bypass)
 
@@ -221,11 +210,8 @@ class BottleneckWeights(ModuleWeights):
         return len(self.down)
 
     @property
-    def out_features(self) -> int:
-        return len(self.up_bias)
-
-    def misfit(self, shape: Shape) -> str:
-        return "" if len(self.up_bias) == shape[0] else f"adapter_up {list(self.up.shape)}"
+    def module_shape(self) -> tuple[int, None]:
+        return len(self.up_bias), None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ Source: `IA3Config`, `IA3Model` and `IA3Layer` of peft 0.21.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -28,26 +28,21 @@ if TYPE_CHECKING:
 
 # The decoders among TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING and
 # TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
+_LLAMA = ("gemma", "gemma2", "gemma3_text", "qwen2", "qwen3")
 FAMILY_TARGETS: Mapping[str, Names] = {
-    "RefinedWeb": ("query_key_value", "dense_4h_to_h"),
-    "RefinedWebModel": ("query_key_value", "dense_4h_to_h"),
+    **dict.fromkeys(_LLAMA, ("q_proj", "v_proj", "down_proj")),
+    **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn", "mlp.c_proj")),
+    **dict.fromkeys(
+        ("RefinedWeb", "RefinedWebModel", "falcon", "gpt_neox"),
+        ("query_key_value", "dense_4h_to_h"),
+    ),
     "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
-    "falcon": ("query_key_value", "dense_4h_to_h"),
-    "gemma": ("q_proj", "v_proj", "down_proj"),
-    "gemma2": ("q_proj", "v_proj", "down_proj"),
-    "gemma3_text": ("q_proj", "v_proj", "down_proj"),
-    "gpt2": ("c_attn", "mlp.c_proj"),
-    "gpt_bigcode": ("c_attn", "mlp.c_proj"),
     "gpt_neo": ("q_proj", "v_proj", "c_proj"),
-    "gpt_neox": ("query_key_value", "dense_4h_to_h"),
     "gptj": ("q_proj", "v_proj", "fc_out"),
-    "llama": ("k_proj", "v_proj", "down_proj"),
-    "mistral": ("k_proj", "v_proj", "down_proj"),
     "mixtral": ("k_proj", "v_proj", "w2"),
     "opt": ("q_proj", "k_proj", "fc2"),
     "phi": ("q_proj", "v_proj", "fc2"),
-    "qwen2": ("q_proj", "v_proj", "down_proj"),
-    "qwen3": ("q_proj", "v_proj", "down_proj"),
 }
 FAMILY_FEEDFORWARD: Mapping[str, Names] = {
     model_type: targets[-1:] for model_type, targets in FAMILY_TARGETS.items()
@@ -164,9 +159,10 @@ class Ia3Weights(ModuleWeights):
     def _kind(self) -> str:
         return "ia3_l_in" if self.is_feedforward else "ia3_l"
 
-    def misfit(self, shape: Shape) -> str:
-        fits = len(self.vector) == shape[self.is_feedforward]
-        return "" if fits else f"ia3_l {list(self.stored['ia3_l'].shape)}"
+    @property
+    def module_shape(self) -> tuple[int | None, int | None]:
+        size = len(self.vector)
+        return (None, size) if self.is_feedforward else (size, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +205,8 @@ class IA3Config(TargetedRecipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
-        found = super().bypasses(paths, output_layer, model_type, others)
+        found = super().bypasses(paths, output_layer, model_type)
         names = self.feedforward_modules
         for name in names if isinstance(names, tuple) else ():
             if not any(path.endswith(name) for path in found):

@@ -25,34 +25,31 @@ Communication-Efficient Federated Learning" (Hyeon-Woo et al. 2022).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import first_match
+from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LoraBypass
-from pcg.peft.method import Bypass, EagerModule, Place, Shape, Shards, low_rank
+from pcg.peft.lora import MadeLoraBypass
+from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
-from pcg.peft.targets import FAMILY_TARGETS, LayeredRecipe, check_alphas, check_ranks
-from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind, partners
+from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
+from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class LohaBypass(Bypass):
+class LohaBypass(MadeLoraBypass):
     """LoHa beside one module: LoRA, whose A and B training makes of the four factors.
 
         A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
 
     Attributes:
-        rank: of each of the two products.
         scale: of what they make.
     """
 
-    rank: int
     scale: float
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -60,12 +57,6 @@ class LohaBypass(Bypass):
 
     def __str__(self) -> str:
         return f"LoHa of rank {self.rank} with scale {self.scale:g}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -123,19 +114,8 @@ class LohaWeights(ModuleWeights):
         return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoHaConfig) -> Self:
-        w1_a, w1_b, w2_a, w2_b = partners(path, parts, cls.suffixes)
-        bypass = recipe.bypass_at(path)
-        shapes = [list(tensor.shape) for tensor in (w1_a, w1_b, w2_a, w2_b)]
-        are_matrices = all(len(shape) == 2 for shape in shapes)
-        if not are_matrices or shapes[:2] != shapes[2:] or w1_a.shape[1] != w1_b.shape[0]:
-            found = ", ".join(map(str, shapes))
-            raise AdapterError(f"{path} has factors {found}; expected [out, r] and [r, in], twice")
-        if len(w1_b) != bypass.rank:
-            raise AdapterError(
-                f"{path} has rank {len(w1_b)}, and its configuration gives it {bypass.rank}, so "
-                "that its scale is not known; the two files are not of one save"
-            )
+    def of(cls, bypass: LohaBypass, *tensors: Tensor) -> Self:
+        w1_a, w1_b, w2_a, w2_b = tensors
         return cls(w1_a, w1_b, w2_a, w2_b, bypass.scale)
 
     @property
@@ -165,17 +145,12 @@ class LohaWeights(ModuleWeights):
         }
 
     @property
-    def out_features(self) -> int:
-        return len(self.w1_a)
-
-    def misfit(self, shape: Shape) -> str:
-        if (len(self.w1_a), self.w1_b.shape[1]) == shape:
-            return ""
-        return f"hada_w1_a {list(self.w1_a.shape)} and hada_w1_b {list(self.w1_b.shape)}"
+    def module_shape(self) -> Shape:
+        return len(self.w1_a), self.w1_b.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoHaConfig(LayeredRecipe):
+class LoHaConfig(PatternedRecipe):
     """A LoHa configuration, with peft's fields and defaults.
 
     Attributes:
@@ -183,8 +158,6 @@ class LoHaConfig(LayeredRecipe):
         alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
         rank_dropout: probability that an output of ΔW is dropped in training, which pcg does not.
         module_dropout: probability that a module is left out of a step, which pcg does not.
-        rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
-        alpha_pattern: the same for alpha.
         init_weights: True, one of the factors is zero, which changes nothing; False, none is.
     """
 
@@ -199,22 +172,17 @@ class LoHaConfig(LayeredRecipe):
     }
     rank_field: ClassVar[str] = "r"
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
-    patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")
+    alpha_field: ClassVar[str] = "alpha"
 
     r: int = 8
     alpha: float = 8
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
-    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     init_weights: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranks(self.r, self.rank_pattern)
-        check_alphas("alpha", self.alpha, self.alpha_pattern)
-        for name in ("rank_dropout", "module_dropout"):
-            self._check_probability(name)
+        self._check_probabilities("rank_dropout", "module_dropout")
         self._check_flags("init_weights")
 
     @property
@@ -223,8 +191,8 @@ class LoHaConfig(LayeredRecipe):
         return None
 
     def bypass_at(self, path: str) -> LohaBypass:
-        rank = first_match(self.rank_pattern, path, self.r)
-        return LohaBypass(rank, first_match(self.alpha_pattern, path, self.alpha) / rank)
+        rank, alpha = self.rank_and_alpha(path)
+        return LohaBypass(rank, alpha / rank)
 
     def training_beside(self, shards: Shards, total_steps: int) -> None:
         for name in ("rank_dropout", "module_dropout"):

@@ -21,20 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import first_match
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
-from pcg.peft.targets import (
-    FAMILY_TARGETS,
-    LayeredRecipe,
-    check_alphas,
-    check_ranks,
-)
+from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
 from pcg.peft.weights import (
     DOWN,
     SUMMAND,
@@ -50,6 +44,8 @@ from pcg.peft.weights import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,7 @@ class LoraBypass(Bypass):
         return f"rank {self.rank} with scale {self.scale:g}{extra}"
 
     def union(self, other: Self) -> Self:
-        ranks = (self.rank, other.rank)
-        rank = None if None in ranks else max(rank for rank in ranks if rank is not None)
+        rank = max(self.rank or 0, other.rank or 0) or None
         dora, bias = self.use_dora or other.use_dora, self.has_bias or other.has_bias
         return replace(self, rank=rank, use_dora=dora, has_bias=bias)
 
@@ -107,19 +102,15 @@ class LoraBypass(Bypass):
             z = at.add("bias_add", "b", z, at.adapter("lora_B_bias", out))
         if not self.use_dora:
             return z
-        factor = self._factor(at, a, b, out)
+        if at.serving:
+            factor = at.adapter("lora_factor", out)
+        else:
+            norm = at.add("column_norm", "norm", at.inputs[1], a, b)
+            factor = at.add("column_factor", "factor", at.adapter(_MAGNITUDE, out), norm)
         if adapted == y:
             return at.add("scale", "dora", z, factor, *at.inputs[2:])
         change = at.add("sub", "change", at.add("scale", "dora", z, factor), adapted)
         return at.add("add", "changed", y, change)
-
-    @staticmethod
-    def _factor(at: Place, a: str, b: str, out: int) -> str:
-        """DoRA's factor of each output."""
-        if at.serving:
-            return at.adapter("lora_factor", out)
-        norm = at.add("column_norm", "norm", at.inputs[1], a, b)
-        return at.add("column_factor", "factor", at.adapter("lora_magnitude_vector", out), norm)
 
     def save_eager(self, module: EagerModule) -> bool:
         """Save what LoRA and DoRA need.
@@ -127,10 +118,9 @@ class LoraBypass(Bypass):
             base(x) + lora_B(lora_A(dropout(x))) · scale
             base(x) + (m/‖W'‖ - 1) (base(x) - b) + m/‖W'‖ lora_B(lora_A(x)) · scale
 
-        The factor m/‖W'‖ and its norm are vectors; ‖W'‖ is a constant, of which no more is saved.
-        With dropout the base's product is made again of what was not dropped, by the weight in the
-        adapters' dtype. Of a Conv1D's weight in that dtype peft makes a new parameter (`transpose`
-        of peft/utils/other.py), which requires a gradient.
+        ‖W'‖ is a constant. With dropout the base's product is computed again of what is left, by
+        the weight in the adapters' dtype; of a Conv1D's in that dtype peft makes a new parameter
+        (`transpose` of peft/utils/other.py), which requires a gradient.
 
         Source: peft 0.21 tuners/lora/{layer,dora,variants}.py.
         """
@@ -157,6 +147,23 @@ class LoraBypass(Bypass):
         return True
 
 
+@dataclass(frozen=True)
+class MadeLoraBypass(Bypass):
+    """A network that is LoRA, whose A and B training makes of other parameters, and serving has.
+
+    Attributes:
+        rank: the rank of its parameters.
+    """
+
+    rank: int
+
+    def union(self, other: Self) -> Self:
+        return max(self, other, key=lambda one: one.rank)
+
+    def served(self) -> LoraBypass:
+        return LoraBypass(None)
+
+
 def _length(weight: Tensor) -> Tensor:
     """The length of each output's weights, [out]."""
     return weight.norm(dim=1)  # type: ignore[no-any-return]
@@ -175,14 +182,14 @@ class LoraWeights(LowRankWeights):
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
-        "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector",
+        "lora_A.weight", "lora_B.weight", "lora_B.bias", _MAGNITUDE,
     )  # fmt: skip
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
         "lora_A": DOWN,
         "lora_B": UP,
         "lora_B_bias": SUMMAND,
         "lora_factor": ParameterKind(fill=1.0, is_costly=True),
-        "lora_magnitude_vector": ParameterKind(of_base=_length),
+        _MAGNITUDE: ParameterKind(of_base=_length),
     }
 
     bias: Tensor | None = None
@@ -195,49 +202,21 @@ class LoraWeights(LowRankWeights):
         out, in_ = shape
         rank, init = bypass.rank, recipe.init_lora_weights
         assert rank is not None
-        if not isinstance(init, bool) and init.lower() != "gaussian":
-            raise _unknown_init(init)
+        if isinstance(init, str):
+            _check_init(init)
         a = draw.normal(rank, in_) / rank if isinstance(init, str) else draw.linear(rank, in_)
         b = draw.linear(out, rank) if init is False else draw.zeros(out, rank)
-        bias = draw.zeros(out) if recipe.lora_bias else None
-        if bias is not None and init is False:  # as nn.Linear starts
-            bias = draw.uniform(rank**-0.5, out)
+        bias = None
+        if recipe.lora_bias:
+            bias = draw.uniform(rank**-0.5, out) if init is False else draw.zeros(out)
         fresh = cls(a, b, bypass.scale, bias)
         return fresh if not bypass.use_dora else replace(fresh, magnitude=fresh._norm(around))
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraConfig) -> Self:
         a, b = partners(path, parts, cls.suffixes[:2])
-        bias, magnitude = parts.get("lora_B.bias"), parts.get("lora_magnitude_vector")
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            raise AdapterError(
-                f"{path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected "
-                "[rank, in] and [out, rank]"
-            )
-        bypass = recipe.bypass_at(path)
-        if a.shape[0] != bypass.rank:
-            many = len(recipe.rank_pattern) > 1
-            raise AdapterError(
-                f"{path} has rank {a.shape[0]}, and its configuration gives it {bypass.rank}, so "
-                "that its scale is not known; the two files are not of one save"
-                + (", or rank_pattern was in another order (peft sorts the keys)" if many else "")
-            )
-        if (bias is not None) != recipe.lora_bias or (
-            bias is not None and bias.shape != b.shape[:1]
-        ):
-            shape = "no lora_B.bias" if bias is None else f"a lora_B.bias {list(bias.shape)}"
-            raise AdapterError(
-                f"{path} has {shape} with lora_bias={recipe.lora_bias} and lora_B {list(b.shape)}"
-            )
-        if magnitude is not None and not recipe.use_dora:
-            raise AdapterError(f"{path} has a DoRA magnitude, though use_dora is not set")
-        if recipe.use_dora and (magnitude is None or magnitude.shape != b.shape[:1]):
-            there = "no" if magnitude is None else f"{list(magnitude.shape)} as its"
-            raise AdapterError(
-                f"{path} has {there} lora_magnitude_vector with use_dora=True and lora_B "
-                f"{list(b.shape)}"
-            )
-        return cls(a, b, bypass.scale, bias, magnitude)
+        vectors = parts.get("lora_B.bias"), parts.get(_MAGNITUDE)
+        return cls(a, b, recipe.bypass_at(path).scale, *vectors).checked(path, recipe)
 
     @property
     def bypass(self) -> LoraBypass:
@@ -245,8 +224,7 @@ class LoraWeights(LowRankWeights):
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        tensors = (self.a, self.b, self.bias, self.magnitude)
-        pairs = zip(self.suffixes, tensors, strict=True)
+        pairs = zip(self.suffixes, (self.a, self.b, self.bias, self.magnitude), strict=True)
         return {suffix: tensor for suffix, tensor in pairs if tensor is not None}
 
     @property
@@ -272,7 +250,7 @@ class LoraWeights(LowRankWeights):
     def _norm(self, around: Around) -> Tensor:
         """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""
         base = around.base()
-        a, b = (matrix.to(base.device) for matrix in (self.a, self.b))
+        a, b = self.a.to(base.device), self.b.to(base.device)
         return _length(base.to(a.dtype).addmm(b, a, alpha=self.scale)).to(self.a.device)
 
 
@@ -299,12 +277,11 @@ LORA_FIELDS: Mapping[str, OtherField] = {
     "velora_config": refused("VeLoRA"),
 }
 PLAIN_INITS = ("eva", "gaussian", "mica", "orthogonal")
-"""Initialisations that leave the base as it is, so that what was saved is plain LoRA. The others
-(pissa, olora, corda, loftq, lora_ga) change the base's weights, which a file does not show."""
+"""Initialisations that leave the base as it is; the others change its weights, unseen in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(LayeredRecipe):
+class LoraConfig(PatternedRecipe):
     """A LoRA, rsLoRA or DoRA configuration, with peft's fields and defaults.
 
     Attributes:
@@ -313,8 +290,6 @@ class LoraConfig(LayeredRecipe):
         r: the rank of modules that no key of `rank_pattern` matches.
         lora_alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
         lora_dropout: probability that an element of a module's input is dropped in training.
-        rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
-        alpha_pattern: the same for alpha.
         use_rslora: the scale is alpha / √rank.
         use_dora: magnitudes are trained, too (DoRA).
         lora_bias: B has a bias, which is scaled as B is.
@@ -333,14 +308,12 @@ class LoraConfig(LayeredRecipe):
     rank_field: ClassVar[str] = "r"
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
-    patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")
+    alpha_field: ClassVar[str] = "lora_alpha"
 
     bias: str = "none"
     lora_dropout: float = saved_as("dropout", 0.0)
     r: int = saved_as("rank", 8)
     lora_alpha: float = saved_as("alpha", 8)
-    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
@@ -348,21 +321,15 @@ class LoraConfig(LayeredRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranks(self.r, self.rank_pattern)
-        check_alphas("lora_alpha", self.lora_alpha, self.alpha_pattern)
-        self._check_probability("lora_dropout")
+        self._check_probabilities("lora_dropout")
         self._check_flags("use_rslora", "use_dora", "lora_bias")
         init = self.init_lora_weights
         if not isinstance(init, bool | str):
             raise AdapterError(f'init_lora_weights={init!r}; use True, False or "gaussian"')
         if self.lora_bias and not isinstance(init, bool):
-            raise AdapterError(
-                f"lora_bias goes with init_lora_weights True or False only, not {init!r}"
-            )
+            raise AdapterError(f"lora_bias goes with init_lora_weights True or False, not {init!r}")
         if self.lora_bias and self.use_dora:
-            raise AdapterError(
-                "lora_bias=True does not go with use_dora=True; set one of them to False"
-            )
+            raise AdapterError("lora_bias=True does not go with use_dora=True; set one to False")
 
     @property
     def title(self) -> str:
@@ -377,26 +344,17 @@ class LoraConfig(LayeredRecipe):
         return None if self.rank_pattern else self.r
 
     def bypass_at(self, path: str) -> LoraBypass:
-        rank = first_match(self.rank_pattern, path, self.r)
-        alpha = first_match(self.alpha_pattern, path, self.lora_alpha)
+        rank, alpha = self.rank_and_alpha(path)
         scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
         return LoraBypass(rank, scale, self.use_dora, self.lora_bias)
 
     @classmethod
     def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:
         init = config.get("init_lora_weights", True)
-        if saved and init == "eva":
-            allowed = (*allowed, "eva_config")
-        super().check_config(config, saved=saved, allowed=allowed)
-        allowed_inits = PLAIN_INITS if saved else ("gaussian",)
-        if isinstance(init, str) and init.lower() not in allowed_inits:
-            if not saved:
-                raise _unknown_init(init)
-            raise UnsupportedError(
-                f"init_lora_weights={init!r}: it changed the base's weights, so that the adapter "
-                "is none for the base as it was; save it from peft with "
-                "path_initial_model_for_weight_conversion"
-            )
+        if isinstance(init, str):
+            _check_init(init, saved)
+        ours = (*allowed, "eva_config") if saved and init == "eva" else allowed
+        super().check_config(config, saved=saved, allowed=ours)
 
     def config_fields(
         self, target_modules: Sequence[str] | str | None, base_model_name: str, notes: Json
@@ -408,8 +366,16 @@ class LoraConfig(LayeredRecipe):
         return fields | {"init_lora_weights": init if is_plain else True}
 
 
-def _unknown_init(init: str) -> UnsupportedError:
-    return UnsupportedError(
-        f'init_lora_weights={init!r}: pcg starts an adapter with True, False or "gaussian"; or let '
-        "peft make and save one, and load that"
-    )
+def _check_init(init: str, saved: bool = False) -> None:
+    """Refuse a way to begin that pcg does not have, or that changed a saved adapter's base."""
+    if saved and init.lower() not in PLAIN_INITS:
+        raise UnsupportedError(
+            f"init_lora_weights={init!r}: it changed the base's weights, so that the adapter is "
+            "none for the base as it was; save it from peft with "
+            "path_initial_model_for_weight_conversion"
+        )
+    if not saved and init.lower() != "gaussian":
+        raise UnsupportedError(
+            f'init_lora_weights={init!r}: pcg starts an adapter with True, False or "gaussian"; or '
+            "let peft make and save one, and load that"
+        )

@@ -113,7 +113,7 @@ class EagerModule(Protocol):
 
 @dataclass(frozen=True)
 class Bypass(ABC):
-    """What a method does at one module, for one adapter or for all that meet there."""
+    """The network of a method at one module, of one adapter or of all that meet there."""
 
     behind_bias: ClassVar[bool] = False
     """True if its operators stand behind the bias that an adapter may have of its own."""
@@ -125,7 +125,7 @@ class Bypass(ABC):
 
     @property
     def kind(self) -> object:
-        """What bypasses of one site have in common that are one network in a graph."""
+        """The key of bypasses that are one network in a graph, if they are at one site."""
         return type(self)
 
     @abstractmethod
@@ -164,7 +164,7 @@ def low_rank(at: Place, y: str, x: str, a: str, b: str, prefix: str = "") -> str
 
 
 class Shards(Protocol):
-    """What this rank of the group trains of an adapter: shards of its tensors, by name.
+    """The shards of an adapter's tensors that this rank of the group trains, by name.
 
     Attributes:
         tensors: the shards, with their gradients.
@@ -183,7 +183,7 @@ class Shards(Protocol):
         """The shape of an adapter's tensor."""
 
     def ranges(self, name: str) -> Sequence[tuple[int, int]]:
-        """What a shard has of each dim of the whole."""
+        """The range of a shard in each dim of the whole."""
 
     def parted_dim(self, name: str) -> int | None:
         """The dim that each rank has a part of; None where all have the same."""
@@ -192,17 +192,17 @@ class Shards(Protocol):
         """The sums of the ranks' tensors, in one exchange; the same bits on all of them."""
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """What every rank has for parted shards, by name, in one exchange."""
+        """The parted shards of every rank, by name, in one exchange."""
 
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by path, of what each rank has for its shards by name."""
+        """Whole tensors by path, joined of each rank's values for its shards by name."""
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The shards of this rank, by name, of whole tensors by path; some may be missing."""
 
 
 class TrainingBeside(Protocol):
-    """What a job on an adapter does outside the program."""
+    """The part of a job on an adapter that is outside the program."""
 
     def regularize(self) -> float:
         """Add the gradient of another loss, whose value is returned, to those summed over ranks."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -138,9 +138,9 @@ class PrefixWeights(ModuleWeights):
             "prefix_values": lambda around: self.values,
         }
 
-    def misfit(self, shape: Shape) -> str:
-        sizes = (self.values.shape[1], self.keys.shape[1])
-        return "" if sizes == tuple(shape) else f"prefix values and keys {list(sizes)}"
+    @property
+    def module_shape(self) -> Shape:
+        return self.values.shape[1], self.keys.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,6 @@ class PrefixTuningConfig(VirtualTokensRecipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
         count = _layers(paths)
         if self.num_layers not in (None, count):

@@ -13,7 +13,7 @@ Source: `PromptEmbedding`, `PromptEncoder` and `get_peft_model_state_dict` of pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -170,9 +170,9 @@ class PromptWeights(ModuleWeights):
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         return {KEY: lambda around: self.embeddings}
 
-    def misfit(self, shape: Shape) -> str:
-        fits = self.embeddings.shape[1] == shape[1]
-        return "" if fits else f"{KEY} {list(self.embeddings.shape)}"
+    @property
+    def module_shape(self) -> tuple[None, int]:
+        return None, self.embeddings.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,6 @@ class PromptRecipe(VirtualTokensRecipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
         return {WHOLE_MODEL: self.bypass_at(WHOLE_MODEL)}
 
@@ -259,7 +258,7 @@ class PromptEncoderConfig(PromptRecipe):
         self._check_choice("encoder_reparameterization_type", (MLP, LSTM))
         self._check_ints(1, "encoder_hidden_size", optional=True)
         self._check_ints(1, "encoder_num_layers")
-        self._check_probability("encoder_dropout")
+        self._check_probabilities("encoder_dropout")
 
     @property
     def encoder(self) -> PromptEncoder:

@@ -150,7 +150,7 @@ def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _made(encoder: PromptEncoder, network: Any) -> Tensor:
-    """What the virtual tokens are, [tokens, out]."""
+    """The virtual tokens that the network makes, [tokens, out]."""
     import torch
 
     made: Tensor

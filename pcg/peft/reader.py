@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.peft.adapter import Adapter
-from pcg.peft.recipe import Recipe
+from pcg.peft.recipe import Recipe, short
 from pcg.peft.registry import is_shorthand, notes_of, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
@@ -195,7 +195,7 @@ def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe)
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
-            f"(target_modules={_short(recipe.target_modules)}); the two files are not of one save"
+            f"(target_modules={short(recipe.target_modules)}); the two files are not of one save"
         )
     return _checked(file, lambda: recipe.weights.read(path, parts, recipe))
 
@@ -219,11 +219,6 @@ def _check_biases(
                 f'{file} has the bias of {path}, which bias="{recipe.bias}" in {CONFIG} does not '
                 "train; the two files are not of one save"
             )
-        out = weights[path].out_features if path in weights else None
+        out = weights[path].module_shape[0] if path in weights else None
         if bias.ndim != 1 or out not in (None, len(bias)):
             raise AdapterError(f"{file}: the bias of {path} has shape {list(bias.shape)}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

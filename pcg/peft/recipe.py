@@ -131,18 +131,6 @@ class Recipe(ABC):
         return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
     @property
-    def exclude_modules(self) -> Names | str | None:
-        return None
-
-    @property
-    def layers_to_transform(self) -> Sequence[int] | None:
-        return None
-
-    @property
-    def layers_pattern(self) -> Names | None:
-        return None
-
-    @property
     def bias(self) -> str:
         """The biases of the base that are trained, too: "none", "all", or a word of the method."""
         return "none"
@@ -194,12 +182,7 @@ class Recipe(ABC):
     ) -> Bypass | None:
         """The bypass network of the linear module at `path`; None where it gets none.
 
-        Args:
-            path: full path of a linear module.
-            output_layer: path of the head, which "all-linear" leaves out.
-            model_type: of config.json; needed where the recipe names no modules.
-        Raises:
-            AdapterError: the recipe names no modules, and none are usual for that model_type.
+        Arguments and errors are those of `bypasses`.
         """
         return None
 
@@ -209,7 +192,6 @@ class Recipe(ABC):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
         """The bypass networks of a model, by path in the order of `paths`.
 
@@ -217,7 +199,6 @@ class Recipe(ABC):
             paths: those of all linear modules of the model.
             output_layer: path of the head, which "all-linear" leaves out.
             model_type: of config.json; needed where the recipe names no modules.
-            others: paths of modules with weights that are not linear, such as embeddings.
         Raises:
             AdapterError: the recipe does not fit the model.
         """
@@ -235,8 +216,8 @@ class Recipe(ABC):
         """Return whether the bias of a module of the base is trained.
 
         Args:
-            module: its path, or its site.
-            adapted: paths, or sites, of the modules with a bypass network.
+            module: its path or site.
+            adapted: those of the modules with a bypass network.
         """
         return self.bias == "all" or (self.bias != "none" and module in adapted)
 
@@ -263,11 +244,11 @@ class Recipe(ABC):
 
     @property
     def schedule(self) -> Mapping[str, object]:
-        """What a job goes by that is not a module's, by peft's names."""
+        """The numbers of a job that are not a module's, by peft's names."""
         return {}
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:
-        """What a job does outside the program; None for most methods.
+        """The part of a job that is outside the program; None for most methods.
 
         Args:
             shards: what this rank of the group trains of the adapter.
@@ -291,12 +272,8 @@ class Recipe(ABC):
             AdapterError: a value out of its range.
         """
         cls.check_config(config, saved=saved)
-        values: dict[str, Any] = {}
-        for name, default in cls._defaults().items():
-            value = config.get(name, default)
-            value = default if value is None and default is not None else value
-            values[name] = value
-        return cls(**values)
+        given = {name: value for name, value in config.items() if value is not None}
+        return cls(**{name: given.get(name, default) for name, default in cls._defaults().items()})
 
     @classmethod
     def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:
@@ -308,11 +285,10 @@ class Recipe(ABC):
         for name, value in config.items():
             if name in ours or value is None or value is False or value in off:
                 continue
-            feature = ", a field it does not know"
-            if name in others:
-                feature = f" ({others[name].feature})"
+            known = f" ({others[name].feature})" if name in others else ""
+            feature = known or ", a field it does not know"
             raise UnsupportedError(
-                f"the adapter's configuration has {name}={_short(value)}{feature}, which pcg does "
+                f"the adapter's configuration has {name}={short(value)}{feature}, which pcg does "
                 "not do; train without it, or merge the adapter into its base with peft's "
                 "merge_and_unload"
             )
@@ -336,11 +312,8 @@ class Recipe(ABC):
             "inference_mode": True,
             "base_model_name_or_path": base_model_name or None,
         }
-        return fields | ({"target_modules": to_json(target_modules)} if self._is_targeted else {})
-
-    @property
-    def _is_targeted(self) -> bool:
-        return "target_modules" in self._defaults()
+        is_targeted = "target_modules" in self._defaults()
+        return fields | ({"target_modules": to_json(target_modules)} if is_targeted else {})
 
     @classmethod
     def notes_of(cls, config: Json) -> dict[str, Any]:
@@ -381,10 +354,10 @@ class Recipe(ABC):
             if not is_finite(getattr(self, name)):
                 raise AdapterError(f"{name}={getattr(self, name)!r}; use a finite number")
 
-    def _check_probability(self, name: str) -> None:
-        value = getattr(self, name)
-        if not is_finite(value) or not 0 <= value <= 1:
-            raise AdapterError(f"{name}={value!r}; use a probability in [0, 1]")
+    def _check_probabilities(self, *names: str) -> None:
+        for name in names:
+            if not is_finite(getattr(self, name)) or not 0 <= getattr(self, name) <= 1:
+                raise AdapterError(f"{name}={getattr(self, name)!r}; use a probability in [0, 1]")
 
 
 def is_finite(value: object) -> bool:
@@ -421,6 +394,7 @@ def to_json(value: object) -> object:
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """The value in a message."""
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."

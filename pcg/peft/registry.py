@@ -32,7 +32,7 @@ _ONCE_FIELDS = (
 
 
 def parameter_kind(source: str) -> ParameterKind:
-    """What is known of an adapter's parameter, by its source; a bias of the base is a summand."""
+    """The kind of an adapter's parameter, by its source; a bias of the base is a summand."""
     return _KINDS.get(source.rpartition(".")[2], SUMMAND)
 
 

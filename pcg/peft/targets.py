@@ -11,39 +11,28 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
-from pcg.ir.module_paths import did_you_mean, ends_in, matches_end, name_list
+from pcg.ir.module_paths import did_you_mean, ends_in, first_match, matches_end, name_list
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import ALL_LINEAR, Names, Recipe, is_finite
 
 # model_type -> the modules that most methods adapt where a recipe names none; the decoders among
 # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
+_QUERY_AND_VALUE = (
+    "gemma", "gemma2", "gemma3_text", "gpt_neo", "gptj", "llama", "mistral", "mixtral", "opt",
+    "qwen2", "qwen3", "stablelm",
+)  # fmt: skip
+_FUSED = ("RefinedWeb", "RefinedWebModel", "bloom", "falcon", "gpt_neox")
 FAMILY_TARGETS: Mapping[str, Names] = {
-    "RefinedWeb": ("query_key_value",),
-    "RefinedWebModel": ("query_key_value",),
-    "bloom": ("query_key_value",),
+    **dict.fromkeys(_QUERY_AND_VALUE, ("q_proj", "v_proj")),
+    **dict.fromkeys(_FUSED, ("query_key_value",)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     "codegen": ("qkv_proj",),
-    "falcon": ("query_key_value",),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "gpt2": ("c_attn",),
-    "gpt_bigcode": ("c_attn",),
-    "gpt_neo": ("q_proj", "v_proj"),
-    "gpt_neox": ("query_key_value",),
-    "gptj": ("q_proj", "v_proj"),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
     "mpt": ("Wqkv",),
-    "opt": ("q_proj", "v_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "stablelm": ("q_proj", "v_proj"),
 }
 
 
@@ -83,16 +72,9 @@ class TargetedRecipe(Recipe):
         paths: Sequence[str],
         output_layer: str | None = None,
         model_type: str | None = None,
-        others: Collection[str] = (),
     ) -> dict[str, Bypass]:
         recipe = self.for_family(model_type)
         recipe._check_names(paths)
-        for path in () if recipe.is_all_linear else others:
-            if recipe.bypass(path) is not None:
-                raise AdapterError(
-                    f"target_modules={recipe.target_modules!r} matches {path}, which is not a "
-                    "linear module; pcg adapts linear modules alone"
-                )
         found = {}
         for path in paths:
             bypass = recipe.bypass(path, output_layer=output_layer)
@@ -108,6 +90,18 @@ class TargetedRecipe(Recipe):
         for name in recipe.patterns:
             _check_pattern(name, getattr(recipe, name), found)
         return found
+
+    @property
+    def exclude_modules(self) -> Names | str | None:
+        return None
+
+    @property
+    def layers_to_transform(self) -> Sequence[int] | None:
+        return None
+
+    @property
+    def layers_pattern(self) -> Names | None:
+        return None
 
     def for_family(self, model_type: str | None) -> Self:
         """The recipe with the family's usual targets where it names none.
@@ -236,6 +230,42 @@ class LayeredRecipe(TargetedRecipe):
     layers_pattern: Names | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PatternedRecipe(LayeredRecipe):
+    """A configuration with a rank and an alpha, which some modules may have of their own.
+
+    Attributes:
+        rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
+        alpha_pattern: the same for alpha.
+    """
+
+    patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")
+    alpha_field: ClassVar[str]
+
+    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
+        for name, rank in {self.rank_field: self.rank, **ranks}.items():
+            if type(rank) is not int or rank < 1:
+                raise AdapterError(f"{name}={rank!r}; a rank is an int of at least 1")
+        alphas = {f"alpha_pattern[{key!r}]": alpha for key, alpha in self.alpha_pattern.items()}
+        for name, alpha in {self.alpha_field: self._alpha, **alphas}.items():
+            if not is_finite(alpha):
+                raise AdapterError(f"{name}={alpha!r}; use a finite number")
+
+    @property
+    def _alpha(self) -> float:
+        return getattr(self, self.alpha_field)  # type: ignore[no-any-return]
+
+    def rank_and_alpha(self, path: str) -> tuple[int, float]:
+        """The rank and the alpha of the module at `path`."""
+        rank = first_match(self.rank_pattern, path, getattr(self, self.rank_field))
+        return rank, first_match(self.alpha_pattern, path, self._alpha)
+
+
 # ----------------------------------------------------------------------------------- construction
 
 
@@ -284,23 +314,6 @@ def _check_targets(recipe: TargetedRecipe) -> None:
             raise AdapterError(f"{name}={patterns!r}; use an object")
         for pattern in patterns or ():
             _check_regex(name, pattern)
-
-
-def check_ranks(r: object, pattern: Mapping[str, object]) -> None:
-    """Refuse a rank, also of some modules, that is none."""
-    for name, rank in {"r": r, **{f"rank_pattern[{k!r}]": v for k, v in pattern.items()}}.items():
-        if type(rank) is not int or rank < 1:
-            raise AdapterError(f"{name}={rank!r}; a rank is an int of at least 1")
-
-
-def check_alphas(name: str, alpha: object, pattern: Mapping[str, object]) -> None:
-    """Refuse an alpha, also of some modules, that is no number."""
-    for key, value in {
-        name: alpha,
-        **{f"alpha_pattern[{k!r}]": v for k, v in pattern.items()},
-    }.items():
-        if not is_finite(value):
-            raise AdapterError(f"{key}={value!r}; use a finite number")
 
 
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.errors import AdapterError
 from pcg.ir.shapes import Shapes
-from pcg.peft.lora import LoraBypass
-from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
+from pcg.peft.lora import MadeLoraBypass
+from pcg.peft.method import EagerModule, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Names, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, TargetedRecipe
 from pcg.peft.weights import (
@@ -33,7 +32,6 @@ from pcg.peft.weights import (
     Draw,
     ModuleWeights,
     ParameterKind,
-    partners,
 )
 
 if TYPE_CHECKING:
@@ -41,30 +39,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VeraBypass(Bypass):
+class VeraBypass(MadeLoraBypass):
     """VeRA beside one module: LoRA, whose A and B training makes of what all modules share.
 
         A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
 
     Serving has LoRA's A and B.
 
-    Attributes:
-        rank: of the shared matrices.
     """
-
-    rank: int
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
         return (out,), (self.rank,)
 
     def __str__(self) -> str:
         return f"VeRA of rank {self.rank}"
-
-    def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
-
-    def served(self) -> LoraBypass:
-        return LoraBypass(None)
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
@@ -129,19 +117,6 @@ class VeraWeights(ModuleWeights):
     def shared_is_stored(cls, recipe: VeraConfig) -> bool:
         return recipe.save_projection
 
-    @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: VeraConfig) -> Self:
-        lambda_b, lambda_d = vectors = partners(path, parts, cls.suffixes)
-        for part, vector in zip(cls.suffixes, vectors, strict=True):
-            if vector.ndim != 1:
-                raise AdapterError(f"{path} has {part} {list(vector.shape)}; expected [n]")
-        if len(lambda_d) != recipe.r:
-            raise AdapterError(
-                f"{path} has rank {len(lambda_d)}, and its configuration gives it {recipe.r}; "
-                "the two files are not of one save"
-            )
-        return cls(lambda_b, lambda_d)
-
     @property
     def rank(self) -> int:
         return len(self.lambda_d)
@@ -167,11 +142,8 @@ class VeraWeights(ModuleWeights):
         return (b * self.lambda_d).t() * self.lambda_b
 
     @property
-    def out_features(self) -> int:
-        return len(self.lambda_b)
-
-    def misfit(self, shape: Shape) -> str:
-        return "" if len(self.lambda_b) == shape[0] else f"vera_lambda_b {[len(self.lambda_b)]}"
+    def module_shape(self) -> tuple[int, None]:
+        return len(self.lambda_b), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +185,7 @@ class VeraConfig(TargetedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probability("vera_dropout")
+        self._check_probabilities("vera_dropout")
         self._check_ints(1, "r")
         self._check_ints(0, "projection_prng_key")
         self._check_finite("d_initial")

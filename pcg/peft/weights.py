@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What is known of all adapters' parameters of one kind, the last component of their source.
+    """A kind of parameters, which is the last component of their source, in all adapters.
 
     Attributes:
         fill: the value of entries that an adapter does not have, with which nothing changes.
@@ -60,7 +60,7 @@ FACTOR = ParameterKind(fill=1.0)
 
 @dataclass(frozen=True)
 class Around:
-    """What a module's weights may need beside themselves.
+    """The surroundings of a module's weights, which making some of them needs.
 
     Attributes:
         base: gives the base's own weight of the module, [out, in].
@@ -120,7 +120,7 @@ class ModuleWeights(ABC):
     """The weights of one module; every field that is a tensor is trained."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """What follows the module's path in the keys of a file."""
+    """The ends of keys in a file, behind the module's path."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that all modules of an adapter share."""
     whole_keys: ClassVar[tuple[str, ...]] = ()
@@ -145,7 +145,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
-        """What all modules of a fresh adapter share, which is not trained.
+        """Tensors that all modules of a fresh adapter share, and that are not trained.
 
         Args:
             recipe: of the method.
@@ -159,7 +159,6 @@ class ModuleWeights(ABC):
         return False
 
     @classmethod
-    @abstractmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
         """The weights of what a file has for the module.
 
@@ -170,6 +169,31 @@ class ModuleWeights(ABC):
         Raises:
             AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
         """
+        return cls.of(recipe.bypass_at(path), *partners(path, parts, cls.suffixes)).checked(
+            path, recipe
+        )
+
+    @classmethod
+    def of(cls, bypass: Any, *tensors: Tensor) -> Self:
+        """The weights of tensors in the order of `suffixes`, for what the recipe does there."""
+        return cls(*tensors)
+
+    def checked(self, path: str, recipe: Any) -> Self:
+        """These weights. AdapterError: they do not go together, or are not the recipe's."""
+        own, bypass = self.bypass, recipe.bypass_at(path)
+        expected = own.trained_shapes(*(size or 0 for size in self.module_shape))
+        if tuple(tuple(tensor.shape) for tensor in self.tensors) != expected:
+            shapes = ", ".join(str(list(shape)) for shape in expected)
+            raise AdapterError(f"{path} has {self.shapes}; expected {shapes}")
+        if own != bypass:
+            patterns = recipe.rank_pattern if hasattr(recipe, "alpha_pattern") else ()
+            raise AdapterError(
+                f"{path} has {own}, and its configuration gives it {bypass}; the two files are not "
+                "of one save"
+                + ", or rank_pattern was in another order (peft sorts keys)"
+                * (len(patterns) > 1)
+            )
+        return self
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
@@ -185,13 +209,13 @@ class ModuleWeights(ABC):
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
-        """What a file has under `whole_keys` of an adapter's weights, which are by path."""
+        """The tensors of a file under `whole_keys`, of an adapter's weights by path."""
         return {}
 
     @property
     @abstractmethod
     def bypass(self) -> Bypass:
-        """What the method does at the module, to be compared with the recipe's."""
+        """The bypass network that these are the weights of, to be compared with the recipe's."""
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
@@ -201,12 +225,12 @@ class ModuleWeights(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, AdapterWeight]:
-        """What a training program reads, by kind."""
+        """The weights that a training program reads, by kind."""
 
     @property
     @abstractmethod
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """What serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+        """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
 
     @property
     def rank(self) -> int:
@@ -219,13 +243,14 @@ class ModuleWeights(ABC):
         return self.rank
 
     @property
-    def out_features(self) -> int | None:
-        """The module's outputs, where the weights tell."""
-        return None
-
     @abstractmethod
-    def misfit(self, shape: Shape) -> str:
-        """The weights' shapes in words where they do not fit a module (out, in); else empty."""
+    def module_shape(self) -> tuple[int | None, int | None]:
+        """(out, in) of the module, None where the weights do not tell."""
+
+    @property
+    def shapes(self) -> str:
+        """The tensors' shapes in words."""
+        return f"tensors {', '.join(str(list(tensor.shape)) for tensor in self.tensors)}"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -256,18 +281,15 @@ class LowRankWeights(ModuleWeights):
         return self.a.shape[0]
 
     @property
-    def out_features(self) -> int:
-        return self.b.shape[0]
-
-    def misfit(self, shape: Shape) -> str:
-        if (self.b.shape[0], self.a.shape[1]) == shape:
-            return ""
-        return f"A {list(self.a.shape)} and B {list(self.b.shape)}"
+    def module_shape(self) -> Shape:
+        return len(self.b), self.a.shape[-1]
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
-    """The tensors of a module that belong together. AdapterError: one is missing."""
+    """The tensors of a module that belong together. AdapterError: one is missing, or a number."""
     for suffix in suffixes:
         if suffix not in parts:
             raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")
+        if not parts[suffix].ndim:
+            raise AdapterError(f"{path}.{suffix} is a number; expected a tensor with dims")
     return [parts[suffix] for suffix in suffixes]

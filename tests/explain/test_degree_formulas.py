@@ -11,6 +11,7 @@ import sympy
 import pcg
 from pcg.errors import MemoryBudgetError, ParallelError
 from pcg.explain import explain as explaining
+from pcg.explain import regions
 from pcg.explain.degree_formulas import DEGREE, AtDegree, in_degree
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.source import resolve
@@ -24,8 +25,8 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites, and where plans stay the best, take most of the time, and are no matter here."""
     rows = {"base": [], "bypass": []}
     monkeypatch.setattr(explaining, "parallel_rows", lambda *_: dict(rows))
-    monkeypatch.setattr(explaining, "_parallel_regions", lambda *_: {})
-    monkeypatch.setattr(explaining, "valid_range", lambda _, here, most: (here, here))
+    monkeypatch.setattr(explaining, "parallel_regions", lambda *_: {})
+    monkeypatch.setattr(regions, "valid_range", lambda _, here, most: (here, here))
 
 
 def check(config: Mapping[str, Any], asked: int, degrees: tuple[int, ...], **options: Any) -> None:

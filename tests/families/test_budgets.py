@@ -123,7 +123,7 @@ def test_layers_mix_plans() -> None:
     executor, report = planned(family, torch.float32, "all-linear", 0.5)
     training = executor.program.training
     assert training is not None
-    kept = [len(training.plans[index].kept) for index in training.layers[1:]]
+    kept = [len(training.plans[index].saved) for index in training.layers[1:]]
     assert kept == sorted(kept)
     assert len(set(kept)) > 1
     sizes = [point.bytes for point in report.pareto]

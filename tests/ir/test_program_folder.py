@@ -105,7 +105,7 @@ def test_plan_lists_what_is_kept(program: Program, folder: Path) -> None:
     assert "x" not in {value["value"] for value in first["kept"]}
     kept = {value["value"]: value for value in block["kept"]}
     assert program.training is not None
-    assert tuple(kept) == program.training.plans[1].kept
+    assert tuple(kept) == program.training.plans[1].saved
     assert kept["x"] == {
         "value": "x",
         "type": "f32[T, 32]",

@@ -21,7 +21,7 @@ from pcg.kernels.triton.attention.work import (
     SPLIT_KEYS,
     TILE_ROWS,
     AttentionWork,
-    Room,
+    WorkCapacity,
 )
 from tests.support.attention_cases import TOLERANCE, Case, Paged, cases, reference, span, view
 from tests.support.interpreter import bf16
@@ -128,20 +128,20 @@ def test_whole_sequences_without_a_cache(case: Case, lengths: list[int]) -> None
 
 
 def test_a_token_gets_the_same_whoever_else_is_there() -> None:
-    """To the bit: alone, repeated, and in a batch, in a graph's room or not."""
+    """To the bit: alone, repeated, and in a batch, in a graph's capacity or not."""
     case = NAMED["gqa"]
     batch = Paged(case, ((1, 540), (40, 30), (1, 20)))
     append(batch.k, batch.v, batch.slots, batch.kv)
 
-    def run(parts: list[Span], room: Room | None = None) -> torch.Tensor:
-        work = AttentionWork.build(parts, case.group, CPU, room=room)
+    def run(parts: list[Span], capacity: WorkCapacity | None = None) -> torch.Tensor:
+        work = AttentionWork.build(parts, case.group, CPU, capacity=capacity)
         with sanitized():
             out, _ = paged_attention(batch.q, batch.kv, work, case.scoring)
         return out
 
     together = run(batch.parts)
     assert torch.equal(together, run(batch.parts))
-    assert torch.equal(together, run(batch.parts, Room(4, 50, 3, 5, 3, 0)))
+    assert torch.equal(together, run(batch.parts, WorkCapacity(4, 50, 3, 5, 3, 0)))
     for part in batch.parts:
         own = slice(part.start, part.start + part.length)
         assert torch.equal(together[own], run([part])[own])
@@ -149,8 +149,8 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
 
 def test_a_batch_larger_than_its_room() -> None:
     parts = Paged(Case(), [(1, 2)] * 3).parts
-    with pytest.raises(UnsupportedError, match="needs 3 decodes where there is room for 2"):
-        AttentionWork.build(parts, 1, CPU, room=Room(3, 40, 1, 4, 2, 0))
+    with pytest.raises(UnsupportedError, match="needs 3 decodes where there is capacity for 2"):
+        AttentionWork.build(parts, 1, CPU, capacity=WorkCapacity(3, 40, 1, 4, 2, 0))
 
 
 def test_how_a_batch_is_cut() -> None:

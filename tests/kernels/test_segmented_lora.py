@@ -14,7 +14,7 @@ from torch import Tensor
 from pcg.errors import CodegenError
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.segmented_lora import expand_add, segment_outer, shrink
-from pcg.kernels.triton.adapters.token_tiles import Room, TokenTiles, token_tiles
+from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
@@ -111,7 +111,7 @@ def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_pla
     b = scattered(case.ranks, case.starts, case.sizes, case.most_rank, dtype, case.generator)
     y, tiles, scales = drawn(case, y_dtype, sum(case.sizes)), case.tiles, scales_of(case)
     before = y.clone()
-    parts = torch.randn(2, len(case.ranks), tiles.room.places, case.most_rank)
+    parts = torch.randn(2, len(case.ranks), tiles.capacity.places, case.most_rank)
     for j, ranks in enumerate(case.ranks):
         for slot, first, count in tiles.tiles.tolist():
             parts[:, j, first : first + count, ranks[slot] :] = 0
@@ -165,7 +165,7 @@ def test_the_weights_gradient_of_many_jobs(case: Case, dtype: torch.dtype, is_sc
     wide = torch.float32
     rows = scattered(case.ranks, case.starts, case.sizes, case.most_rank, wide, generator)
     x, tiles = drawn(case, dtype, sum(case.sizes)), case.tiles
-    s = torch.randn(2, len(case.ranks), tiles.room.places, case.most_rank, generator=generator)
+    s = torch.randn(2, len(case.ranks), tiles.capacity.places, case.most_rank, generator=generator)
     scales = scales_of(case) if is_scaled else None
     before = replace(rows, memory=rows.memory.clone())
     with sanitized():
@@ -262,8 +262,10 @@ def test_a_room_takes_every_batch_of_as_many_tokens(case: Case) -> None:
 def test_what_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(CodegenError, match="begin before the span in front of them ends, at 4"):
         token_tiles([(0, 4, 1), (3, 2, 0)], 16)
-    with pytest.raises(CodegenError, match="33 places of tokens with adapters, and room for 32"):
-        token_tiles([(0, 33, 1)], 16, Room.of(32, 2, 16))
+    with pytest.raises(
+        CodegenError, match="33 places of tokens with adapters, and capacity for 32"
+    ):
+        token_tiles([(0, 33, 1)], 16, TileCapacity.of(32, 2, 16))
     with pytest.raises(CodegenError, match="a tile of 20 places"):
         token_tiles([], 20)
     rows, ranks = torch.zeros(1, 2, 16, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int32)

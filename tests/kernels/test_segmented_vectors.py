@@ -136,7 +136,7 @@ def test_activations(function: str, case: Case, parts: int, is_scaled: bool) -> 
     gradients = scattered(has, [0] * slices, [most] * slices, 1, torch.float32, generator)
     widths = torch.tensor(case.ranks, dtype=torch.int32)
     tiles, scales = case.tiles, scales_of(case) if is_scaled else None
-    shape = (slices, tiles.room.places, most)
+    shape = (slices, tiles.capacity.places, most)
     s, dz = (torch.randn(parts, *shape, generator=generator) * 2 for _ in range(2))
     before = gradients.memory.clone()
     with sanitized():

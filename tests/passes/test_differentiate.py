@@ -104,7 +104,7 @@ def test_frozen_layers_below_the_adapters_have_no_backward() -> None:
     (kind,) = pruned_kinds(mlp_model())
     assert kind.layers == (0, 1)
     plan = plan_layer(kind, kind.gradients.needed, "layer")
-    assert (plan.backward, plan.kept, plan.trained) == (None, (), ())
+    assert (plan.backward, plan.saved, plan.trained) == (None, (), ())
 
 
 def test_frozen_layers_above_an_adapter_only_pass_gradients_on() -> None:
@@ -115,7 +115,7 @@ def test_frozen_layers_above_an_adapter_only_pass_gradients_on() -> None:
     assert (first.name, above.name) == ("block_0_first", "block_0")
     plan = plan_layer(above, above.gradients.needed, "layer")
     assert plan.backward is not None
-    assert (plan.trained, plan.kept) == ((), ("x", "relu"))
+    assert (plan.trained, plan.saved) == ((), ("x", "relu"))
     assert not any(p.role == "adapter" for p in plan.backward.parameters)
 
 

@@ -14,7 +14,7 @@ from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.fold import Fold
-from pcg.passes.raise_operators import RaiseGraph
+from pcg.passes.raising.raise_operators import RaiseGraph
 from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support import oracle

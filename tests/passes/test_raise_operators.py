@@ -16,7 +16,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.raise_operators import RaiseGraph
+from pcg.passes.raising.raise_operators import RaiseGraph
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.families import FAMILIES

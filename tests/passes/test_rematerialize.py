@@ -124,7 +124,7 @@ def backward_values(kind: LayerKind, saved: tuple[str, ...]) -> tuple[torch.Tens
         for name in graph.outputs
     }
     made = dict(zip(plan.forward.outputs, evaluate(plan.forward, values), strict=True))
-    given_values = {name: (values | made)[name] for name in plan.kept}
+    given_values = {name: (values | made)[name] for name in plan.saved}
     parameters = {p.name: values[p.name] for p in plan.backward.parameters}
     return evaluate(plan.backward, given_values | parameters | upstream)
 
@@ -147,10 +147,10 @@ def test_a_choice_says_what_its_backward_does() -> None:
         own = {node.name for node in graph.nodes} & set(plan.backward.producers)
         again = [node for node in graph.nodes if node.name in own]
         products = [node.name for node in again if operator(node.op).is_product]
-        assert products == list(choice.remade)
+        assert products == list(choice.recomputed)
         assert choice.flops == sum(node_flops(graph, node, 3, 3) for node in again)
         storages = Storages.of(plan.forward)
-        sizes = {storages[n].name: storages[n].size_bytes(TOKENS_HERE) for n in plan.kept}
+        sizes = {storages[n].name: storages[n].size_bytes(TOKENS_HERE) for n in plan.saved}
         assert sum(sizes.values()) == choice.size_bytes
     assert choice.flops < graph_flops(graph, 3, 3)
 

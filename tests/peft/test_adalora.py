@@ -230,8 +230,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     key = next(key for key in tensors if key.endswith("lora_E"))
     damages = {
         "the partner of another": {k: v for k, v in tensors.items() if k != key},
-        r"lora_E \[3, 1\], and its .* rank 4": {**tensors, key: tensors[key][:3].clone()},
-        r"has lora_E \[4\]; expected": {**tensors, key: tensors[key][:, 0].clone()},
+        r"\[3, 1\]; expected": {**tensors, key: tensors[key][:3].clone()},
+        r"\[4\]; expected": {**tensors, key: tensors[key][:, 0].clone()},
     }
     for message, damaged in damages.items():
         save_file(damaged, file)

@@ -232,7 +232,7 @@ def test_patterns_that_peft_put_in_another_order_are_told(tmp_path: Path) -> Non
     theirs.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_reads("qwen2", tmp_path)
-    with pytest.raises(AdapterError, match=r"rank 2, .* gives it 3, .*peft sorts the keys"):
+    with pytest.raises(AdapterError, match=r"rank 2 .* gives it rank 3 .*peft sorts keys"):
         read_adapter(tmp_path, "x")
 
 
@@ -439,20 +439,20 @@ def test_truncated_weights(saved: Path, keep: int) -> None:
         ({}, "v.lora_A", {}, AdapterError, "no a.v.lora_A.weight, the partner"),
         ({}, "v.lora_B", {}, AdapterError, "no a.v.lora_B.weight, the partner"),
         ({}, "", {"a.v.lora_A.weight": torch.zeros(3, 4)}, AdapterError,
-         r"lora_A \[3, 4\] and lora_B \[6, 2\]"),
-        ({}, "", {"a.v.lora_A.weight": torch.zeros(2, 4, 1)}, AdapterError, "expected .rank, in."),
-        ({"r": 4}, "", {}, AdapterError, "rank 2, .* gives it 4"),
+         r"tensors \[3, 4\], \[6, 2\]; expected \[3, 4\], \[6, 3\]"),
+        ({}, "", {"a.v.lora_A.weight": torch.zeros(2, 4, 1)}, AdapterError, r"tensors \[2, 4, 1\]"),
+        ({"r": 4}, "", {}, AdapterError, "rank 2 .* gives it rank 4"),
         ({"target_modules": ["q"]}, "", {}, AdapterError, "a.v, which .* does not target"),
-        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "DoRA magnitude"),
+        ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "and DoRA, and"),
         ({}, "", {"a.wte.lora_embedding_A": torch.zeros(2, 6)}, UnsupportedError, "an embedding"),
         ({}, "", {"a.embed_tokens.weight": torch.zeros(2, 6)}, UnsupportedError, "vocabulary"),
         ({}, "", {"a.norm.weight": torch.zeros(2)}, AdapterError, "no LoRA weight"),
         ({}, "", {"a.q.bias": torch.zeros(6)}, AdapterError, 'bias="none"'),
         ({"bias": "lora_only"}, "", {"a.o.bias": torch.zeros(6)}, AdapterError, "lora_only"),
         ({"bias": "all"}, "", {"a.q.base_layer.bias": torch.zeros(5)}, AdapterError, r"\[5\]"),
-        ({"lora_bias": True}, "", {}, AdapterError, "no lora_B.bias"),
-        ({"use_dora": True}, "", {}, AdapterError, "no lora_magnitude_vector"),
-        ({}, "", {"a.q.lora_B.bias": torch.zeros(6)}, AdapterError, "lora_bias=False"),
+        ({"lora_bias": True}, "", {}, AdapterError, "gives it .* and lora_bias"),
+        ({"use_dora": True}, "", {}, AdapterError, "gives it .* and DoRA"),
+        ({}, "", {"a.q.lora_B.bias": torch.zeros(6)}, AdapterError, "and lora_bias, and"),
         ({}, "a.", {"a.q.lora_A.weight": torch.zeros(2, 4, dtype=torch.int8)}, UnsupportedError,
          "is I8"),
         ({"bias": "all"}, "a.", {"a.q.bias": torch.zeros(6)}, AdapterError, "no LoRA weights"),
@@ -487,7 +487,7 @@ def test_another_base(saved: Path) -> None:
         check_fits(adapter, {"a.q": (6, 4), "a.vv": (6, 4)}, "this/base")
     for part in ("'mine'", "'some/base'", "'this/base'", "did you mean", "another base"):
         assert part in str(error.value)
-    with pytest.raises(AdapterError, match=r"A \[2, 4\] and B \[6, 2\] for a.v, .*\[6, 5\] in"):
+    with pytest.raises(AdapterError, match=r"tensors \[2, 4\], \[6, 2\] for a.v, .*\[6, 5\] in"):
         check_fits(adapter, {**shapes, "a.v": (6, 5)})
     with pytest.raises(AdapterError, match=r"no weights for 1 of the 3 modules .* b.q"):
         check_fits(adapter, {**shapes, "b.q": (6, 4)})

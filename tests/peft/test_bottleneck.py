@@ -104,7 +104,7 @@ def test_files_and_finetuning(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"adapter_down.bias, the partner of another"):
         other.add_adapter("damaged", tmp_path / "houlsby")
     save_file({**tensors, key: tensors[key][:3].clone()}, file)
-    with pytest.raises(AdapterError, match=r"adapter_down.bias \[3\]; expected \[4\]"):
+    with pytest.raises(AdapterError, match=r"\[3\], .*; expected \[4, 64\], \[4\], "):
         other.add_adapter("damaged", tmp_path / "houlsby")
 
 

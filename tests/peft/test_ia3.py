@@ -121,7 +121,7 @@ def test_damaged_vectors(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"fc2 has ia3_l \[96, 1\]; expected \[1, in\]"):
         models.executor.add_adapter("damaged", tmp_path / "ia3")
     save_file({**tensors, key: tensors[key][:, :5].contiguous()}, file)
-    with pytest.raises(AdapterError, match=r"ia3_l \[1, 5\] for .*fc2, which is \[64, 96\]"):
+    with pytest.raises(AdapterError, match=r"tensors \[5\] for .*fc2, which is \[64, 96\]"):
         models.executor.add_adapter("damaged", tmp_path / "ia3")
     save_file({**tensors, key.replace("ia3_l", "lora_A.weight"): tensors[key] + 1}, file)
     with pytest.raises(AdapterError, match=r"no \(IA\)³ weight"):

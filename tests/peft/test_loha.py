@@ -21,11 +21,11 @@ from pcg.ir.printer import print_graph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse import fuse
+from pcg.passes.registry import run_graphs
 from pcg.peft.loha import LohaBypass, LoHaConfig
 from pcg.peft.lora import LoraBypass
 from pcg.peft.registry import recipe_from
-from pcg.runtime.training.data import Example
+from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
@@ -88,7 +88,8 @@ graph @block_0(%x: f32[T, 4]) {
 
 def test_serving_has_one_lora_in_its_place() -> None:
     both = Bypasses({DOWN: (LoraBypass(4), LohaBypass(2, 1.0))})
-    (block,) = fuse(attach(mlp_model(), both.for_serving())).blocks
+    attached = attach(mlp_model(), both.for_serving())
+    (block,) = run_graphs(attached.blocks, "fuse_linears,fuse_lora")
     assert [node.op for node in block.nodes] == ["rms_norm", "linear", "relu", "lora_linear", "add"]
 
 
@@ -235,9 +236,12 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     narrow = {k: v[:, :30] if k.endswith("_b") else v for k, v in tensors.items()}
     damages = {
         "the partner of another": {k: v for k, v in tensors.items() if k != key},
-        r"\[2, 64\]; expected \[out, r\] and \[r, in\], twice": {**tensors, key: tensors[key][:2]},
-        "has rank 2, and its configuration gives it 3": smaller,
-        r"hada_w1_b \[3, 30\] for .*, which is \[64, 96\]": narrow,
+        r"\[2, 64\]; expected \[64, 3\], \[3, 64\], \[64, 3\], \[3, 64\]": {
+            **tensors,
+            key: tensors[key][:2],
+        },
+        "has LoHa of rank 2 .* gives it LoHa of rank 3": smaller,
+        r"\[3, 30\] for .*, which is \[64, 96\]": narrow,
     }
     for message, damaged in damages.items():
         save_file({k: v.clone() for k, v in damaged.items()}, file)

@@ -57,9 +57,9 @@ def test_serving_has_lora_in_its_place() -> None:
 def test_no_input_is_kept_for_matrices_that_are_not_trained() -> None:
     """LoRA keeps A's input for A's gradient; VeRA keeps A's result alone."""
     plan = inner_plan(attach(mlp_model(), Bypasses({DOWN: VERA})))
-    assert "down_vera_s" in plan.kept
+    assert "down_vera_s" in plan.saved
     plain = inner_plan(attach(mlp_model(), lora({DOWN: 2})))
-    assert set(plain.kept) - set(plan.kept) == {"down_s"}
+    assert set(plain.saved) - set(plan.saved) == {"down_s"}
     assert {name.rpartition(".")[2] for name in plan.trained} == {"vera_lambda_b", "vera_lambda_d"}
 
 
@@ -117,8 +117,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
                                       and "vera_B" not in k},
         "vera_B of vera_A, vera_B": {k: v for k, v in tensors.items() if "vera_A" not in k},
         "the partner of another": {k: v for k, v in tensors.items() if k != key},
-        "rank 3, and its": {**tensors, key: tensors[key][:3].clone()},
-        r"vera_lambda_d \[4, 1\]": {**tensors, key: tensors[key].reshape(4, 1)},
+        "VeRA of rank 3, and its": {**tensors, key: tensors[key][:3].clone()},
+        r"\[4, 1\]; expected": {**tensors, key: tensors[key].reshape(4, 1)},
         r"vera_A \[4, 90\], and this base needs \[4, 96\]": {
             **tensors, "base_model.vera_A": tensors["base_model.vera_A"][:, :90].clone()
         },

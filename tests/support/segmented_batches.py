@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
-from pcg.kernels.triton.adapters.token_tiles import Room, TokenTiles, token_tiles
+from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ class Case:
         ranks: of each slot, for each slice.
         sizes: columns of each slice.
         block: places of a tile.
-        is_padded: whether there is more room than needed.
+        is_padded: whether there is more capacity than needed.
         seed: of the numbers.
     """
 
@@ -48,8 +48,12 @@ class Case:
     def tiles(self) -> TokenTiles:
         starts = [sum(count for count, _ in self.runs[:i]) for i in range(len(self.runs))]
         spans = [(start, *run) for start, run in zip(starts, self.runs, strict=True)]
-        room = Room.of(len(self.slots), len(self.ranks[0]), self.block) if self.is_padded else None
-        return token_tiles(spans, self.block, room)
+        capacity = (
+            TileCapacity.of(len(self.slots), len(self.ranks[0]), self.block)
+            if self.is_padded
+            else None
+        )
+        return token_tiles(spans, self.block, capacity)
 
     @property
     def starts(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""Collectives that go on while other work is done.
+"""Collectives in flight: they go on while other nodes run.
 
     s = all_reduce.begin(x)      begins where the node stands
     y = linear(z, W)             runs meanwhile
-    s = s()                      is waited for right before the first that reads s, or the end
+    s = s()                      is waited for right before its first reader, or the end
     t = neg(s)
 
 All ranks run one program, so all begin, and wait for, the same collectives in the same order.
@@ -19,14 +19,14 @@ from pcg.ir.operators.collectives import Collective
 
 
 class Reader(Protocol):
-    """A node, or what runs several."""
+    """A node, or a launch of several."""
 
     @property
     def inputs(self) -> tuple[str, ...]: ...
 
 
 def collective_of(item: Reader) -> Collective | None:
-    """The operator of a node that exchanges something; None of others."""
+    """The operator of a node that communicates; None for other nodes."""
     if not isinstance(item, Node):
         return None
     entry = operator(item.op)
@@ -34,12 +34,12 @@ def collective_of(item: Reader) -> Collective | None:
 
 
 def waits(items: Sequence[Reader]) -> dict[int, int]:
-    """Where each collective that has something to run beside it is waited for, by its place.
+    """The place where each collective is waited for that has work beside it, by its own place.
 
     Args:
-        items: nodes, and what runs several, in the order in which they run.
+        items: nodes and launches of several, in the order in which they run.
     Returns:
-        The place of the first that reads what came; the end where none does.
+        The place of the first item that reads the collective's outputs; the end where none does.
     """
     found = {}
     for place, item in enumerate(items):
@@ -52,14 +52,14 @@ def waits(items: Sequence[Reader]) -> dict[int, int]:
 
 
 def first_reader(items: Sequence[Reader], place: int, node: Node) -> int:
-    """The place of the first behind a node's that reads what it makes; the end where none does."""
+    """The place of the first item behind a node that reads its outputs; the end where none does."""
     made = {value.name for value in node.outputs}
     later = range(place + 1, len(items))
     return next((i for i in later if not made.isdisjoint(items[i].inputs)), len(items))
 
 
 def _is_work(item: Reader) -> bool:
-    """Whether it computes: neither a view nor a collective, which would take the same links."""
+    """Return whether a node computes: a view does not, and a collective takes the same links."""
     if not isinstance(item, Node):
         return True
     return not operator(item.op).is_view and collective_of(item) is None

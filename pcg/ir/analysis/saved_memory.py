@@ -1,10 +1,10 @@
-"""What the training program keeps for backward, and what it needs beside that while it runs.
+"""Memory that training saves for backward, and the memory beside it while a graph runs.
 
-    kept      = Σ layers storages(kept of the block) + what layers share + what the loss reads
+    saved     = Σ layers storages(saved by the layer) + values that layers share + the loss's inputs
     transient = max over graphs, max over nodes: storages alive there that are not counted
-                elsewhere, and what the node's kernel needs for itself
+                elsewhere, and the temporaries of the node's kernel
 
-Values that are views of one another are kept once. A block's input is the output of the one before
+Values that are views of one another are saved once. A block's input is the output of the one before
 it, so it counts in one of the two.
 """
 
@@ -28,7 +28,7 @@ from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS, TensorType, parts_of_toke
 
 
 class Planned(Protocol):
-    """How layers are trained: a `MemoryPlan`, or a compiled `Training`."""
+    """A plan of how layers are trained: a `MemoryPlan`, or a compiled `Training`."""
 
     @property
     def plans(self) -> tuple[TrainingGraph, ...]: ...
@@ -42,13 +42,13 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class OutsideTensor:
-    """A tensor that is kept outside the layers.
+    """A tensor that is saved outside the layers.
 
     Attributes:
         tensor: its graph and value, as `prologue.cos`.
-        type: of the tensor.
-        needed_by: what reads it.
-        reason: why it is kept.
+        type: the tensor's type.
+        needed_by: operators that read it, or another reader.
+        reason: the reason that it is saved.
     """
 
     tensor: str
@@ -64,11 +64,11 @@ class OutsideTensor:
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """What the training program keeps for one step.
+    """The memory that training saves in one step.
 
     Attributes:
         layers: bytes of each layer, formulas in B and S.
-        outside: what layers share, and what the loss reads.
+        outside: values that layers share, and those that the loss reads.
     """
 
     layers: tuple[sympy.Expr, ...]
@@ -80,70 +80,70 @@ class SavedMemory:
 
 
 def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """What the training program keeps.
+    """The memory that training with a plan saves.
 
     Args:
-        model: with bypass networks attached.
-        plan: how its layers are trained.
+        model: the model with bypass networks attached.
+        plan: the plan of its layers.
     """
-    kept = [_kept_storages(model.blocks[p.block], p) for p in plan.plans]
+    saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
-    kept_before = False
+    saved_before = False
     for layer, index in enumerate(plan.layers):
-        without_input = kept_before or layer in plan.restored
+        without_input = saved_before or layer in plan.restored
         key = (index, without_input)
         block = model.blocks[plan.plans[index].block]
         if key not in sizes:
             left_out = block.inputs[0].name if without_input else None
             sizes[key] = sympy.Add(
-                *(s.size_bytes(TOKENS_OF_BATCH) for s in kept[index] if s.name != left_out)
+                *(s.size_bytes(TOKENS_OF_BATCH) for s in saved[index] if s.name != left_out)
             )
         layers.append(sizes[key])
         output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
-        kept_before = output in kept[index]
-    outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=kept_before)]
+        saved_before = output in saved[index]
+    outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=saved_before)]
     return SavedMemory(tuple(layers), tuple(outside))
 
 
 def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """What sequences that came window by window keep, before the first window goes back.
+    """The memory that sequences save window by window, before the first window goes back.
 
-    Of the loss its gradients by the last layer's outputs are left, and no logits; keys and values
-    are in the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are of
-    all windows together, of whatever sizes these are.
+    The loss leaves its gradients by the last layer's outputs, and no logits; keys and values are in
+    the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are those of
+    all windows together, however sequences are cut.
 
     Args:
-        model: with bypass networks attached.
-        plan: of layers whose attention has such a backward.
+        model: the model with bypass networks attached.
+        plan: a plan of layers whose attention has such a backward.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
     return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
 
 
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
-    """What is kept outside the layers at most: these inputs of theirs, and what the loss reads."""
+    """Bytes that are saved outside the layers at most: these shared inputs, and the loss's."""
     types = {v.name: v.type for block in model.blocks for v in block.inputs}
     rows = [types[name] for name in dict.fromkeys(shared)]
     rows += [row.type for row in _read_by_loss(model, skip_first=False)]
     return int(sympy.Add(*(type_.size_bytes.subs(TOKENS, tokens) for type_ in rows)))
 
 
-def _kept_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
-    """What a layer keeps of its own: neither weights nor what all layers share."""
+def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
+    """The storages that a layer saves of its own: neither weights nor values that layers share."""
     storages = Storages.of(plan.forward)
     shared = {value.name for value in block.inputs[len(block.outputs) :]}
-    kept = {storages[name] for name in plan.kept}
-    return {s for s in kept if not s.is_parameter and s.name not in shared}
+    saved = {storages[name] for name in plan.saved}
+    return {s for s in saved if not s.is_parameter and s.name not in shared}
 
 
 def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
-    """What the prologue makes for all layers, of which one at least reads it in backward."""
+    """The prologue's values for all layers that one at least reads in backward."""
     found: dict[str, tuple[TensorType, dict[str, None]]] = {}
     for p in plan.plans:
         block = model.blocks[p.block]
         for value in block.inputs[len(block.outputs) :]:
-            if p.backward is not None and value.name in p.kept:
+            if p.backward is not None and value.name in p.saved:
                 readers = found.setdefault(value.name, (value.type, {}))[1]
                 nodes = p.backward.consumers.get(value.name, ())
                 readers.update((node.op, None) for node in nodes)
@@ -163,7 +163,7 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
 
 
 def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
-    """What each window's loss leaves to the layers' backward, and its targets."""
+    """The gradients that each window's loss leaves to the layers' backward, and its targets."""
     for row in _read_by_loss(model, skip_first=False):
         name = row.tensor.removeprefix("epilogue.")
         if name == "targets":
@@ -178,7 +178,7 @@ def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
 
 @dataclass(frozen=True)
 class Transient:
-    """The most that one graph needs at once, beside what is counted elsewhere.
+    """The most bytes that one graph needs at once, beside those that are counted elsewhere.
 
     bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
 
@@ -205,16 +205,16 @@ class Transient:
 def training_transients(
     model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int
 ) -> list[tuple[Transient, Transient | None]]:
-    """Of each plan's forward and backward, at so many tokens in sequences of `seq`.
+    """The transients of each plan's forward and backward, at so many tokens in sequences of `seq`.
 
-    What the layer keeps is counted with the backward, which frees it as it goes.
+    Values that the layer saved count in its backward, which frees them as it goes.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
     found = []
     for plan in plans:
         storages = Storages.of(plan.forward)
-        kept = {storages[name].name for name in plan.kept}
-        forward = transient(plan.forward, tokens, seq, kept)
+        saved = {storages[name].name for name in plan.saved}
+        forward = transient(plan.forward, tokens, seq, saved)
         backward = None
         if plan.backward is not None:
             outputs = plan.backward.outputs
@@ -229,15 +229,15 @@ def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) 
 
     Args:
         graph: parameters are not counted.
-        tokens: at which the nodes are compared.
-        seq: tokens of a sequence, likewise.
+        tokens: the number of tokens at which the nodes are compared.
+        seq: tokens of a sequence.
         counted: values whose memory is counted elsewhere.
     """
     return Alive(graph, counted).most(graph.nodes, tokens, seq)
 
 
 class Alive:
-    """What is alive at the nodes of a graph, in whatever order they run.
+    """The values alive at the nodes of a graph, in whatever order they run.
 
     Args:
         graph: parameters are not counted.
@@ -280,9 +280,9 @@ class Alive:
 
 
 def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
-    """The nodes in order, with what each reads; what is waited for is there again where it is.
+    """The nodes in order with their reads; a collective stands again where it is waited for.
 
-    It has its outputs from where it begins, as that is where it takes memory for them.
+    Its outputs are alive from where it begins, as it takes memory for them there.
     """
     begun = waits(nodes)
     found: list[tuple[Node, tuple[str, ...]]] = []
@@ -295,7 +295,7 @@ def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
 
 
 def _temporaries(graph: Graph, node: Node, parts: int) -> tuple[int, int, int, int]:
-    """Bytes a token, whatever the tokens, a rank's row and a pair that a kernel needs itself."""
+    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens."""
     types = tuple(graph.types[name] for name in node.inputs)
     outputs = tuple(v.type for v in node.outputs)
     return _kernel_bytes(node.op, types, outputs, node.attributes, parts)

@@ -1,4 +1,4 @@
-"""Which values of a graph share memory: views and what they are views of.
+"""Storages: memory that a value shares with its views.
 
 A value's *layout* is the stride of each of its feature dims in its storage. A reshape is a view
 where the layout allows it (torch's computeStride), else a copy, so that an expanded head or a slice
@@ -29,9 +29,9 @@ class Storage:
     """Memory that one or several values share.
 
     Attributes:
-        name: of the value that it was made for.
+        name: the name of the value that it was made for.
         op: the operator that made it; "input" or "parameter" where none did.
-        type: of that value.
+        type: the type of that value.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Storage:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is resident, whatever backward needs."""
+        """True if it is resident, whatever backward needs."""
         return self.op == "parameter"
 
     def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:

@@ -1,4 +1,4 @@
-"""What is trained of a graph, and which of its values a gradient may flow back to."""
+"""The trained parameters of a graph, and the values that a gradient may flow back to."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ReluBackward(UnaryBackward):
 
 
 class PackSigns(Operator):
-    """Which elements are positive, eight in a byte: `[.., n]` gives u8 `[.., n / 8]`."""
+    """Bits of the positive elements, eight in a byte: `[.., n]` gives u8 `[.., n / 8]`."""
 
     name = "pack_signs"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import sympy
@@ -43,7 +44,7 @@ class Operator:
     inputs: ClassVar[tuple[int, int]] = (1, 1)
     """Fewest and most inputs."""
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    """Of the outputs' names; operators with more outputs than suffixes number them."""
+    """Suffixes of the outputs' names; operators with more outputs than suffixes number them."""
     returns_sequence: ClassVar[bool] = False
     """True if the expression is a sequence even of one output."""
     is_view: ClassVar[bool] = False
@@ -83,10 +84,12 @@ class Operator:
             raise UnsupportedError(
                 f"operator {self.name!r} cannot run yet; it can only be explained"
             )
-        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **attributes)
+        fields = {field for _, field, _, _ in Formatter().parse(self.template) if field}
+        named = {name: attributes[name] for name in fields & set(attributes)}
+        return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The same in a function that requests products by the base's weights from its caller.
+        """The expression in a function that requests the base's products from its caller.
 
         None if the operator has no such product (`pcg.kernels.torch.products`).
         """

@@ -1,4 +1,4 @@
-"""What an operator's Triton meaning is written over: a tile of its output.
+"""The tile of an output over which an operator's Triton meaning is written.
 
 A kernel that runs several operators takes a tile of rows and columns; a row is what lies along the
 last dim. An operator says what an element of its output is (`Operator.tile`), by what it reads at
@@ -20,7 +20,7 @@ class Tile(Protocol):
 
     @property
     def inputs(self) -> int:
-        """How many inputs the operator has."""
+        """The number of the operator's inputs."""
 
     def size(self, index: int) -> int:
         """Size of an input's last dim."""
@@ -32,7 +32,7 @@ class Tile(Protocol):
         """An input where the output is, broadcast to it.
 
         Args:
-            index: of the input.
+            index: the input's.
             column: its place along the last dim, where that is another.
             where: condition of elements for which there is such a place; any number stands for
                 the others.

@@ -2,11 +2,11 @@
 
     base.pcg, serving.pcg, training.pcg   every graph as text IR, in the order of `_graphs` below
     serving.py, training.py               the emitted source
-    plan.json                             ranks; which block each layer is; what backward keeps
+    plan.json                             ranks; the block of each layer; values saved for backward
     constants.safetensors                 tensors computed from the configuration
     config.json                           the model's
 
-What is left of a program, its name and recipes, stands in manifest.json (`pcg.ir.program.folder`).
+The rest of a program, such as its name and recipes, is in manifest.json (`pcg.ir.program.folder`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOURCES = (SERVING, TRAINING)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files do not hold; the fields are those of `Program`."""
+    """The fields of a `Program` that the files do not hold."""
 
     name: str
     recipes: Mapping[str, Mapping[str, Any]]
@@ -237,7 +237,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _plan(program: Program) -> dict[str, Any]:
-    """What the graphs do not say: ranks, the layers' blocks, and what is kept for backward."""
+    """The facts that the graphs do not hold: ranks, layers' blocks, saved values."""
     options = program.options
     return {
         "symbols": {"T": "tokens of the step"},
@@ -274,10 +274,10 @@ def _training_plan(training: Training) -> dict[str, Any]:
     plans = []
     for index, plan in enumerate(training.plans):
         graph = training.model.blocks[plan.block]
-        # What comes behind the carried inputs is the prologue's, and one for all layers.
+        # Inputs behind the carried ones come from the prologue, and all layers share them.
         shared = {value.name for value in graph.inputs[len(graph.outputs) :]}
         types = plan.forward.types
-        own = [types[name].size_bytes for name in plan.kept if name not in shared]
+        own = [types[name].size_bytes for name in plan.saved if name not in shared]
         plans.append(
             {
                 "block": plan.block,
@@ -290,7 +290,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
                         "bytes": str(types[name].size_bytes),
                         "shared_by_layers": name in shared,
                     }
-                    for name in plan.kept
+                    for name in plan.saved
                 ],
                 "trained": list(plan.trained),
                 "has_backward": plan.backward is not None,

@@ -56,17 +56,17 @@ TOKENIZER_FILES = (
 
 
 def is_program_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a compiled program, be it a damaged one."""
+    """Return whether a compiled program is there, be it a damaged one."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def degree_of(directory: str | os.PathLike[str]) -> int:
-    """How many ranks a program was compiled for. ProgramError: its plan cannot be read."""
+    """The number of ranks that a program was compiled for. ProgramError: its plan is unreadable."""
     return int(_plan(directory).get("tp", 1))
 
 
 def is_sequence_parallel(directory: str | os.PathLike[str]) -> bool:
-    """Whether ranks hold parts of the tokens between products. ProgramError: as `degree_of`."""
+    """Return whether ranks hold parts of the tokens between products; errors as of `degree_of`."""
     return bool(_plan(directory).get("sequence_parallel", False))
 
 
@@ -89,11 +89,11 @@ def save_program(
     """Write a program's folder, in place of a program that is there.
 
     Args:
-        program: to be saved.
+        program: the program to save.
         directory: its folder.
         weights: directory or hub id that holds the weights, for the manifest.
-        tokenizer_directory: where the tokenizer's files lie, which are copied.
-        report: what explains the program, as JSON.
+        tokenizer_directory: directory of the tokenizer's files, which are copied.
+        report: the report of `pcg explain`, as JSON.
     Returns:
         The manifest that was written.
     Raises:

@@ -1,4 +1,4 @@
-"""The manifest of a program's folder: what the other files do not hold, and the hash of each."""
+"""The manifest of a program's folder: facts that no other file holds, and each file's hash."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says.
+    """The content of manifest.json.
 
     Attributes:
-        format: of the folder; `FORMAT` is the newest that this pcg reads.
-        versions: of pcg, torch and transformers that compiled it.
+        format: the folder's format; `FORMAT` is the newest that this pcg reads.
+        versions: the versions of pcg, torch and transformers that compiled it.
         model: its name.
-        dtype: of weights and activations, in the IR's names.
+        dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.
         recipes: the fields of each adapter's recipe, by its name; they are not checked here.

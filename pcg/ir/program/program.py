@@ -1,4 +1,4 @@
-"""What the compiler hands to the runtime: the folded model, and the program compiled from it."""
+"""The folded model, and the program that the compiler makes of it for the runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelGraph:
     Attributes:
         prologue: (input_ids, position_ids) to the first layer's input and what all layers share.
         blocks: the distinct layers.
-        layers: for each layer of the model, the index of its block.
+        layers: the index of each layer's block.
         epilogue: the last layer's output to the logits.
     """
 
@@ -143,43 +143,43 @@ def site_of(graph: Graph, node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """One way to train a layer: a forward that keeps, and a backward that reads what was kept.
+    """One way to train a layer: a forward that saves, and a backward that reads what was saved.
 
     Attributes:
         block: index of the layer's block in the model.
-        forward: the block's outputs, then what is kept; its name and that of `backward` are those
-            of the emitted functions.
-        backward: takes the gradients of the outputs, then `kept`; makes the rest of what it reads
-            again, and gives the gradients of the carried inputs, then of `trained`. The first
-            layer's gives no gradient of the carried inputs; None where it trains nothing.
-        kept: values that backward is given, in order: those that forward made, and the graph's own
-            inputs.
+        forward: a graph that returns the block's outputs, then saved values; its name and that of
+            `backward` are those of the emitted functions.
+        backward: a graph that takes the gradients of the outputs, then `saved`; it recomputes the
+            rest of what it reads, and returns the gradients of the carried inputs, then of
+            `trained`. The first layer's returns no gradient of the carried inputs; None where it
+            trains nothing.
+        saved: values that backward is given, in order: outputs of forward, and the graph's inputs.
         trained: adapter parameters with a gradient, of `backward`.
     """
 
     block: int
     forward: Graph
     backward: Graph | None
-    kept: tuple[str, ...]
+    saved: tuple[str, ...]
     trained: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What finetunes adapters at one set of sites.
+    """The graphs and source that finetune adapters at one set of sites.
 
     Attributes:
-        model: with bypass networks of concrete ranks.
+        model: the model with bypass networks of concrete ranks.
         plans: the distinct ways in which layers are trained.
-        layers: for each layer of the model, the index of its plan.
-        epilogue: hidden states and targets to loss and gradients, in one graph.
+        layers: the index of each layer's plan.
+        epilogue: the graph from hidden states and targets to loss and gradients.
         epilogue_trained: adapter parameters of the epilogue with a gradient.
         source: emitted Python of all of them.
         prologue: backward of the prologue, from its inputs and the gradients of what the first
-            layer is handed; None where it trains nothing.
+            layer is given; None where it trains nothing.
         prologue_trained: adapter parameters of the prologue with a gradient.
-        restored: layers whose input is not kept: backward makes it again by running the layers
-            before it, from the nearest whose input is.
+        restored: layers whose input is not saved: backward recomputes it by the layers before it,
+            from the nearest whose input is saved.
     """
 
     model: ModelGraph
@@ -195,10 +195,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves adapters at one set of sites.
+    """The graphs and source that serve adapters at one set of sites.
 
     Attributes:
-        model: with bypass networks, ranks left open.
+        model: the model with bypass networks, their ranks left open.
         source: emitted Python of its graphs.
     """
 
@@ -208,21 +208,21 @@ class Serving:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled model: what codegen writes and the runtime reads.
+    """A compiled model.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         config: its config.json.
         base: the whole model without bypass networks; specialised anew when adapters need other
             sites.
-        serving: what generates.
-        training: what finetunes; None when compiled without a recipe.
+        serving: the graphs and source that generate.
+        training: the graphs and source that finetune; None when compiled without a recipe.
         recipes: the recipes that it was compiled for, by adapter name, as dicts.
-        options: those that it was compiled with, each with its value. With a `tp` above 1, the
-            graphs of `serving` and `training` are those of one rank.
+        options: the options that it was compiled with. With a `tp` above 1, the graphs of
+            `serving` and `training` are those of one rank of the group.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
     """
 
     name: str

@@ -21,7 +21,7 @@ _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How attention makes scores of queries and keys; see the operator `attention`.
+    """The options of attention's scores of queries and keys; see the operator `attention`.
 
     Attributes:
         scale: factor of the logits.
@@ -42,13 +42,13 @@ class Scoring:
         return not self.softcap and self.sinks is None and q.shape[-1] == v.shape[-1]
 
     def bias(self, span: Span, q: Tensor) -> Tensor | None:
-        """As `mask`, but None for causal attention from position 0."""
+        """The same as `mask`, but None for causal attention from position 0."""
         keys = span.context + span.length
         is_cut = bool(span.context) or bool(self.window and keys > self.window)
         return self.mask(span, q) if is_cut or self.alibi is not None else None
 
     def mask(self, span: Span, q: Tensor) -> Tensor:
-        """What is added to the logits, [1, 1 or H, n, m], in q's dtype."""
+        """The numbers added to the logits, [1, 1 or H, n, m], in q's dtype."""
         keys = span.context + span.length
         key = torch.arange(keys, device=q.device)
         query = torch.arange(span.context, keys, device=q.device).unsqueeze(1)

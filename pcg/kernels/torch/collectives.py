@@ -24,13 +24,13 @@ from pcg.peft.weights import AdapterWeight
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank sends, and what it makes of what comes.
+    """A collective's message, and the function that makes its result.
 
     Attributes:
-        ranks: with whom.
+        ranks: the group.
         kind: all_gather, all_reduce or reduce_scatter.
-        sent: its argument.
-        made: the result, of what comes.
+        sent: the message.
+        made: makes the result of what came.
     """
 
     ranks: Ranks
@@ -40,10 +40,10 @@ class Exchange:
 
 
 class Collective:
-    """A collective by what it exchanges.
+    """A collective that runs at once, or is begun.
 
     Args:
-        exchange: gives that, or the result itself where there is nothing to exchange.
+        exchange: returns the exchange, or the result itself where there is nothing to exchange.
     """
 
     def __init__(self, exchange: Callable[..., Any]) -> None:
@@ -60,7 +60,7 @@ class Collective:
         return made(came)
 
     def begin(self, *arguments: Any, **options: Any) -> PendingCollective:
-        """Begin; what it returns waits for it, and gives the result."""
+        """Begin it; the function that it returns waits for it, and returns the result."""
         found = self._exchange(*arguments, **options)
         if not isinstance(found, Exchange):
             return lambda: found

@@ -16,7 +16,7 @@ def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size:
 
 
 def pack_signs(y: Tensor) -> Tensor:
-    """Which elements are positive, eight in a byte, the first in the lowest bit."""
+    """Bits of the positive elements, eight in a byte, the first in the lowest bit."""
     bits = (y > 0).unflatten(-1, (-1, 8)).to(torch.uint8)
     signs: Tensor = (bits << _places(y.device)).sum(-1, dtype=torch.uint8)
     return signs

@@ -61,5 +61,5 @@ def _own_targets(logits: Tensor, targets: Tensor, batch: ProgramBatch) -> tuple[
 
 
 def _log_sum_exp(logits: Tensor, batch: ProgramBatch) -> Tensor:
-    """Of each token's logits on all ranks, [T]."""
+    """The log-sum-exp of each token's logits on all ranks, [T]."""
     return torch.stack(batch.ranks.all_gather(torch.logsumexp(logits, -1))).logsumexp(0)

@@ -28,15 +28,15 @@ _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "
 
 @dataclass(frozen=True)
 class FusedPart:
-    """What is cut into programs in one way.
+    """Rows that a kernel cuts into programs in one way.
 
     Attributes:
         rows_a_token: rows that the kernel makes of a token.
-        columns: of a row.
+        columns: columns of a row.
         block: rows and columns of a program.
-        outputs: dtype and features of each, as `bf16[32, 128]`; of what goes to the cache as
-            `keys bf16[8, 128]`, or `values bf16[8, 128] of 2` where it is value 2 of the inputs and
-            outputs, which stands for it without a cache.
+        outputs: dtype and features of each, as `bf16[32, 128]`; an output that goes to the cache is
+            `keys bf16[8, 128]`, or `values bf16[8, 128] of 2` where value 2 of the inputs and
+            outputs stands for it without a cache.
     """
 
     rows_a_token: int
@@ -47,13 +47,13 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class _Output:
-    """One output: a tensor, or what goes to the cache.
+    """One output: a tensor, or keys or values of the cache.
 
     Attributes:
         to: `keys` or `values`; empty for a tensor.
-        dtype: of it.
-        features: behind the tokens.
-        given: number of the value that stands for it without a cache; None where none does.
+        dtype: its dtype.
+        features: its sizes behind the tokens.
+        given: index of the value that stands for it without a cache; None where none does.
     """
 
     to: str
@@ -87,11 +87,11 @@ class Fused:
         """Keep a kernel.
 
         Args:
-            kernel: jitted.
+            kernel: the jitted kernel.
             token_wise: for each input, whether its first dim is the tokens.
-            parts: that stand side by side; one of most kernels.
-            warps: of a program.
-            apart: numbers of inputs [T, heads, d] whose heads may lie apart.
+            parts: parts that stand side by side; most kernels have one.
+            warps: warps of a program.
+            apart: indices of inputs [T, heads, d] whose heads may lie apart.
         """
         self.kernel = kernel
         self._apart = tuple(apart)
@@ -137,7 +137,7 @@ class Fused:
         return -(-tokens * part.rows_a_token // row_block), -(-part.columns // column_block)
 
     def _has_heads(self, number: int, x: Tensor) -> bool:
-        """Whether the kernel asks for an input's heads one by one, and these are dense."""
+        """Return whether the kernel reads an input's heads one by one, and these are dense."""
         return number in self._apart and x.stride(-1) == 1
 
     def _launch(

@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK_BYTES = 128 * 2**20
-"""Of z. With 128k words in bf16 that is 512 tokens: a product does 2 · 512 FLOPs for each weight of
-two bytes that it reads, where an H200 can do 206 for each byte (989 TFLOP/s by 4.8 TB/s)."""
+"""Bytes of z. With 128k words in bf16 that is 512 tokens: a product does 2 · 512 FLOPs for each
+weight of two bytes that it reads, where an H200 can do 206 for each byte (989 TFLOP/s by 4.8 TB/s).
+"""
 CHUNK_STEP = 128
 """Rows of a tile of a matrix product: a chunk is a multiple."""
 BLOCK = 4096
@@ -120,8 +121,8 @@ def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
     """Tokens of a chunk: as many steps of CHUNK_STEP as CHUNK_BYTES hold, at least one.
 
     Args:
-        vocabulary: of the rank.
-        element_bytes: of x's dtype.
+        vocabulary: V.
+        element_bytes: bytes of an element of x.
     """
     fitting = CHUNK_BYTES // (vocabulary * element_bytes)
     return max(1, fitting // CHUNK_STEP) * CHUNK_STEP
@@ -143,13 +144,13 @@ def linear_cross_entropy(
 
     Args:
         x: [T, h].
-        weight: [V, h], in x's dtype, of the head.
+        weight: the head's, [V, h], in x's dtype.
         targets: [T], int64; negative for none. One beyond the vocabulary gives NaN.
         dloss: [T], fp32 (fp64 of fp64); None for the loss alone.
         bias: [V].
-        scale: of the logits.
-        softcap: 0 for none.
-        chunk: tokens at a time; `chunk_tokens` says by default.
+        scale: factor of the logits.
+        softcap: bound of the logits; 0 for none.
+        chunk: tokens at a time; by default `chunk_tokens`.
     Returns:
         loss: [T], fp32 (fp64 of fp64).
         dx: [T, h], in x's dtype; None without `dloss`.
@@ -189,7 +190,7 @@ def _loss_of(
 
 
 def _options(z: Tensor, scale: float, softcap: float) -> dict[str, Any]:
-    """What the kernels are specialised by: a narrow row is one block; 8 columns a thread."""
+    """The kernels' constants: a narrow row is one block; 8 columns a thread."""
     block = min(BLOCK, triton.next_power_of_2(z.shape[1]))
     return {
         "SCALE": scale,

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAM_BYTES = 16384
-"""Of y or dy, of a program of 4 warps: eight loads of 16 bytes a thread, to have enough of them on
-the way."""
+"""Bytes of y or dy of a program of 4 warps: eight loads of 16 bytes a thread are under way."""
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def unpack(dy, signs, dx, count, BLOCK: tl.constexpr):
 
 
 def pack_signs(y: Tensor) -> Tensor:
-    """Which elements of y [.., n] are positive: u8 [.., n / 8], the first in the lowest bit."""
+    """Bits of the positive elements of y [.., n]: u8 [.., n / 8], the first in the lowest bit."""
     y = y.contiguous()
     signs = y.new_empty((*y.shape[:-1], y.shape[-1] // 8), dtype=torch.uint8)
     count = signs.numel()

@@ -109,7 +109,7 @@ def training_text(training: Training | None) -> str:
     if training is None:
         return ""
     graphs = [graph for plan in training.plans for graph in (plan.forward, plan.backward)]
-    kept = [(plan.block, plan.kept, plan.trained) for plan in training.plans]
+    kept = [(plan.block, plan.saved, plan.trained) for plan in training.plans]
     rest = (training.layers, training.epilogue_trained, training.prologue_trained)
     text = print_graphs(g for g in (*graphs, training.epilogue, training.prologue) if g is not None)
     return f"{_model_text(training.model)} {text} {kept} {rest} {training.restored}"

@@ -1,11 +1,11 @@
-"""Have layers hand on the two summands of their last residual sum, for the next norm's kernel.
+"""Defer residual sums: a layer returns the two summands, and the next norm's kernel adds them.
 
     x' = a + b                  a, b                      of each layer
     n = norm(x')                x' = a + b;  n = norm(x')     of the next, and of the epilogue
 
-A kernel of the next layer's norm makes the sum on its way; alone it would be one more launch a
-layer, which reads and writes what the norm reads again. The first layer is handed x and zeros.
-Serving programs only: backward would keep both.
+The kernel of the next layer's norm makes the sum on its way; alone it would be one more launch a
+layer, which reads and writes what the norm reads again. The first layer is given x and zeros.
+Serving programs only: backward would save both summands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeferResidualAdd(ModelPass):
 
     def run(self, before: ModelGraph) -> ModelGraph:
         sums = [_last_sum(block) for block in before.blocks]
-        # Where ranks hold parts of the tokens, what is handed on is gathered: once, not twice.
+        # Where ranks hold parts of the tokens, a layer's input is gathered: once, not twice.
         if before.epilogue.inputs[0].type.shape[0] != TOKENS:
             return before
         blocks = []
@@ -51,7 +51,7 @@ class DeferResidualAdd(ModelPass):
 
 
 def _last_sum(block: Graph) -> Node | None:
-    """What makes the only thing that a layer hands on, if no kernel makes its summands anyway."""
+    """The sum that is a layer's only output; None if a kernel makes its summands anyway."""
     if len(block.outputs) != 1:
         return None
     last = block.producers.get(block.outputs[0])
@@ -64,13 +64,13 @@ def _last_sum(block: Graph) -> Node | None:
 
 
 def _is_there(block: Graph, name: str) -> bool:
-    """Whether a value lies in memory, whoever adds it."""
+    """Return whether a value lies in memory, whatever kernel adds it."""
     made = block.producers.get(name)
     return made is None or not is_fusible(block, made) or len(block.consumers[name]) > 1
 
 
 def _summed(graph: Graph) -> Graph:
-    """A graph that makes the sum that it was handed before."""
+    """The graph with the sum of two inputs in place of the input that was the sum."""
     x = graph.inputs[0]
     summands = [Value(_fresh(graph, name), x.type) for name in ("residual", "branch")]
     total = Node("add", tuple(value.name for value in summands), (x,))
@@ -78,7 +78,7 @@ def _summed(graph: Graph) -> Graph:
 
 
 def _fresh(graph: Graph, name: str) -> str:
-    """The name, or one like it that nothing in the graph has."""
+    """A name like this one that no value of the graph has."""
     number, found = 0, name
     while found in graph.types:
         number += 1

@@ -1,20 +1,20 @@
-"""Fuse gradients of adapters, which the runtime then makes at once for jobs that run together.
+"""Fuse gradients of adapters, so that the runtime computes them at once for several jobs.
 
     ds = scale · dz B        dB = scale · dzᵀ s                           LoRA, and its base's
     dx = … + dz W + … + ds A + …                      each of the dtype of dx
 
 become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum:
 LoRA's part is added to the base's where that lies. Where something is between A and the sum, as
-dropout or a collective, LoRA's products stay by themselves; and where dB runs beside a collective.
+dropout or a collective, LoRA's products stay by themselves; so they do where dB hides a collective.
 
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become one operator, `bottleneck_backward`. What is made again of what such an operator makes, as s
-over ranks at a small budget, cannot be read by it.
+become one operator, `bottleneck_backward`. Such an operator cannot read a value that is recomputed
+from its own outputs, as s over ranks at a small budget.
 
-Behind them dA = dsᵀ x is asked for, too; and so are everywhere the gradients of vectors, which are
-Σ dz ⊙ (y - b), as of (IA)³ and DoRA, and scale · Σ dz, of biases.
+Functions then request dA = dsᵀ x from their caller, too, and everywhere the gradients of vectors:
+Σ dz ⊙ (y - b) of (IA)³ and DoRA, and scale · Σ dz of biases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
-    """Whether one of the values is made of what some nodes make."""
+    """Return whether one of the values depends on the outputs of some nodes."""
     waiting, seen = [*values], set[str]()
     while waiting:
         node = graph.producers.get(waiting.pop())
@@ -79,7 +79,7 @@ _VECTORS = {"inner": "asked_inner", "sum_tokens": "asked_sum_tokens"}
 
 
 def _asked(graph: Graph, node: Node) -> Node:
-    """The gradient of A behind a fused operator, or of a vector, asked for; others as they are."""
+    """The node, requested from the caller if it is the gradient of a vector or of a fused A."""
     of = ("of", node.name)
     if node.op in _VECTORS:
         return dataclasses.replace(node, op=_VECTORS[node.op], attributes=(*node.attributes, of))
@@ -210,6 +210,6 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
 
 
 def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
-    """What reads a value by an operator, and another one behind it."""
+    """The node of an operator that reads a value and, behind it, another one."""
     found = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
     return next(found, None)

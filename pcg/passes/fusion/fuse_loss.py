@@ -1,4 +1,4 @@
-"""Fuse a frozen head with its loss: logits are made, used and dropped some tokens at a time.
+"""Fuse a frozen head with its loss: logits are computed and freed some tokens at a time.
 
     z = x Wᵀ (+ b)                      dl = dloss (softmax(l) - onehot)
     l = scale · z, or                   dz = the same factors back
@@ -73,7 +73,7 @@ def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]
 
 
 def _scale_and_cap(factors: list[Node]) -> tuple[float, float] | None:
-    """Of logits that some operators make of the head's outputs; None where it is something else."""
+    """Scale and soft cap of the logits, as some operators make them; None for anything else."""
     before, after, tanhs = 1.0, 1.0, 0
     for node in factors:
         if node.op == "tanh":
@@ -98,7 +98,7 @@ def _is_frozen(graph: Graph, head: Node) -> bool:
 
 
 def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node | None:
-    """Where the head's input gets its gradient, from the loss alone; None where it is not so."""
+    """The node that makes the gradient of the head's input, if of the loss alone; else None."""
     if back.inputs[1] != logits:
         return None
     for node in graph.nodes:

@@ -104,7 +104,7 @@ class _Grouping:
                 yield from ((other, first) for other in others)
 
     def _has_detour(self, first: int, second: int) -> bool:
-        """Whether a path leads from one group to another through nodes of neither."""
+        """Return whether a path leads from one group to another through nodes of neither."""
 
         def readers(group: int) -> set[int]:
             return {
@@ -128,7 +128,7 @@ class _Grouping:
 
 
 def is_fusible(graph: Graph, node: Node) -> bool:
-    """Whether a kernel of a group can run a node, as far as it alone goes."""
+    """Return whether a group's kernel can run a node, as far as it alone goes."""
     type_ = node.output.type
     if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
         return False
@@ -138,14 +138,14 @@ def is_fusible(graph: Graph, node: Node) -> bool:
 
 
 def _loads_in_common(one: KernelGroup, other: KernelGroup) -> bool:
-    """Whether two groups read two tensors or more, as large as what leaves them."""
+    """Return whether two groups share two inputs or more that are as large as what leaves them."""
     types, size = one.graph.types, one.type.features
     both = {*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()
     return sum(prod(types[name].features) == prod(size) for name in both) > 1
 
 
 def _fits(group: KernelGroup) -> bool:
-    """Whether one kernel can run a group, as far as its types go."""
+    """Return whether one kernel can run a group, as far as its types go."""
     types: Mapping[str, TensorType] = group.graph.types
     leaving = [types[name] for name in group.outputs]
     if len(leaving) + len(group.inputs) > MOST_VALUES:
@@ -189,7 +189,7 @@ def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
 
 
 def _is_worth_a_kernel(group: KernelGroup) -> bool:
-    """Whether PyTorch would run more than one for it, and there is none yet."""
+    """Return whether PyTorch would run several kernels for a group, and pcg has none of its own."""
     computing = [node for node in group.nodes if not operator(node.op).is_view]
     if len(computing) != 1:
         return bool(computing)

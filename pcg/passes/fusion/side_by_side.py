@@ -66,7 +66,7 @@ def _joined(parts: Sequence[KernelGroup]) -> KernelGroup:
 
 
 def _has_path(groups: Sequence[KernelGroup], first: KernelGroup, second: KernelGroup) -> bool:
-    """Whether a path leads from one group to another, or back; groups run as a whole."""
+    """Return whether a path leads from one group to another, or back; groups run as a whole."""
     graph = first.graph
     group_of_node = {name: group for group in groups for name in group.made}
 

@@ -1,10 +1,10 @@
 """Spread a memory budget over the layers: which plan of its frontier each layer takes.
 
-Each layer has the lower convex hull of its (bytes, operations made again). Steps along the hulls,
-from "no product made again" on, are taken in the order of bytes saved per operation, over all
-layers; so after every step no other mix of hull vertices keeps fewer bytes at as few operations.
-Among equal layers the first take theirs first: backward reaches them last, when the others' kept
-values are gone and there is room for what is made again.
+Each layer has the lower convex hull of its (saved bytes, recomputed operations). Steps along the
+hulls, from "no product recomputed" on, are taken in the order of bytes spared per operation, over
+all layers; so after every step no other mix of hull vertices saves fewer bytes at as few
+operations. Among equal layers the first take theirs first: backward reaches them last, when the
+others' saved values are gone and there is room for what is recomputed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pcg.passes.memory.save_problem import Choice
 
 Frontiers = Sequence[Sequence[Choice]]
 Mix = tuple[int, ...]
-"""For each layer, the index of its choice on its frontier."""
+"""The index of each layer's choice on its frontier."""
 
 
 def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
-    """The mix with the fewest operations made again that keeps within a budget; None for none.
+    """The mix with the fewest recomputed operations that is within a budget; None for none.
 
     Args:
-        frontiers: of each layer.
-        budget: of the whole model.
-        outside_bytes: kept outside the layers, whatever they do.
+        frontiers: the frontier of each layer.
+        budget: the budget of the whole model.
+        outside_bytes: bytes that are saved outside the layers, whatever they do.
     """
     steps = list(mixes(frontiers))
     most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
@@ -40,9 +40,9 @@ def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mi
 
 
 def mixes(frontiers: Frontiers) -> Iterator[Mix]:
-    """Every mix on the way from no product made again to the fewest bytes, one layer's step each.
+    """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
 
-    Each keeps fewer bytes than the one before, at the best rate of bytes for operations.
+    Each saves fewer bytes than the one before, at the best rate of bytes for operations.
     """
     mix = [0] * len(frontiers)
     yield tuple(mix)

@@ -1,4 +1,4 @@
-"""Plan the memory of training: what each layer keeps, within a budget over all of them."""
+"""Plan the memory of training: what each layer saves, within a budget over all of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the layers of a model keep and make again.
+    """A plan of what the layers of a model save and recompute.
 
     Attributes:
         plans: the distinct ways in which layers are trained.
-        layers: for each layer, the index of its plan.
-        choices: of each plan.
-        layer_flops: of each layer's matrix products and attention, forward.
-        restored: layers whose input backward makes again by the layer before
+        layers: the index of each layer's plan.
+        choices: the choice of each plan.
+        layer_flops: operations of each layer's matrix products and attention, forward.
+        restored: layers whose input backward recomputes by the layer before
             (`pcg.passes.memory.segments`).
     """
 
@@ -44,7 +44,7 @@ class MemoryPlan:
 
     @property
     def recompute_flops_ratio(self) -> float:
-        """Operations made again, as a share of the layers' forward."""
+        """Recomputed operations, as a share of the layers' forward."""
         again = sum(self.choices[index].flops for index in self.layers)
         again += sum(self.layer_flops[layer - 1] for layer in self.restored)
         return again / (sum(self.layer_flops) or 1)
@@ -52,16 +52,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Frontiers:
-    """What the layers can keep and make again, at one batch.
+    """The choices that the layers have of what to save and recompute, at one batch.
 
     Attributes:
-        kinds: of the layers.
-        of_kind: the frontier of each.
-        layers: for each layer, the index of its kind.
-        layer_flops: of each layer's matrix products and attention.
-        outside_bytes: kept outside the layers.
-        model: with bypass networks attached.
-        tokens: of the batch.
+        kinds: the kinds of layers.
+        of_kind: the frontier of each kind.
+        layers: the index of each layer's kind.
+        layer_flops: operations of each layer's matrix products and attention.
+        outside_bytes: bytes that are saved outside the layers.
+        model: the model with bypass networks attached.
+        tokens: tokens of the batch.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -77,9 +77,7 @@ class Frontiers:
         return [self.of_kind[kind] for kind in self.layers]
 
     def points(self) -> list[tuple[int, float, int]]:
-        """(bytes, share of the forward's operations made again, inputs) of the mixes that matter.
-
-        Bytes are what is kept, and inputs are the layers' that are made again.
+        """(saved bytes, share of the forward that is recomputed, recomputed inputs of layers).
 
         Layers that take the same step one after the other are one step here.
         """
@@ -101,7 +99,7 @@ class Frontiers:
         return found
 
     def plan(self, budget: MemoryBudget) -> MemoryPlan:
-        """The plan that makes the fewest operations again within a budget.
+        """The plan with the fewest recomputed operations within a budget.
 
         Raises:
             MemoryBudgetError: the least is more than the budget.
@@ -113,7 +111,7 @@ class Frontiers:
         return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
 
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
-        """Every layer keeps the least, and as few as need be make their input again."""
+        """The plan in which layers save the least, and as few inputs as need be are recomputed."""
         least = self._least()
         restorable = self._restorable(least)
         size = sum(least.choices[index].size_bytes for index in least.layers)
@@ -130,14 +128,14 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _least(self) -> MemoryPlan:
-        """Every layer keeps the least."""
+        """The plan in which every layer saves the least."""
         return self._planned(tuple(len(frontier) - 1 for frontier in self.of_layers))
 
     def _restorable(self, plan: MemoryPlan) -> list[bool]:
         return restorable(self.model, plan.plans, plan.layers)
 
     def _input_bytes(self, layer: int) -> int:
-        """Of what a layer is handed by the one before."""
+        """Bytes of the input that a layer gets from the one before."""
         value = self.model.blocks[self.model.layers[layer]].inputs[0]
         return int(value.type.size_bytes.subs(TOKENS, self.tokens))
 
@@ -158,10 +156,10 @@ def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: in
     """The frontier of every kind of layer.
 
     Args:
-        model: with bypass networks attached.
-        kinds: of its layers.
+        model: the model with bypass networks attached.
+        kinds: the kinds of its layers.
         batch: sequences of a step.
-        seq: tokens of each.
+        seq: tokens of each sequence.
     """
     found = tuple(
         SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
@@ -182,10 +180,10 @@ def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: in
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
-    """A plan's choices for layers of other sizes; None where they lack a tensor that is kept.
+    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves.
 
     Args:
-        plan: whose choices are taken.
+        plan: the plan whose choices are taken.
         found: the frontiers of the layers.
     """
     plans = []
@@ -198,8 +196,8 @@ def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
     return dataclasses.replace(plan, plans=tuple(plans))
 
 
-def keep_all(model: ModelGraph, kinds: Sequence[LayerKind]) -> MemoryPlan:
-    """Every layer keeps all that its backward reads, and makes nothing again."""
+def save_all(kinds: Sequence[LayerKind]) -> MemoryPlan:
+    """The plan in which every layer saves all that its backward reads."""
     plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
     nothing = Choice((), (), 0, 0)
     return MemoryPlan(tuple(plans), _kind_of_layers(kinds), (nothing,) * len(plans), ())

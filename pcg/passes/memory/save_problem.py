@@ -1,7 +1,7 @@
 """The save problem: which values forward saves for backward, and which backward recomputes.
 
 For a layer's forward graph and the values N that its backward reads, choose the set S of storages
-to keep and the set R of nodes to run again:
+to save and the set R of nodes to run again:
 
     minimise    w_b Σ_{s in S} bytes(s) + w_f Σ_{n in R} flops(n)
     such that   every value of N, and every input of a node of R, is resident (a weight, or what all
@@ -9,20 +9,20 @@ to keep and the set R of nodes to run again:
 
 This is a minimum cut (a project selection with storages as capacities), so the optimum is exact and
 the cut is its certificate. Each storage s is an edge s_in -> s_out of capacity w_b bytes(s). With
-the sink side T read as "there in backward", s_out in T and s_in not in T is "kept", s_in in T "made
-again":
+the sink side T read as "there in backward", s_out in T and s_in not in T is "saved", s_in in T
+"recomputed":
 
-    source -> n_in         w_f flops(n)    a node made again costs its operations
-    s_in   -> s_out        w_b bytes(s)    a storage kept costs its bytes
-    u_out  -> n_in         infinite        a node made again needs its inputs
-    x_out from the source  w_b bytes(x)    a graph input cannot be made again
+    source -> n_in         w_f flops(n)    a recomputed node costs its operations
+    s_in   -> s_out        w_b bytes(s)    a saved storage costs its bytes
+    u_out  -> n_in         infinite        a recomputed node needs its inputs
+    x_out from the source  w_b bytes(x)    a graph input cannot be recomputed
     v_out  -> sink         infinite        what backward reads is there
 
 Values that are views of one another share a storage and stand as one node. Operations count for
-matrix products and attention alone; among optima, fewer elements made again by other operators win.
+matrix products and attention alone; among optima, fewer elements recomputed by other operators win.
 
 Sweeping w_b : w_f over the edges of the lower convex hull of (bytes, flops) finds every vertex of
-it (`frontier`), from "no product made again" to the fewest bytes. Layers may take different
+it (`frontier`), from "no product recomputed" to the fewest bytes. Layers may take different
 vertices, so a model meets any budget between two of them but for one layer's step
 (`pcg.passes.memory.budget`).
 
@@ -45,22 +45,22 @@ from pcg.ir.types import TOKENS
 
 _SOURCE, _SINK = "source", "sink"
 _TIE = 2**40
-"""Above the elements of a layer's activations: what other operators make again breaks ties only."""
+"""More than the elements of a layer's activations, so that other operators only break ties."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer keeps and makes again.
+    """A choice of what one layer saves and recomputes.
 
     Attributes:
-        saved: the value that each kept storage was made for, in the graph's order.
-        remade: first outputs of the products that backward makes again, in the graph's order.
-        size_bytes: of the kept storages.
-        flops: of the products made again.
+        saved: the value that each saved storage was made for, in the graph's order.
+        recomputed: first outputs of the products that backward recomputes, in the graph's order.
+        size_bytes: bytes of the saved storages.
+        flops: operations of the recomputed products.
     """
 
     saved: tuple[str, ...]
-    remade: tuple[str, ...]
+    recomputed: tuple[str, ...]
     size_bytes: int
     flops: int
 
@@ -71,9 +71,9 @@ class SaveProblem:
     Args:
         graph: the layer's forward graph.
         needed: values of it that backward reads.
-        resident: inputs that are kept whatever this layer does: what all layers share.
+        resident: inputs that are there in backward whatever this layer does: all layers share them.
         batch: sequences of a step.
-        seq: tokens of each.
+        seq: tokens of each sequence.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class SaveProblem:
         """The best choice at these weights; a flop weight of None forbids products.
 
         Raises:
-            networkx.NetworkXUnbounded: something that cannot be kept is needed (cannot happen).
+            networkx.NetworkXUnbounded: something that cannot be saved is needed (cannot happen).
         """
         cut: networkx.DiGraph[str] = networkx.DiGraph()
         for value in self.graph.inputs:
             storage = self._storage(value.name)
             if storage is not None:
-                cut.add_edge(_SOURCE, storage.name, capacity=self._kept(storage, byte_weight))
+                cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))
         for node in self._nodes:
             made = [s for s in self._made(node) if s is not None]
             place = f"node {node.name}"
-            price = self._remade(node, flop_weight)
+            price = self._recompute_price(node, flop_weight)
             cut.add_edge(_SOURCE, place, **({} if price is None else {"capacity": price}))
             for name in node.inputs:
                 read = self._storage(name)
@@ -116,7 +116,7 @@ class SaveProblem:
                 inner = place if len(made) == 1 else f"in {storage.name}"
                 if inner != place:
                     cut.add_edge(place, inner)
-                cut.add_edge(inner, storage.name, capacity=self._kept(storage, byte_weight))
+                cut.add_edge(inner, storage.name, capacity=self._save_price(storage, byte_weight))
         for storage in self._needed:
             cut.add_edge(storage.name, _SINK)
         if _SINK not in cut:
@@ -127,7 +127,7 @@ class SaveProblem:
         return self._choice(there)
 
     def frontier(self) -> tuple[Choice, ...]:
-        """The vertices of the lower convex hull, from no product made again to the fewest bytes."""
+        """The vertices of the lower convex hull, from no product recomputed to the fewest bytes."""
         first = self.choose(1, None)
         last = self.choose(sum(self._flops.values()) + 1, 1)
         if last.size_bytes == first.size_bytes:
@@ -159,7 +159,7 @@ class SaveProblem:
         return self._storages[node.name].name != node.name
 
     def _makers(self) -> list[Node]:
-        """The nodes that make what is needed, or an input of such a node; views are none."""
+        """The nodes that compute a needed value, or an input of such a node; views do not count."""
         live = {storage.name for storage in self._needed}
         nodes = []
         for node in reversed(self.graph.nodes):
@@ -171,10 +171,10 @@ class SaveProblem:
                 live.update(storage.name for storage in reads if storage is not None)
         return nodes[::-1]
 
-    def _kept(self, storage: Storage, byte_weight: int) -> int:
+    def _save_price(self, storage: Storage, byte_weight: int) -> int:
         return self._bytes[storage.name] * byte_weight * _TIE
 
-    def _remade(self, node: Node, flop_weight: int | None) -> int | None:
+    def _recompute_price(self, node: Node, flop_weight: int | None) -> int | None:
         if not operator(node.op).is_product:
             return self._elements[node.name]
         return None if flop_weight is None else self._flops[node.name] * flop_weight * _TIE
@@ -184,13 +184,13 @@ class SaveProblem:
         return int(sum(one.subs(TOKENS, self._tokens) for one in elements))
 
     def _choice(self, there: set[str]) -> Choice:
-        remade = [node for node in self._nodes if f"node {node.name}" in there]
-        made_again = {s.name for node in remade for s in self._made(node) if s is not None}
+        recomputed = [node for node in self._nodes if f"node {node.name}" in there]
+        again = {s.name for node in recomputed for s in self._made(node) if s is not None}
         read = {storage.name for storage in self._needed}
-        for node in remade:
+        for node in recomputed:
             read.update(s.name for s in map(self._storage, node.inputs) if s is not None)
-        saved = [name for name in self._bytes if name in read - made_again]
-        products = [node for node in remade if operator(node.op).is_product]
+        saved = [name for name in self._bytes if name in read - again]
+        products = [node for node in recomputed if operator(node.op).is_product]
         return Choice(
             tuple(saved),
             tuple(node.name for node in products),

@@ -2,13 +2,13 @@
 
     save x_i;   backward of layer i+k:   x_{i+1} = layer i(x_i), …, x_{i+k} = layer i+k-1(x_{i+k-1})
 
-Where every layer keeps its input alone, a layer whose input is made again keeps nothing. That
+Where every layer saves its input alone, a layer whose input is recomputed saves nothing. That
 spares one input's bytes and costs one more forward of the layer before, however the segments lie;
-so every further input made again moves along one straight line of bytes against operations. What
-the length g of a segment does change is what backward holds at once: up to g - 1 inputs made again,
+so every further recomputed input moves along one straight line of bytes against operations. The
+length g of a segment does change what backward holds at once: up to g - 1 recomputed inputs,
 against L / g saved ones. The longest segment is as short as it can be, and none is longer than
-sqrt(L), where the two are equal; the first layers share first, as what they make again is held when
-the others' saved inputs are gone.
+sqrt(L), where the two are equal; the first layers share first, as their recomputed inputs are held
+when the others' saved inputs are gone.
 
 Source: the square root is that of Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 """
@@ -26,25 +26,25 @@ from pcg.ir.program.program import ModelGraph, TrainingGraph
 def restorable(
     model: ModelGraph, plans: Sequence[TrainingGraph], layers: Sequence[int]
 ) -> list[bool]:
-    """For each layer, whether its input can be made again by the layer before.
+    """True for each layer whose input can be recomputed by the layer before.
 
-    Both must keep their one carried input, and nothing of their own beside it.
+    Both must save their one carried input, and nothing of their own beside it.
 
     Args:
-        model: with bypass networks attached.
+        model: the model with bypass networks attached.
         plans: the ways in which layers are trained.
-        layers: for each layer, the index of its plan.
+        layers: the index of each layer's plan.
     """
-    alone = [_keeps_its_input_alone(model, plan) for plan in plans]
+    alone = [_saves_its_input_alone(model, plan) for plan in plans]
     return [False, *(alone[before] and alone[layer] for before, layer in pairwise(layers))]
 
 
 def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | None:
-    """The layers whose input is made again, so that at least this many are; None if they are fewer.
+    """So many layers whose input is recomputed; None if there are fewer.
 
     Args:
-        restorable: for each layer, whether its input can be.
-        count: of inputs to make again.
+        restorable: True for each layer whose input can be recomputed.
+        count: number of inputs to recompute.
     """
     for longest in range(1, max(isqrt(len(restorable)), 1) + 1):
         found = _in_segments(restorable, longest)
@@ -54,7 +54,7 @@ def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | N
 
 
 def most_shared(restorable: Sequence[bool]) -> tuple[int, ...]:
-    """The layers whose input is made again where as many are as can be."""
+    """The layers whose input is recomputed where as many are as can be."""
     return tuple(_in_segments(restorable, max(isqrt(len(restorable)), 1)))
 
 
@@ -68,12 +68,12 @@ def _in_segments(restorable: Sequence[bool], longest: int) -> list[int]:
     return found
 
 
-def _keeps_its_input_alone(model: ModelGraph, plan: TrainingGraph) -> bool:
+def _saves_its_input_alone(model: ModelGraph, plan: TrainingGraph) -> bool:
     block = model.blocks[plan.block]
     if plan.backward is None or len(block.outputs) != 1:
         return False
     storages = Storages.of(plan.forward)
     resident = {value.name for value in block.inputs[1:]}
-    own = {storages[name] for name in plan.kept}
+    own = {storages[name] for name in plan.saved}
     own = {s for s in own if not s.is_parameter and s.name not in resident}
     return own == {storages[block.inputs[0].name]}

@@ -79,6 +79,6 @@ def _local(graph: Graph, degree: int) -> Graph:
 
 
 def _is_of_tokens(node: Node) -> bool:
-    """Whether what a parallelization operator parts, or joins, are the tokens."""
+    """Return whether a parallelization operator partitions, or joins, the tokens."""
     type_ = node.output.type
     return type_.is_token_wise and node.attribute("dim") == -len(type_.dims)

@@ -1,4 +1,4 @@
-"""Overlap: what does not depend on a collective runs while it goes on.
+"""Overlap: nodes that do not depend on a collective run while it goes on.
 
     p = f(x)                      s = all_reduce(x)    begins
     w = g(z)                      w = g(z)             runs meanwhile
@@ -6,13 +6,13 @@
     t = neg(s)                    t = neg(s)           waits for s
     u = h(z)
 
-In backward that is the gradients of weights, beside the all-reduce of an input's (Megatron-LM:
-Narayanan et al. 2021), and what a memory plan makes again. A collective moves up to where its input
-is there, what it need not wait for moves behind it, and what need not wait for it before its first
-reader, until what runs beside it takes as long (`Collective.flops`). Nothing moves past another
-collective, so these stay in their order.
+In backward these are the gradients of weights, beside the all-reduce of an input's gradient
+(Megatron-LM: Narayanan et al. 2021), and nodes that a memory plan recomputes. A collective moves up
+to where its input is there; nodes that it need not wait for move behind it, and nodes that need not
+wait for it before its first reader, until those beside it take as long (`Collective.flops`). No
+node moves past another collective, so these stay in their order.
 
-No move makes the fullest moment need more than `MORE` of its bytes a token beside them.
+No move may add more than `MORE` of the peak's bytes a token.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pcg.ir.types import TOKENS
 from pcg.passes.pass_base import GraphPass, LayerPass
 
 MANY_TOKENS = 2**24
-"""At so many, bytes a token are all that counts: one order is for any number of them."""
+"""A number of tokens at which only bytes a token count, as one order is for any number of them."""
 MORE = 0.02
-"""What a bypass network keeps a little longer is this little: an s of rank 64 beside 4,096."""
+"""The share of the peak that a move may add: an s of rank 64 beside 4,096 columns is less."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OverlapLayer(LayerPass):
         if before.backward is None:
             return before
         inputs = [value.name for value in before.forward.inputs]
-        made = [name for name in before.kept if name not in inputs]
+        made = [name for name in before.saved if name not in inputs]
         shared = inputs[len(before.forward.outputs) - len(made) :]
         forward = Overlap((*made, *shared)).run(before.forward)
         backward = Overlap(tuple(shared)).run(before.backward)
@@ -88,7 +88,7 @@ class _Order:
     """An order of a graph's nodes.
 
     Attributes:
-        nodes: in it.
+        nodes: the nodes in this order.
     """
 
     def __init__(self, graph: Graph, counted: frozenset[str]) -> None:
@@ -98,7 +98,7 @@ class _Order:
         self._flops = {node.name: _flops(graph, node) for node in graph.nodes}
 
     def overlap(self, collective: Node) -> None:
-        """Find one in which a collective has enough to run beside it."""
+        """Change the order so that enough runs beside a collective."""
         before = list(self.nodes)
         self._begin_early(collective)
         self._run_behind(collective)
@@ -107,7 +107,7 @@ class _Order:
             self.nodes = before
 
     def _begin_early(self, collective: Node) -> None:
-        """Move it up, past what it does not read."""
+        """Move a collective up, past nodes that it does not read."""
         place = to = self.nodes.index(collective)
         while not self._is_enough(collective):
             to -= 1
@@ -117,7 +117,7 @@ class _Order:
                 place = to
 
     def _run_behind(self, collective: Node) -> None:
-        """Move what it does not wait for behind it; what runs beside the one before stays there."""
+        """Move nodes that it does not read behind it, but for those beside the one before."""
         at = self.nodes.index(collective)
         others = [i for i in range(at) if collective_of(self.nodes[i]) is not None]
         start = max((first_reader(self.nodes, i, self.nodes[i]) for i in others), default=-1)
@@ -129,7 +129,7 @@ class _Order:
                 at -= self._move(place, at)
 
     def _run_before_reader(self, collective: Node) -> None:
-        """Move what does not wait for it before the first that does."""
+        """Move nodes that do not wait for it before the first that does."""
         at = self.nodes.index(collective)
         first = first_reader(self.nodes, at, collective)
         for place in range(first + 1, len(self.nodes)):
@@ -140,14 +140,14 @@ class _Order:
                 first += self._move(place, first)
 
     def _is_enough(self, collective: Node) -> bool:
-        """Whether what runs beside it takes as long as it."""
+        """Return whether the nodes beside a collective take as long as it."""
         at = self.nodes.index(collective)
         beside = self.nodes[at + 1 : first_reader(self.nodes, at, collective)]
         works = sum(self._flops[n.name] for n in beside if collective_of(n) is None)
         return works >= self._flops[collective.name]
 
     def _move(self, place: int, to: int) -> bool:
-        """Move a node, unless the fullest moment would need too much."""
+        """Move a node and return True, unless the peak would grow too much."""
         nodes = list(self.nodes)
         nodes.insert(to, nodes.pop(place))
         if self._bytes(nodes) > self._most_bytes:
@@ -160,7 +160,7 @@ class _Order:
 
 
 def _flops(graph: Graph, node: Node) -> int:
-    """Operations of a product, or that take as long as a collective; 0 of others."""
+    """Operations of a product, or those that take as long as a collective; 0 for other nodes."""
     entry = collective_of(node)
     if entry is None:
         return node_flops(graph, node, MANY_TOKENS, 1)
@@ -170,7 +170,7 @@ def _flops(graph: Graph, node: Node) -> int:
 
 
 def _is_barred(collective: Node, above: Node) -> bool:
-    """Whether a collective does not move past a node."""
+    """Return whether a collective may not move past a node."""
     return collective_of(above) is not None or _reads(collective, above)
 
 

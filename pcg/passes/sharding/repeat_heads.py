@@ -13,10 +13,7 @@ from math import lcm
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
-from pcg.ir.program.program import ModelGraph
-from pcg.parallel.base_plan import partitioned_attentions
-from pcg.passes.pass_base import GraphPass, Pass
-from pcg.passes.stages import Prepared
+from pcg.passes.pass_base import GraphPass
 
 
 @dataclass(frozen=True)
@@ -61,27 +58,3 @@ class RepeatHeads(GraphPass):
                     node = dataclasses.replace(node, inputs=inputs)
             builder.append(node)
         return builder.build(before.outputs)
-
-
-@dataclass(frozen=True)
-class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
-    """Give the attentions of each model KV heads that so many ranks divide.
-
-    Attributes:
-        degree: number of ranks.
-    """
-
-    name = RepeatHeads.name
-    degree: int
-
-    def run(self, before: Prepared) -> Prepared:
-        passes = [
-            RepeatHeads(self.degree, tuple(sorted(partitioned_attentions(block, layouts))))
-            for block, layouts in zip(before.base.blocks, before.layouts, strict=True)
-        ]
-
-        def repeated(model: ModelGraph) -> ModelGraph:
-            pairs = zip(passes, model.blocks, strict=True)
-            return dataclasses.replace(model, blocks=tuple(one.run(block) for one, block in pairs))
-
-        return before.map_models(repeated)

@@ -94,7 +94,7 @@ class Shard(Pass[Prepared, Sharded]):
         graph = model.prologue if is_first else model.epilogue
         fixed, nodes = Constraints(), frozenset[str]()
         if self.sequence_parallel:
-            fixed = _handed(model, is_first=is_first)
+            fixed = _carried_layouts(model, is_first=is_first)
             carried = graph.outputs[: len(model.blocks[0].outputs)]
             nodes = token_sharded_nodes(graph, not trains, carried)
         layouts = _vocabulary(base, self.degree, is_first=is_first)
@@ -104,7 +104,7 @@ class Shard(Pass[Prepared, Sharded]):
         return shard(graph, self.degree, plan)
 
 
-def _handed(model: ModelGraph, *, is_first: bool) -> Constraints:
+def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
     """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
     count = len(model.blocks[0].outputs)
     if is_first:

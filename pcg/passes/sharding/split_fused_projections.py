@@ -80,7 +80,7 @@ class _Splitter:
         return None
 
     def _is_split(self, name: str) -> bool:
-        """Whether a value comes from weights by operators that slices move through."""
+        """Return whether a value comes from weights by operators that slices move through."""
         node = self.graph.producers.get(name)
         if node is None or node.op not in _ROWS or len(node.output.type.features) != 1:
             return False
@@ -92,7 +92,7 @@ class _Splitter:
         )
 
     def _is_made(self, name: str) -> bool:
-        """Whether a value is a weight, or made of weights whose rows are its own."""
+        """Return whether a value is a weight, or made of weights whose rows are its own."""
         node = self.graph.producers.get(name)
         if node is None:
             return name in self.graph.parameters_by_name

@@ -36,10 +36,7 @@ class AdapterShards:
     """A rank's shards of one adapter at a training program's sites.
 
     Args:
-        model: the training program's graphs.
         adapter: the adapter that is trained.
-        device: the device of the shards.
-        ranks: the group.
 
     Attributes:
         tensors: the trained tensors by name: their path in the adapter, and rows in brackets.
@@ -148,7 +145,7 @@ class AdapterShards:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which contributes what all ranks have to a sum."""
+        """True if this is the first rank, which contributes what all ranks have to a sum."""
         return self._ranks.rank == 0
 
     # ------------------------------------------------------------------------- whole tensors

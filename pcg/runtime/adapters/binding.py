@@ -27,8 +27,6 @@ def bind(
     Args:
         parameters: the parameters of the layer's graph.
         shards: this rank's shards of the adapter.
-        layer: index of the layer.
-        weights: the base's weights in that layer.
     """
     bound = SimpleNamespace()
     for parameter in parameters:

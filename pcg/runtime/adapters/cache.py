@@ -18,7 +18,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 class ServedAdapter(Protocol):
-    """What scheduling needs to know of an adapter; `pcg.peft.adapter.Adapter` is one."""
+    """The view that scheduling has of an adapter; `pcg.peft.adapter.Adapter` is one."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,6 @@ class AdapterCache:
     """The adapters that have pages.
 
     Args:
-        pool: the pool of all pages.
         pages_of: counts the pages that an adapter takes.
 
     Attributes:

@@ -34,7 +34,7 @@ from pcg.runtime.memory.pool import PageTable
 
 
 class _NoAdapters:
-    """Has None at every site."""
+    """An adapter's weights without any: None at every site."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -44,22 +44,15 @@ NO_ADAPTERS = _NoAdapters()
 
 
 @dataclass(frozen=True)
-class Bound:
-    """What emitted functions read as `a`, of prologue and epilogue, and of each layer."""
+class BoundAdapters:
+    """The adapters of a batch as emitted functions read them, of outer graphs and layers."""
 
     outer: object
     layers: Sequence[object]
 
 
 class PaddedTables:
-    """Keeps the adapters that run in stacks.
-
-    Args:
-        model: the program's graphs.
-        weights: the adapters' weights.
-        device: the device of the stacks.
-        ranks: the group.
-    """
+    """Keeps the adapters that run in stacks."""
 
     def __init__(
         self,
@@ -72,14 +65,14 @@ class PaddedTables:
         self._device = device
         self._has_widths = ranks.size == 1
         self._copies = AdapterCopies(device)
-        self._none = Bound(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
+        self._none = BoundAdapters(NO_ADAPTERS, (NO_ADAPTERS,) * len(model.layers))
         blocks = [self._sites_of(block) for block in model.blocks]
         self._sites = [(blocks[block], layer) for layer, block in enumerate(model.layers)]
         self._sites += [(self._sites_of(model.prologue), 0), (self._sites_of(model.epilogue), 0)]
         self._of_epilogue = GraphSites.of(model.epilogue)
         self._by_width: dict[int, AdapterSlots] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        self._bound: dict[object, Bound] = {}
+        self._bound: dict[object, BoundAdapters] = {}
 
     def _sites_of(self, graph: Graph) -> GraphSites:
         """Return the sites of a graph whose adapters lie in stacks."""
@@ -163,7 +156,7 @@ class PaddedTables:
         rank = max((weights.rank for weights in adapter.weights.values()), default=0)
         return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._has_widths else 0
 
-    def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Bound:
+    def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> BoundAdapters:
         """Bind the adapters of a batch.
 
         Args:
@@ -180,7 +173,7 @@ class PaddedTables:
             self._bound[key] = self._bind(start, chosen, merged)
         return self._bound[key]
 
-    def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> Bound:
+    def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> BoundAdapters:
         """Bind the adapters of tokens for the epilogue alone.
 
         Args:
@@ -190,7 +183,7 @@ class PaddedTables:
             return self._none
         return self.bind(adapters, [1] * len(adapters))
 
-    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
+    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
         found: dict[int, dict[int, int]] = {}
         for adapter, size in zip(chosen, merged, strict=True):
             width, place = self._places[id(adapter)]
@@ -203,7 +196,7 @@ class PaddedTables:
             by_width.append(self._by_width[width].bound(slots, segments))
             start = segments.stop
         *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))
-        return Bound(Namespace(prologue | epilogue), [Namespace(layer) for layer in layers])
+        return BoundAdapters(Namespace(prologue | epilogue), [Namespace(layer) for layer in layers])
 
     def close(self) -> None:
         """Wait for copies, and write nothing from now on: another program serves."""

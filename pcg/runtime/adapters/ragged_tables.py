@@ -18,7 +18,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import TokenSpans
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.peft.adapter import Adapter
-from pcg.runtime.adapters.padded_tables import Bound, Namespace, PaddedTables
+from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import (
     OwnRowAllocator,
     PagedRowAllocator,
@@ -36,10 +36,6 @@ class RaggedTables(PaddedTables):
     """Keeps the adapters that run; see `PaddedTables`.
 
     Args:
-        model: the program's graphs.
-        weights: the adapters' weights.
-        device: the program's device.
-        ranks: the group.
         allocator: makes the allocator of rows of a dtype; rows have memory of their own by default.
 
     Attributes:
@@ -137,7 +133,7 @@ class RaggedTables(PaddedTables):
         for rows in self._in_pages:
             rows.forget(adapter)
 
-    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> Bound:
+    def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
         bound = super()._bind(start, chosen, merged)
         if self.lora is None:
             return bound
@@ -149,7 +145,7 @@ class RaggedTables(PaddedTables):
         return bound
 
     @staticmethod
-    def _put_rows(bound: Bound, lora: RowMemory, tokens: TokenSpans) -> None:
+    def _put_rows(bound: BoundAdapters, lora: RowMemory, tokens: TokenSpans) -> None:
         for site, rows in lora.bound(tokens):
             part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
             for name in site.names:
@@ -186,7 +182,7 @@ class RaggedTables(PaddedTables):
             self._has_rows_alone[adapter] = found
         return found
 
-    def bind_tiles(self, tiles: object) -> Bound:
+    def bind_tiles(self, tiles: object) -> BoundAdapters:
         """Bind the rows of all adapters, and nothing else.
 
         Args:
@@ -194,7 +190,7 @@ class RaggedTables(PaddedTables):
         """
         if self.lora is None or tiles is None:
             return self._none
-        bound = Bound(Namespace({}), [Namespace({}) for _ in self._model.layers])
+        bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])
         self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
         return bound
 

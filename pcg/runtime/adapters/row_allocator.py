@@ -36,7 +36,6 @@ class RowAllocator(Protocol):
         """Reserve memory for an adapter.
 
         Args:
-            adapter: the adapter.
             shapes: shapes of its matrices, [rows, size] each.
             drop: frees another adapter's memory; returns False if none can be freed.
             grows: whether the memory may grow and move; nothing reads or writes it meanwhile.

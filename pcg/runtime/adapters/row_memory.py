@@ -52,7 +52,7 @@ class LoraSite:
 
     @property
     def fits_kernels(self) -> bool:
-        """Whether kernels can read its rows, and sum in fp32."""
+        """True if kernels can read its rows, and sum in fp32."""
         modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
         places += [place for one in modules for place in (one.column, one.size)]
         is_aligned = not any(place % ROW_ALIGNMENT for place in places)

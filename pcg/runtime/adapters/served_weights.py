@@ -31,7 +31,6 @@ class ServedWeights:
         """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
 
         Args:
-            adapter: the adapter.
             path: the parameter's source, whose last component is its kind.
         Returns:
             None if the adapter has no such weight.

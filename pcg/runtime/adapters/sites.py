@@ -53,7 +53,6 @@ class JoinedSite:
         """Return the site of an operator.
 
         Args:
-            node: the operator.
             parameters: the parameters of its graph, by name.
         """
         adapted = LoraLinear.adapted(dict(node.attributes))

@@ -26,7 +26,6 @@ class AdapterSlots:
 
     Args:
         sites: the sites of each part of the model, and its layer.
-        stacker: stacks the weights.
         copies: runs copies beside the steps.
 
     Attributes:

@@ -17,7 +17,6 @@ def shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
     Args:
         stack: [adapters, …], of matrices, some transposed, or of vectors as [1, n].
         parameter: the parameter of the rank's program.
-        ranks: the group.
     """
     if parameter.rows:
         start, stop = parameter.rows

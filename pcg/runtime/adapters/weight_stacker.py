@@ -42,8 +42,6 @@ class WeightStacker:
 
         Args:
             adapters: the adapters in order; None for a free slot.
-            parameter: the program's parameter.
-            layer: index of the layer.
             least: the least rows and columns of the whole weights.
         Returns:
             [adapters, …], or None if no adapter has a weight there; and which adapters have one.
@@ -68,13 +66,7 @@ class WeightStacker:
         return piece.contiguous() if piece is not stack else stack
 
     def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
-        """Return an adapter's matrix or vector; over ranks this rank's shard, cut after padding.
-
-        Args:
-            adapter: the adapter.
-            parameter: the program's parameter.
-            layer: index of the layer.
-        """
+        """Return an adapter's matrix or vector; over ranks this rank's shard, cut after padding."""
         part = self.weights.part(adapter, parameter.source.format(layer=layer))
         if part is None or self.ranks.size == 1:
             return part
@@ -94,9 +86,6 @@ class WeightStacker:
 
         Args:
             view: rows and columns of the place; None if there is no stack yet.
-            adapter: the adapter.
-            parameter: the program's parameter.
-            layer: index of the layer.
         Returns:
             True if the adapter has a part, False if not, None if the part does not fit.
         """
@@ -125,7 +114,6 @@ class WeightStacker:
 
         Args:
             view: the place of a shard; None if there is no stack yet.
-            parameter: the parameter.
         """
         least = [0, 0]
         if view is not None:

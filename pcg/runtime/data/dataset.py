@@ -85,7 +85,6 @@ def load_examples(
 
     Args:
         source: path of a .jsonl or .txt file, or rows in memory: dicts or strings.
-        tokenizer: the model's tokenizer.
         max_length: the most tokens of an example; longer ones keep their head. A plain text file is
             cut into consecutive examples of that length instead. None keeps all.
         format: a name of `formats.FORMATS`; "auto" detects it from the first row.
@@ -136,7 +135,6 @@ def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool 
 
     Args:
         sample: the result of `formats.parse`.
-        tokenizer: the model's tokenizer.
         where: the row's place, for messages.
         append_eos: end a `TextSample` with the end-of-sequence token.
     Raises:

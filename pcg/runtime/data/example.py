@@ -14,7 +14,7 @@ class Example:
 
     Attributes:
         ids: its tokens.
-        labels: as long; `ids[i]`, or -100 where token i is not learned. Not shifted.
+        labels: one for each token: `ids[i]`, or -100 if token i is not learned. Not shifted.
     """
 
     ids: list[int]

@@ -47,7 +47,6 @@ class AsyncEngine:
 
     Args:
         engine: the engine that it runs.
-        state: the model.
         prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
 
     Attributes:

@@ -39,7 +39,6 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
     """Measure the latencies of a model's base, without adapters.
 
     Args:
-        state: the model.
         clock: the clock to measure by.
     """
     runner, tables, device = state.serving.runner, state.serving.tables, state.device

@@ -39,7 +39,6 @@ class Engine(EngineLoop):
     or `start` to have a thread run the steps.
 
     Args:
-        state: the model.
         given: the limits and the options.
 
     Attributes:

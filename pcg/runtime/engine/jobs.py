@@ -37,7 +37,6 @@ class Job:
     """A finetuning job.
 
     Args:
-        name: the job's name.
         work: yields its units.
 
     Attributes:
@@ -203,7 +202,7 @@ class Jobs:
 
     @property
     def have_work(self) -> bool:
-        """Whether a job has something to run, or may have once it has started."""
+        """True if a job has something to run, or may have once it has started."""
         return any(
             isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
             for job in self.unpaused

@@ -41,8 +41,6 @@ class EngineLoop:
     Args:
         device: runs the program.
         scheduler: decides what is served.
-        clock: the device's clock.
-        options: the engine's options.
 
     Attributes:
         scheduler: decides what is served.
@@ -96,7 +94,7 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to serve, nothing to train, and no chunk to return."""
+        """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
         return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
 
@@ -111,7 +109,6 @@ class EngineLoop:
         """Submit a request; returns its id. `step` returns its chunks.
 
         Args:
-            request: the request.
             submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.

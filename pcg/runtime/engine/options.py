@@ -22,9 +22,9 @@ class EngineOptions:
         policy: the order in which requests are admitted; first come, first served by default.
         job_share: the share of the pool's pages that finetuning may hold at most.
         log: the event log to write to; a new one by default.
-        latencies: what steps are predicted to take; measured now by default.
-        sharing: how finetuning goes beside what is served; by default as much as fits within the
-            SLOs.
+        latencies: predicted times of steps; measured now by default.
+        sharing: the rule of how much finetuning goes into a step; by default as much as fits within
+            the SLOs.
         prefix_caching: let requests with the same version of an adapter share the KV blocks of
             common prefixes.
     """

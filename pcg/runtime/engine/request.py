@@ -114,7 +114,6 @@ def make_requests(
     """Make a request of each prompt.
 
     Args:
-        state: the model.
         prompts: texts, or lists of token ids.
         adapter: one name for all, a name for each prompt, or None for the base.
         sampling: the fields of `SamplingParams`; a list gives each prompt its own.

@@ -16,7 +16,6 @@ class RunningJob:
     """A job that can be awaited, paused, resumed and cancelled, until it is over.
 
     Args:
-        name: the job's name.
         engine: the engine that will run it.
         call: runs a function between two of the engine's steps.
 

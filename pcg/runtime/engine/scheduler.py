@@ -37,9 +37,6 @@ class Scheduler:
     """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
 
     Args:
-        pool: the pool of pages.
-        adapters: the adapters that have pages.
-        limits: the limits of a step.
         policy: the order of admission; first come, first served by default.
         prefixes: the blocks that requests share; None if they share none.
 
@@ -79,7 +76,6 @@ class Scheduler:
         """Return the reason why a request can never run; None if it can.
 
         Args:
-            sequence: the request's sequence.
             reserved: number of pages that finetuning may hold.
         """
         adapter = sequence.request.adapter
@@ -163,7 +159,6 @@ class Scheduler:
         """Give a sequence pages for its next tokens, if it lacks some.
 
         Args:
-            sequence: the running sequence.
             tokens: the number of its next tokens.
             left: the sequence and those after it; the last are preempted while pages are too few.
         Returns:
@@ -265,7 +260,6 @@ class Scheduler:
         """Give a sequence pages for its tokens so far, and its adapter; False if there is no room.
 
         Args:
-            sequence: the waiting sequence.
             reach: the most pages that another sequence has or keeps.
         """
         adapter = sequence.request.adapter

@@ -27,18 +27,7 @@ from pcg.runtime.training.work_units import Forward
 
 @dataclass
 class Step:
-    """A step, as a rule sees it.
-
-    Attributes:
-        limits: the limits of any step.
-        latencies: predictions of work; None if they are unknown.
-        tpot_slo_s: the least TPOT SLO of its requests; None without any.
-        slack_s: time that the step may take before an SLO is violated; it grows with faster steps.
-        load: load of the requests, and of the finetuning tokens added so far.
-        is_served: whether requests are in the step.
-        awaits_first_token: whether a request waits for its first token.
-        units: number of backward units run so far.
-    """
+    """A step, as the rules of sharing see it."""
 
     limits: Limits
     latencies: Latencies | None
@@ -98,8 +87,6 @@ class Sharing(ABC):
         """Return whether backward units of this load run in the step.
 
         Args:
-            step: the step.
-            load: load of the units.
             elapsed_s: time since the step began.
         """
 

@@ -11,7 +11,7 @@ from pcg.runtime.model.load import Load, keys_of
 
 @dataclass
 class StepPlan:
-    """What one step serves.
+    """The sequences that one step serves, and their load.
 
     Attributes:
         tpot_slo_s: the least TPOT SLO of its requests; None without any.

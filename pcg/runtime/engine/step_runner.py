@@ -16,7 +16,7 @@ from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
-from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
+from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import Side
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
@@ -37,9 +37,7 @@ class StepRunner:
     """Runs steps of the engine on one program.
 
     Args:
-        state: the model.
         cache: keys and values of all sequences.
-        adapters: the adapters that have pages.
 
     Attributes:
         cache: keys and values of all sequences.
@@ -176,7 +174,7 @@ class StepRunner:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
             assert isinstance(unit, ForwardUnit)
-            functions.append(unit.whole.forward_requests(count))
+            functions.append(unit.training_pass.forward_requests(count))
         if not windows:
             with torch.inference_mode():
                 found = [run_single(function) for function in functions]
@@ -217,7 +215,7 @@ class StepRunner:
         functions = []
         for unit in units:
             assert isinstance(unit, BackwardUnit)
-            functions.append(unit.whole.backward_requests())
+            functions.append(unit.training_pass.backward_requests())
         with torch.no_grad():
             run_merged(functions)
 
@@ -260,7 +258,7 @@ class _Served:
         self._adapters = adapters
         self.bound = tables.bind(self._adapters, [span.length for span in spans])
 
-    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, Bound | None]:
+    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None

@@ -33,7 +33,7 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more chunks come."""
+        """True if no more chunks come."""
         return self._end.done()
 
     def cancel(self) -> None:

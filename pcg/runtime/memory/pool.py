@@ -52,7 +52,7 @@ class PageTable:
 
     @property
     def is_run(self) -> bool:
-        """Whether the pages are adjacent."""
+        """True if the pages are adjacent."""
         return not self._breaks
 
     @property
@@ -134,7 +134,6 @@ class PagePool:
         """Open a table without pages.
 
         Args:
-            owner: the owner, for messages.
             expected: the most pages that it will have; if there is a free run of so many, they
                 become its spare ones.
         """
@@ -152,7 +151,6 @@ class PagePool:
         """Give a table pages.
 
         Args:
-            table: the table.
             count: number of pages.
             last: whether to take pages at the end of the pool, which need not be a run.
         Raises:

@@ -49,7 +49,7 @@ class _Prompt(Protocol):
 
 
 class CachedSequence(Protocol):
-    """What prefix caching reads and writes of a sequence; the engine's `Sequence` is one."""
+    """The part of a sequence that prefix caching uses; the engine's `Sequence` is one."""
 
     id: str
     length: int
@@ -66,11 +66,7 @@ class CachedSequence(Protocol):
 
 
 class Prefixes:
-    """An index of the shared blocks in a pool.
-
-    Args:
-        pool: the pool of all pages.
-    """
+    """An index of the shared blocks in a pool."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool

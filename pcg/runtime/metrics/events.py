@@ -59,7 +59,7 @@ class Event(NamedTuple):
 
     Attributes:
         time_s: time on the engine's clock, seconds.
-        kind: what happened.
+        kind: the kind of transition.
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a

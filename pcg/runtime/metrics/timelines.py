@@ -52,8 +52,8 @@ class Timeline:
         admitted_s: when it was first admitted; None if it never was.
         cached_tokens: tokens of its prompt that were in the cache; None before its first token.
         tokens: (time, number of tokens) of each output; 1 unless several came at once.
-        preemptions: how often it was preempted.
-        outcome: how it ended.
+        preemptions: number of times it was preempted.
+        outcome: its end.
         ended_s: when it ended; None if it has not.
     """
 
@@ -109,17 +109,17 @@ class Timeline:
 
     @property
     def attains_ttft(self) -> bool:
-        """Whether it finished with a first token in time, or has no such SLO."""
+        """True if it finished with a first token in time, or has no such SLO."""
         return self._finished and _within(self.ttft_s, self.slo.ttft_s)
 
     @property
     def attains_tpot(self) -> bool:
-        """Whether it finished within its TPOT SLO; one token alone attains, as in vLLM."""
+        """True if it finished within its TPOT SLO; one token alone attains, as in vLLM."""
         return self._finished and _within(self.tpot_s or 0.0, self.slo.tpot_s)
 
     @property
     def attains(self) -> bool:
-        """Whether it finished within both SLOs."""
+        """True if it finished within both SLOs."""
         return self.attains_ttft and self.attains_tpot
 
     @property

@@ -54,9 +54,8 @@ class WeightStore:
 
     Args:
         program: the program of the base.
-        source: where the tensors come from.
+        source: the source of the tensors.
         device: the device of what graphs read.
-        ranks: the group.
     """
 
     def __init__(

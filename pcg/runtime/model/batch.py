@@ -28,7 +28,7 @@ class Batch(ProgramBatch):
     """Tokens, positions and spans of one step; see `ProgramBatch` for what programs read.
 
     Attributes:
-        positions: of each token in its sequence, [T], int64.
+        positions: position of each token in its sequence, [T], int64.
         dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 

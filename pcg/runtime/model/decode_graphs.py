@@ -33,7 +33,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.batch import DecodeTokens
 from pcg.parallel.ranks.group import ALONE
 from pcg.peft.adapter import Adapter
-from pcg.runtime.adapters.padded_tables import Bound, PaddedTables
+from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
@@ -129,7 +129,7 @@ class _Graph:
     lists: Any
     replay: Callable[[], None]
     outputs: Decoded
-    bound: Bound
+    bound: BoundAdapters
 
 
 class DecodeGraphs:

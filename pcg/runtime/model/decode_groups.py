@@ -43,7 +43,6 @@ def decode_groups(
     """Group sequences.
 
     Args:
-        singles: the sequences.
         window: the most rows that a token attends to; 0 for all.
         cache_rows: rows of the whole cache.
         dtype: the dtype of the masks and of the cache.

@@ -20,7 +20,6 @@ class RandomWeights:
 
     Args:
         std: standard deviation of matrices.
-        seed: seed of all tensors.
     """
 
     def __init__(self, std: float = 0.02, seed: int = 0) -> None:

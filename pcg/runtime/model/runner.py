@@ -19,7 +19,7 @@ from pcg.ir.types import TOKENS
 from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import ALONE, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
-from pcg.runtime.adapters.padded_tables import Bound
+from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
@@ -173,11 +173,13 @@ class ModelRunner:
         self._parts_tokens = parts_tokens(serving.model)
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, adapters: Bound) -> list[Tensor]:
+    def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
         """Return the inputs of the epilogue for all tokens; the cache is filled on the way."""
         return run_single(self.hidden_requests(batch, adapters))
 
-    def hidden_requests(self, batch: Batch, adapters: Bound) -> ProductRequest[list[Tensor]]:
+    def hidden_requests(
+        self, batch: Batch, adapters: BoundAdapters
+    ) -> ProductRequest[list[Tensor]]:
         """Do as `hidden` does, requesting the base's products from the caller."""
         batch.ranks = self.ranks
         batch.chosen = None
@@ -200,14 +202,13 @@ class ModelRunner:
     def logits(
         self,
         batch: Batch,
-        adapters: Bound,
+        adapters: BoundAdapters,
         rows: Tensor | None = None,
-        row_adapters: Bound | None = None,
+        row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
         """Compute logits of all tokens of the batch, or of some.
 
         Args:
-            batch: the tokens.
             adapters: the adapters bound to all tokens.
             rows: indices of the tokens wanted, [rows]; None for all.
             row_adapters: the adapters bound to those, for bypass networks of the epilogue.
@@ -221,9 +222,9 @@ class ModelRunner:
         self,
         inputs: Sequence[Tensor],
         batch: Batch,
-        adapters: Bound,
+        adapters: BoundAdapters,
         rows: Tensor | None = None,
-        row_adapters: Bound | None = None,
+        row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
         """Compute logits from the epilogue's inputs; the other arguments are as in `logits`."""
         if rows is not None:

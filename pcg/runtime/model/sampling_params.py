@@ -27,7 +27,7 @@ class SamplingFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and when it ends.
+    """The parameters of one request's tokens: how they are chosen, and when they end.
 
     Attributes:
         temperature: 0 is greedy.

@@ -13,9 +13,6 @@ class SideStream:
 
     Memory that one stream used may be used by the other only after `join`, for which the host
     waits.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

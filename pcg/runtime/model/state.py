@@ -46,13 +46,10 @@ class ModelState:
     are whole in each one's memory.
 
     Args:
-        program: the compiled program.
-        weights: where the base's weights come from.
+        weights: the source of the base's weights.
         specialiser: compiles the program anew for adapters at other sites.
         tokenizer: the model's tokenizer; None without one.
         eos_ids: the tokens that end a sequence.
-        device: the device of the weights.
-        ranks: the group.
 
     Attributes:
         serving: the program that serves now.
@@ -185,7 +182,6 @@ class ModelState:
         """Serve an adapter that is in memory, in place of one of that name.
 
         Args:
-            adapter: the adapter.
             program: the program that `program_for` found for it; None compiles one if need be.
         """
         adapter = dataclasses.replace(adapter)
@@ -232,7 +228,6 @@ class ModelState:
         """Serve an adapter's tensors as they are now, after they were changed in place.
 
         Args:
-            name: the adapter's name.
             settle: over ranks, gathers the trained tensors; it is called when they are next read.
         """
         if settle is not None and self.ranks.size > 1:

@@ -225,7 +225,6 @@ class Checkpoint(Weights):
         """Read the headers of a model's files.
 
         Args:
-            source: the model.
             base_prefix: name of the headless model within the model, such as `model`.
         Raises:
             WeightsError: there are no files, one is damaged or truncated, or two hold one tensor.

@@ -215,7 +215,6 @@ def assistant_spans(
     """Render a chat, and find the assistant's messages in its text.
 
     Args:
-        messages: the chat.
         learn: indexes of the assistant messages to find.
         render: renders messages.
         marked: the result of `ChatTemplate.marked_spans`.

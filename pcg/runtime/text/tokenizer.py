@@ -157,7 +157,6 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Render messages as the text that the model reads.
@@ -165,31 +164,19 @@ class Tokenizer:
         Args:
             messages: OpenAI's messages, {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's next message.
-            tools: JSON schemas of functions, for templates that know tools.
-            variables: other variables that the template reads, as enable_thinking=False.
+            variables: `tools`, JSON schemas of functions, and other variables that the template
+                reads, as enable_thinking=False.
         Raises:
             GenerationError: there is no template, or it refuses the messages.
         """
+        variables = {**self.special_tokens, **variables}
         return self.template().render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **{**self.special_tokens, **variables},
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Encode the text of `render_chat`; the template writes the special tokens itself."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
 
 def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:

@@ -83,7 +83,7 @@ class TrainerState:
 
     @property
     def evaluated(self) -> bool:
-        """Whether this step has been evaluated."""
+        """True if this step has been evaluated."""
         return bool(self.eval_losses) and self.eval_losses[-1][0] == self.step
 
 
@@ -150,7 +150,6 @@ class CheckpointStore:
 
         Args:
             resume: "auto", True or False; see `FinetuneOptions`.
-            name: the adapter's name.
             trajectory: all that the weights of this run depend on.
             total_steps: number of steps of this run.
         Raises:
@@ -181,9 +180,6 @@ class CheckpointStore:
     def load(self, path: Path, name: str) -> Checkpoint:
         """Read a checkpoint; later ones are saved beside it.
 
-        Args:
-            path: the checkpoint.
-            name: the adapter's name.
         Raises:
             FinetuneError: a file is missing or damaged.
         """

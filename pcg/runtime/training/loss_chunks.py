@@ -58,7 +58,6 @@ def loss_chunks(
     Args:
         targets: [T]; negative for none.
         size: the most tokens of a chunk, at least one of each rank.
-        ranks: the group.
         parts_tokens: whether each rank holds a part of the tokens.
     """
     rows = torch.nonzero(targets >= 0).squeeze(-1)

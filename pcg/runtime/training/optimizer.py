@@ -62,8 +62,6 @@ def optimizer_tensors(
     """Return the optimizer's state by "<parameter>/<key>"; empty before the first step.
 
     Args:
-        optimizer: the optimizer.
-        parameters: its parameters by name.
         shards: the shards that the parameters are, to return whole tensors; None if they are whole.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
@@ -88,9 +86,6 @@ def load_optimizer(
     """Restore the state of each parameter.
 
     Args:
-        optimizer: the optimizer.
-        kind: its kind.
-        parameters: its parameters by name.
         saved: the result of `optimizer_tensors` after a step.
         shards: the shards that the parameters are; None if they are whole.
 

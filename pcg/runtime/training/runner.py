@@ -75,7 +75,6 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     """Return a runner that trains an adapter, which need not be one of the state's.
 
     Args:
-        state: the model.
         adapter: the adapter to train.
         windows: True if sequences go through the KV cache window by window, not as wholes.
     Raises:

@@ -58,7 +58,7 @@ class TrainingStep:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
         optimizer: their optimizer.
-        allocator: of AdaLoRA's ranks; None for other methods.
+        allocator: allocates AdaLoRA's ranks; None for other methods.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class TrainingStep:
 
         Args:
             step: number of steps done before.
-            rate: the learning rate.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -151,17 +151,17 @@ class Optimizer:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether ranks may each train a part of a tensor."""
+        """True if ranks may each train a part of a tensor."""
         return self.name not in _NOT_ELEMENTWISE
 
     @property
     def takes_matrices_alone(self) -> bool:
-        """Whether it refuses parameters that are not matrices."""
+        """True if it refuses parameters that are not matrices."""
         return self.name == "muon"
 
     @property
     def follows_schedule(self) -> bool:
-        """Whether the learning rate has an effect after the first step."""
+        """True if the learning rate has an effect after the first step."""
         return self.name != "rprop"
 
     def check_parted(self, degree: int) -> None:

@@ -33,8 +33,6 @@ def start_adapter(
     """Return the adapter to train: present, new, or from a checkpoint.
 
     Args:
-        state: the model.
-        name: the adapter's name.
         peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
             the program was compiled for under that name, else "lora".
         seed: the seed of a new adapter's weights.

@@ -263,48 +263,48 @@ class TrainingPass:
         graph = training.model.blocks[training.model.layers[layer]]
         plan = training.plans[training.layers[layer]]
         count = len(graph.outputs)
-        return [plan.kept.index(value.name) for value in graph.inputs[:count]]
+        return [plan.saved.index(value.name) for value in graph.inputs[:count]]
 
 
 class ForwardUnit(Forward):
     """The tokens of a pass that have yet to go forward."""
 
-    def __init__(self, whole: TrainingPass) -> None:
-        self.whole = whole
+    def __init__(self, training_pass: TrainingPass) -> None:
+        self.training_pass = training_pass
 
     @property
     def remaining(self) -> int:
-        return self.whole.tokens - self.whole.forwarded
+        return self.training_pass.tokens - self.training_pass.forwarded
 
     @property
     def context(self) -> int:
-        return self.whole.context
+        return self.training_pass.context
 
     @property
     def layers(self) -> int:
-        return self.whole.layers if self.whole.trains else 0
+        return self.training_pass.layers if self.training_pass.trains else 0
 
     def run(self, tokens: int) -> None:
-        self.whole.forward(tokens)
+        self.training_pass.forward(tokens)
 
 
 class BackwardUnit(Backward):
     """The next layer and window of a pass to go backward."""
 
-    def __init__(self, whole: TrainingPass) -> None:
-        self.whole = whole
+    def __init__(self, training_pass: TrainingPass) -> None:
+        self.training_pass = training_pass
 
     @property
     def layer(self) -> int:
-        return self.whole.next_layer
+        return self.training_pass.next_layer
 
     @property
     def load(self) -> Load:
-        spans = self.whole.next_window.batch.spans
+        spans = self.training_pass.next_window.batch.spans
         return sum((Load.of(span.length, span.context) for span in spans), Load())
 
     def run(self) -> None:
-        self.whole.backward()
+        self.training_pass.backward()
 
 
 def pass_through(
@@ -325,9 +325,11 @@ def pass_through(
     """
     pages = Pages([runner.adapter.prompt_tokens + len(example.ids) for example in examples])
     yield pages
-    whole = TrainingPass(runner, examples, normaliser, dropout_seed, pages.cache, pages.tables)
-    yield ForwardUnit(whole)
-    while normaliser is not None and not whole.is_done:
-        yield BackwardUnit(whole)
+    training_pass = TrainingPass(
+        runner, examples, normaliser, dropout_seed, pages.cache, pages.tables
+    )
+    yield ForwardUnit(training_pass)
+    while normaliser is not None and not training_pass.is_done:
+        yield BackwardUnit(training_pass)
     yield Release()
-    return whole
+    return training_pass

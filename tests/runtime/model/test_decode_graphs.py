@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.kernels.batch import DecodeTokens, Span
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
-from pcg.kernels.triton.attention.decode_lists import DecodeLists, DecodeRoom, decode_room
+from pcg.kernels.triton.attention.decode_lists import DecodeCapacity, DecodeLists, decode_room
 from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Request
@@ -44,20 +44,20 @@ def check(steps: Steps, step: Step) -> None:
 # ----------------------------------------------------------------------------------------- lists
 
 
-def filled_anew(tokens: DecodeTokens, room: DecodeRoom) -> tuple[torch.Tensor, torch.Tensor]:
+def filled_anew(tokens: DecodeTokens, room: DecodeCapacity) -> tuple[torch.Tensor, torch.Tensor]:
     """The lists as a batch that is not recorded has them, in that room."""
     columns = zip(tokens.contexts, tokens.tables, strict=True)
     parts = [Span(i, 1, context, table) for i, (context, table) in enumerate(columns)]
     spans = [(i, 1, slot) for i, slot in enumerate(tokens.slots)]
     tiles = token_tiles(spans, DECODE_BLOCK, room.by_adapter)
-    return AttentionWork.build(parts, 1, CPU, room=room.attention).flat, tiles.memory
+    return AttentionWork.build(parts, 1, CPU, capacity=room.attention).flat, tiles.memory
 
 
 @given(data=st.data())
 def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
     """However tables have grown, changed and moved in the batch since they were filled last."""
     free = iter(range(10**6))
-    lists: dict[DecodeRoom, DecodeLists] = {}
+    lists: dict[DecodeCapacity, DecodeLists] = {}
 
     def table() -> PageTable:
         found = PageTable("some sequence")
@@ -109,10 +109,10 @@ def tokens_of(contexts: list[int], slots: list[int]) -> DecodeTokens:
 
 
 def test_rooms_are_rounded_up() -> None:
-    assert decode_room(tokens_of([5], [-1])) == DecodeRoom(1, 64, 1, 0)
-    assert decode_room(tokens_of([5] * 3, [0, 1, 2])) == DecodeRoom(4, 64, 4, 4)
-    assert decode_room(tokens_of([1100] * 17, [0] * 17)) == DecodeRoom(24, 256, 96, 2)
-    assert decode_room(tokens_of([5] * 256, list(range(256)))) == DecodeRoom(256, 64, 256, 256)
+    assert decode_room(tokens_of([5], [-1])) == DecodeCapacity(1, 64, 1, 0)
+    assert decode_room(tokens_of([5] * 3, [0, 1, 2])) == DecodeCapacity(4, 64, 4, 4)
+    assert decode_room(tokens_of([1100] * 17, [0] * 17)) == DecodeCapacity(24, 256, 96, 2)
+    assert decode_room(tokens_of([5] * 256, list(range(256)))) == DecodeCapacity(256, 64, 256, 256)
     assert decode_room(tokens_of([5] * 257, [0] * 257)) is None
 
 

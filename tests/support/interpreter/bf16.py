@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong of bfloat16, put right (triton 3.6 to 3.9).
+"""Corrections of bfloat16 in Triton's interpreter (triton 3.6 to 3.9).
 
 There values of bf16 are raw bits: arithmetic and products run on the bits, and casts truncate. Here
 they go through fp32, and are rounded to the nearest, ties to even, as on a device.

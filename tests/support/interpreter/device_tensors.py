@@ -85,7 +85,7 @@ class DeviceTensor(Tensor):
 
 
 class DeviceMode(TorchDispatchMode):
-    """For what makes tensors of none."""
+    """Operators that make tensors from no tensor."""
 
     def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(operator, args, kwargs or {})
@@ -130,7 +130,7 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _wrapped(given: Sequence[DeviceTensor], x: Any) -> Any:
-    """What an operator gave, as a tensor of the device's: itself where it was given."""
+    """The result of an operator as a tensor of the device's: itself where it was given."""
     if not isinstance(x, Tensor):
         return x
     for one in given:
@@ -157,7 +157,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _is_masked(operator: Any, args: Any) -> bool:
-    """Whether an operator indexes with booleans, of which the host has to know the number."""
+    """Return whether an operator indexes with booleans, whose number the host has to know."""
     if operator.overloadpacket not in (aten.index, aten.index_put_):
         return False
     return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1])
@@ -212,13 +212,13 @@ def _is_pinned(x: Tensor) -> bool:
 
 
 class _Access:
-    """What an operator reads or writes of a tensor: all, or what an index chooses."""
+    """The part of a tensor that an operator reads or writes: all, or what an index chooses."""
 
     def __init__(self, x: Tensor, is_written: bool, chosen: Any = None) -> None:
         self.x, self.is_written, self.chosen = x, is_written, chosen
 
     def grains(self, start: int) -> Any:
-        """Where that is, of memory from an address on."""
+        """The grains of the part, counted from an address."""
         first, size = self.x.data_ptr() - start, self.x.element_size()
         if self.chosen is None and self.x.is_contiguous():
             return slice(first // GRAIN, (first + self.x.nbytes - 1) // GRAIN + 1)

@@ -30,13 +30,13 @@ class Kernel:
     """A kernel, specialised.
 
     Attributes:
-        module: that holds it: an import path, or Python source.
-        name: of the function.
+        module: its module: an import path, or Python source.
+        name: the function's name.
         signature: type of each argument that is not constant, as `*bf16`, `i32`, `fp32`.
-        constants: of the others.
+        constants: values of the other arguments.
         odd: integers that 16 does not divide; it divides all others, and all pointers.
-        warps: of a program.
-        stages: of its software pipelines.
+        warps: warps of a program.
+        stages: stages of its software pipelines.
     """
 
     module: str
@@ -55,9 +55,9 @@ class Code:
     Attributes:
         kernel: its name.
         architecture: 80 or 90.
-        registers: of a thread.
-        stack_bytes: of local memory that a thread's frame takes: spills and indexed arrays.
-        shared_bytes: of a program.
+        registers: registers of a thread.
+        stack_bytes: local memory of a thread's frame: spills and indexed arrays.
+        shared_bytes: shared memory of a program.
         instructions: how often each stands there, by name with its modifiers, as `LDG.E.128`.
     """
 
@@ -152,7 +152,7 @@ def _code(kernel: Kernel, function: object, architecture: int) -> Code:
 
 
 def code_of(name: str, made: Any, architecture: int) -> Code:
-    """What is in a kernel that Triton compiled."""
+    """The machine code of a kernel that Triton compiled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()

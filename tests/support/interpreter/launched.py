@@ -1,4 +1,4 @@
-"""What a program launches, compiled as on a GPU that is not there.
+"""The launches of a program, compiled as on a GPU that is not there.
 
     for code in launched("tests.support.model_steps:of_lora", 90, model): …
 
@@ -26,8 +26,8 @@ def launched(function: str, architecture: int = 90, *arguments: str) -> list[Cod
 
     Args:
         function: its module and name, with a colon between them.
-        architecture: of the GPU, as 90.
-        arguments: of the function.
+        architecture: the GPU's, as 90.
+        arguments: the function's.
     Raises:
         RuntimeError: it fails, or a launch does not compile; the message says why.
     """
@@ -81,7 +81,7 @@ def _main(function: str, architecture: int, *arguments: str) -> None:
     products = {aten.addmm.default, aten.bmm.default, aten.mm.default}
 
     class Zeros(TorchDispatchMode):
-        """What kernels would fill, and products, which take long."""
+        """Tensors that kernels would fill, and products, which take long."""
 
         def __torch_dispatch__(
             self, operator: Any, _: Any, args: Any = (), kwargs: Any = None

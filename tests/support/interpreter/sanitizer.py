@@ -25,7 +25,7 @@ _CHANGED = (
 
 
 class _Launch:
-    """What the programs of one launch touched."""
+    """The memory that the programs of one launch touched."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[int, int]] = []

@@ -38,7 +38,7 @@ _Grid = interpreter.GridExecutor
 
 
 class Graph:
-    """As `torch.cuda.CUDAGraph`."""
+    """The stand-in of `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self.notes: list[Callable[[], None]] = []
@@ -52,7 +52,7 @@ class Graph:
 def _captured(
     graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any
 ) -> Iterator[None]:
-    """As `torch.cuda.graph`."""
+    """The stand-in of `torch.cuda.graph`."""
     ORDER.synchronize()
     with _on_stream(stream or Stream()):
         ORDER.capturing = ORDER.current
@@ -66,7 +66,7 @@ def _captured(
 
 @contextmanager
 def _on_stream(stream: Stream | None) -> Iterator[None]:
-    """As `torch.cuda.stream`, on whatever thread."""
+    """The stand-in of `torch.cuda.stream`, on whatever thread."""
     before = ORDER.current
     ORDER.current = stream or before
     try:
@@ -89,7 +89,7 @@ def _on_thread() -> Iterator[None]:
 
 
 class _Generator(torch.Generator):
-    """As `torch.Generator`; of the CPU, wherever it says."""
+    """The stand-in of `torch.Generator`: one of the CPU, wherever it says it is."""
 
     def __new__(cls, device: object = "cpu") -> Any:
         return super().__new__(cls, "cpu")

@@ -26,25 +26,25 @@ GRAIN = 4
 """Bytes that are watched as one."""
 
 Clock = dict[int, int]
-"""By the number of a stream, how many of its operators are done."""
+"""The number of operators that are done, by the number of their stream."""
 
 
 class DeviceError(RuntimeError):
-    """What a device would refuse, or get wrong."""
+    """A device would refuse this, or get it wrong."""
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Have a clock know what another one does."""
+    """Have a clock know all that another one knows."""
     for number, done in other.items():
         clock[number] = max(done, clock.get(number, 0))
 
 
 class Stream:
-    """As `torch.cuda.Stream`.
+    """The stand-in of `torch.cuda.Stream`.
 
     Attributes:
-        number: of it.
-        clock: what its next operator runs after.
+        number: its index.
+        clock: the operators that its next one runs after.
         ran: names of its operators.
     """
 
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`; `clock` is that of the stream that recorded it."""
+    """The stand-in of `torch.cuda.Event`; `clock` is that of the stream that recorded it."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
@@ -93,12 +93,12 @@ class Event:
 
 
 class Order:
-    """What runs after what.
+    """The order of operators.
 
     Attributes:
-        streams: by number; the first one is torch's default.
-        host: what the host waited for.
-        waits: names of what it waited for.
+        streams: all streams; the first one is torch's default.
+        host: the operators that the host waited for.
+        waits: names of its waits.
         may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
         capturing: the stream that a graph is captured on.
         is_watched: whether reads and writes are noted.
@@ -168,7 +168,7 @@ class Order:
 
 
 ORDER = Order()
-"""Of the one GPU, for good, as tensors and streams outlive what made them."""
+"""The order of the one GPU, for good, as tensors and streams outlive what made them."""
 Stream()
 
 
@@ -181,7 +181,7 @@ class Block:
         size: in bytes.
         stream: number of the one that it was made on.
         kept_for: numbers of streams that it was recorded for.
-        reads: by stream, which of its operators was the last to read each grain.
+        reads: number of the last operator that read each grain, by stream.
         writes: likewise.
     """
 
@@ -197,7 +197,7 @@ class Block:
 
         Args:
             grains: an index of them.
-            stream: that it runs on, whose last operator it is.
+            stream: the operator's stream, whose last one it is.
             now: its number.
             writes: whether it writes.
         Raises:

@@ -1,4 +1,4 @@
-"""How segmented kernels read tables of tokens (`token_tiles`) and of rows (`rank_rows`)."""
+"""Look-ups of segmented kernels in tables of tokens (`token_tiles`) and of rows (`rank_rows`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -39,14 +39,14 @@ def shrink_width(
         taken: whether there is one, [M].
         start: first column of the slice, in x.
         size: columns of the slice.
-        memory: of the rows.
+        memory: the rows' memory.
         row: first element of each row, [R].
         k: rank of each row, [R].
-        rank: of the matrix.
+        rank: the matrix's rank.
         low: first column.
         high: end of the columns.
-        scale: of s.
-        s: of the part, slice and place 0.
+        scale: factor of s.
+        s: s of the part, slice and place 0.
         most_rank: elements of s from a place to the next.
         BLOCK_K: columns of a step.
     """
@@ -132,19 +132,19 @@ def expand_matrix(
 
     Args:
         total: [N, M].
-        memory: of the rows.
+        memory: the rows' memory.
         rows: first element of the matrix's row 0.
         row: first element of the first 16 rows, [16].
-        rank: of the matrix.
+        rank: the matrix's rank.
         n: columns, [N].
         inside: which there are, [1, N].
-        s: of part 0.
+        s: s of part 0.
         at: element of s of each place's rank 0, [1, M].
         part_stride: elements from a part to the next.
         taken: which places there are, [1, M].
-        scale: of s.
+        scale: factor of s.
         most_rank: rows that the table takes.
-        PARTS: of s.
+        PARTS: the number of parts of s.
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)

@@ -1,4 +1,4 @@
-"""Where the rows of adapters' matrices lie in one memory: paged, of any rank.
+"""The rows of adapters' matrices in one memory: paged, of any rank.
 
 A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r].
 Row k of a slot's matrix of a slice begins at element `rows[slice, slot, k]` of the memory; a slice
@@ -54,7 +54,7 @@ class RankRows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all slices have the same columns."""
+        """True if all slices have the same columns."""
         return len(set(zip(self.starts, self.sizes, strict=True))) == 1
 
 

@@ -117,12 +117,12 @@ def segmented_activate(
     """σ(s + scale · b) of each token's own adapter.
 
     Args:
-        s: of `shrink`, [parts, slices, places, most_rank], fp32.
+        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32.
         biases: one row of `width` elements for each slot that has one; their sizes are not read.
         widths: ranks of the matrices that made s, [slices, slots], int32.
         tiles: as for s.
         function: σ's name.
-        scales: of the biases, [slices, slots], fp32.
+        scales: factors of the biases, [slices, slots], fp32.
     Returns:
         [1, slices, places, most_rank], fp32.
     Raises:
@@ -157,8 +157,8 @@ def _activate(
         raise CodegenError(f"activation {function!r}; there are {', '.join(FUNCTIONS)}")
     _, slices, places, most_rank = s.shape
     out = torch.empty((1, *s.shape[1:]), dtype=torch.float32, device=s.device)
-    if tiles.room.tiles:
-        activate_kernel[(tiles.room.tiles, triton.cdiv(most_rank, _BLOCK), slices)](
+    if tiles.capacity.tiles:
+        activate_kernel[(tiles.capacity.tiles, triton.cdiv(most_rank, _BLOCK), slices)](
             s, dz, out, tiles.tiles, widths, biases.memory, biases.rows, biases.ranks, scales,
             slices, biases.slots, places, most_rank, biases.most_rank,
             FUNCTION=FUNCTIONS[function], HAS_SCALES=scales is not None,
@@ -210,11 +210,11 @@ def segment_sum(
     """Write scale · Σ ds over each segment's places; slots without any are left as they are.
 
     Args:
-        ds: of `segmented_activate_backward`.
+        ds: the result of `segmented_activate_backward`.
         gradients: where the biases' gradients lie, in fp32.
         widths: as of the activation.
         tiles: as for ds.
-        scales: of the biases, [slices, slots], fp32.
+        scales: factors of the biases, [slices, slots], fp32.
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.
     """
@@ -224,8 +224,8 @@ def segment_sum(
             f"ds of {parts} parts and gradients in {gradients.memory.dtype}; one part and "
             "torch.float32 can be added up"
         )
-    if tiles.room.segments:
-        sum_kernel[(tiles.room.segments, triton.cdiv(most_rank, _BLOCK), slices)](
+    if tiles.capacity.segments:
+        sum_kernel[(tiles.capacity.segments, triton.cdiv(most_rank, _BLOCK), slices)](
             ds, tiles.segments, widths, gradients.memory, gradients.rows, gradients.ranks, scales,
             gradients.slots, places, most_rank, gradients.most_rank,
             HAS_SCALES=scales is not None,

@@ -73,8 +73,8 @@ def shrink(
         x: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         a: rows of A; of B for ds, with x the output's gradient.
         tiles: the tokens by slot, on the device.
-        scales: of s, [slices, slots], fp32.
-        parts: to cut each sum into; by default what fills the device.
+        scales: factors of s, [slices, slots], fp32.
+        parts: the number of parts of each sum; by default as many as fill the device.
     Returns:
         s [parts, slices, places, most_rank], fp32.
     Raises:
@@ -96,18 +96,18 @@ def shrink(
     rank_blocks = triton.cdiv(a.most_rank, block_r)
     steps = triton.cdiv(max(a.sizes), block_k)
     if parts is None:
-        programs = max(1, tiles.room.tiles * a.slices * rank_blocks)
+        programs = max(1, tiles.capacity.tiles * a.slices * rank_blocks)
         wanted = triton.next_power_of_2(triton.cdiv(PREFILL_PROGRAMS, programs))
         parts = DECODE_PARTS if is_decode else min(PREFILL_PARTS, wanted)
     part_steps = triton.cdiv(steps, min(parts, steps))
     parts = triton.cdiv(steps, part_steps)
-    shape = (parts, a.slices, tiles.room.places, a.most_rank)
+    shape = (parts, a.slices, tiles.capacity.places, a.most_rank)
     s = torch.empty(shape, dtype=torch.float32, device=x.device)
     check_partial_sums(s, a, tiles)
-    if tiles.room.tiles:
-        shrink_kernel[(tiles.room.tiles, parts, a.slices * rank_blocks)](
+    if tiles.capacity.tiles:
+        shrink_kernel[(tiles.capacity.tiles, parts, a.slices * rank_blocks)](
             x, x.stride(0), tiles.order, tiles.tiles, a.memory, a.rows, a.ranks, a.columns,
-            scales, s, a.slices, a.slots, tiles.room.places, a.most_rank, part_steps * block_k,
+            scales, s, a.slices, a.slots, tiles.capacity.places, a.most_rank, part_steps * block_k,
             HAS_SCALES=scales is not None,
             BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k,
             num_warps=8 if is_large else 4, num_stages=2 if is_decode else 3,
@@ -127,11 +127,11 @@ def expand_add(
 
     Args:
         y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        s: of `shrink`.
+        s: the partial sums of `shrink`.
         b: rows of B; of A for dx. Slices have columns of their own, or all the same ones, whose
             y is the sum over slices.
         tiles: as for s.
-        scales: of s, [slices, slots], fp32.
+        scales: factors of s, [slices, slots], fp32.
         in_place: written over y; else what has no adapter is left undefined.
     Returns:
         y, or a contiguous tensor like it.
@@ -145,10 +145,11 @@ def expand_add(
     block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     summed = b.slices if b.is_shared else 1
     z = y if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if tiles.room.tiles:
-        expand_kernel[(tiles.room.tiles, triton.cdiv(max(b.sizes), block_n), b.slices // summed)](
+    if tiles.capacity.tiles:
+        columns = triton.cdiv(max(b.sizes), block_n)
+        expand_kernel[(tiles.capacity.tiles, columns, b.slices // summed)](
             y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
-            b.columns, scales, s, b.slices, b.slots, tiles.room.places, b.most_rank,
+            b.columns, scales, s, b.slices, b.slots, tiles.capacity.places, b.most_rank,
             HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
             BLOCK_M=tiles.block, BLOCK_N=block_n,
             # Loads of decode's one step of most ranks go to registers, without a detour.
@@ -165,7 +166,7 @@ def segment_outer(
     Slots without tokens in the batch are left as they are.
 
     Args:
-        s: of `shrink`, or ds.
+        s: the partial sums of `shrink`, or ds.
         x: [tokens, columns], or dy.
         gradients: where the rows of the gradients lie, in fp32, and the ranks.
         tiles: as for s.
@@ -180,11 +181,11 @@ def segment_outer(
         s = s.sum(0)  # once, as every block of columns reads it
     columns = triton.cdiv(max(gradients.sizes), OUTER_COLUMNS)
     ranks = gradients.most_rank // 16
-    if tiles.room.segments:
-        outer_kernel[(tiles.room.segments, columns, gradients.slices * ranks)](
+    if tiles.capacity.segments:
+        outer_kernel[(tiles.capacity.segments, columns, gradients.slices * ranks)](
             x, x.stride(0), tiles.order, tiles.segments, s, gradients.memory, gradients.rows,
             gradients.ranks, gradients.columns, scales,
-            gradients.slices, gradients.slots, tiles.room.places, gradients.most_rank,
+            gradients.slices, gradients.slots, tiles.capacity.places, gradients.most_rank,
             HAS_SCALES=scales is not None, BLOCK_T=32 if x.dtype == torch.float32 else 64,
             BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -215,7 +216,7 @@ def check_gradients(gradients: RankRows) -> None:
 
 def check_partial_sums(s: Tensor, rows: RankRows, tiles: TokenTiles) -> None:
     """CodegenError: s is not of these matrices and places, or not what kernels index."""
-    expected = (rows.slices, tiles.room.places, rows.most_rank)
+    expected = (rows.slices, tiles.capacity.places, rows.most_rank)
     if s.shape[1:] != expected or s.dtype != torch.float32 or not s.is_contiguous():
         raise CodegenError(
             f"s {tuple(s.shape)} in {s.dtype} is not [parts, slices, places, ranks] of "

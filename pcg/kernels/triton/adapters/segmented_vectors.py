@@ -76,7 +76,7 @@ def segmented_scale(
 
     Args:
         y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        vectors: of rank 1, or 0 where a slot has none.
+        vectors: matrices of rank 1, or 0 where a slot has none.
         tiles: the tokens by slot, on the device.
         base: [columns].
     Returns:
@@ -104,8 +104,9 @@ def _change(
     _check_base(base, vectors)
     is_decode = tiles.block == DECODE_BLOCK
     block_n = 256 if is_decode else 64  # 32 elements a thread
-    if tiles.room.tiles:
-        vector_kernel[(tiles.room.tiles, triton.cdiv(max(vectors.sizes), block_n), vectors.slices)](
+    if tiles.capacity.tiles:
+        columns = triton.cdiv(max(vectors.sizes), block_n)
+        vector_kernel[(tiles.capacity.tiles, columns, vectors.slices)](
             y, y.stride(0), tiles.order, tiles.tiles, vectors.memory, vectors.rows, vectors.ranks,
             vectors.columns, base, vectors.slots, vectors.most_rank,
             ADDS=adds, HAS_BASE=base is not None,
@@ -187,8 +188,8 @@ def segment_inner(
         check_tokens(x, gradients)
     _check_base(base, gradients)
     check_gradients(gradients)
-    grid = (tiles.room.segments, triton.cdiv(max(gradients.sizes), _COLUMNS), gradients.slices)
-    if tiles.room.segments:
+    grid = (tiles.capacity.segments, triton.cdiv(max(gradients.sizes), _COLUMNS), gradients.slices)
+    if tiles.capacity.segments:
         inner_kernel[grid](
             dy, dy.stride(0), y, 0 if y is None else y.stride(0), tiles.order, tiles.segments,
             gradients.memory, gradients.rows, gradients.ranks, gradients.columns, base, scales,

@@ -1,4 +1,4 @@
-"""Which tokens of a step belong to which adapter, as the segmented kernels read it.
+"""The tokens of a step by adapter, as the segmented kernels read them.
 
 Tokens are sorted by their adapters' slots, stably, so a slot's tokens are a segment of consecutive
 places; those without an adapter have no place. A segment is cut into tiles of at most `block`
@@ -8,10 +8,10 @@ places: one program of a kernel takes one tile, and so reads one adapter (SGMV: 
     segments [segments, 3]    slot, first place, places
     tiles    [tiles, 3]       the same of each tile
 
-All lie in one int32 tensor, so a step copies once. Sizes can be given as `Room`, which depends on
-how many tokens there may be and not on whose they are: then one captured CUDA graph serves every
-step of that many tokens. What is left of a room is empty: places that nothing reads, segments and
-tiles of no places, which programs leave at once.
+All lie in one int32 tensor, so a step copies once. Sizes can be given as `TileCapacity`, which
+depends on how many tokens there may be and not on whose they are: then one captured CUDA graph
+serves every step of that many tokens. The rest of a capacity is empty: places that nothing reads,
+segments and tiles of no places, which programs leave at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PREFILL_BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Room:
-    """How much there may be of each.
+class TileCapacity:
+    """The sizes of the tables.
 
     Attributes:
         places: tokens that have an adapter.
         segments: adapters.
-        tiles: of their tokens.
+        tiles: tiles of their tokens.
     """
 
     places: int
@@ -53,7 +53,7 @@ class Room:
         return self.places + 3 * (self.segments + self.tiles)
 
     @classmethod
-    def of(cls, tokens: int, slots: int, block: int) -> Room:
+    def of(cls, tokens: int, slots: int, block: int) -> TileCapacity:
         """The most that so many tokens can need, whichever of the slots each one has."""
         segments = min(tokens, slots)
         # Every segment may end in a tile that is not full.
@@ -66,26 +66,26 @@ class TokenTiles:
 
     Attributes:
         memory: order, segments and tiles, one behind the other, int32.
-        room: their sizes.
+        capacity: their sizes.
         block: places of a tile, at most.
     """
 
     memory: Tensor
-    room: Room
+    capacity: TileCapacity
     block: int
 
     @property
     def order(self) -> Tensor:
-        return self.memory[: self.room.places]
+        return self.memory[: self.capacity.places]
 
     @property
     def segments(self) -> Tensor:
-        start = self.room.places
-        return self.memory[start : start + 3 * self.room.segments].view(-1, 3)
+        start = self.capacity.places
+        return self.memory[start : start + 3 * self.capacity.segments].view(-1, 3)
 
     @property
     def tiles(self) -> Tensor:
-        return self.memory[self.room.places + 3 * self.room.segments :].view(-1, 3)
+        return self.memory[self.capacity.places + 3 * self.capacity.segments :].view(-1, 3)
 
     def to(self, device: torch.device) -> TokenTiles:
         """The same on a device, copied at once; the host does not wait for it."""
@@ -93,18 +93,18 @@ class TokenTiles:
 
 
 def token_tiles(
-    spans: Sequence[tuple[int, int, int]], block: int, room: Room | None = None
+    spans: Sequence[tuple[int, int, int]], block: int, capacity: TileCapacity | None = None
 ) -> TokenTiles:
     """Sort the tokens of a step by slot, on the host.
 
     Args:
-        spans: of neighbouring tokens with one adapter: first token, tokens, slot; -1 for none.
+        spans: neighbouring tokens with one adapter: first token, tokens, slot; -1 for none.
         block: places of a tile, at most: DECODE_BLOCK or PREFILL_BLOCK.
-        room: sizes to fill up to; without one, what is needed.
+        capacity: sizes to fill up to; by default the sizes that are needed.
     Returns:
-        On the CPU.
+        The tables, on the CPU.
     Raises:
-        CodegenError: spans share tokens, the room is too small, or no kernel takes such tiles.
+        CodegenError: spans share tokens, the capacity is too small, or no kernel takes such tiles.
     """
     if block not in (DECODE_BLOCK, PREFILL_BLOCK):
         raise CodegenError(f"a tile of {block} places; {DECODE_BLOCK} or {PREFILL_BLOCK} can be")
@@ -121,21 +121,21 @@ def token_tiles(
         for slot, first, count in segments
         for done in range(0, count, block)
     ]
-    needed = Room(len(order), len(segments), len(tiles))
-    room = room or needed
+    needed = TileCapacity(len(order), len(segments), len(tiles))
+    capacity = capacity or needed
     for kind in ("places", "segments", "tiles"):
-        if getattr(needed, kind) > getattr(room, kind):
+        if getattr(needed, kind) > getattr(capacity, kind):
             raise CodegenError(
-                f"{getattr(needed, kind)} {kind} of tokens with adapters, and room for "
-                f"{getattr(room, kind)}; make it with Room.of of as many tokens and slots"
+                f"{getattr(needed, kind)} {kind} of tokens with adapters, and capacity for "
+                f"{getattr(capacity, kind)}; make that by TileCapacity.of as many tokens and slots"
             )
-    memory = np.zeros(room.size, np.int32)
+    memory = np.zeros(capacity.size, np.int32)
     memory[: len(order)] = order
-    start = room.places
+    start = capacity.places
     memory[start : start + 3 * len(segments)] = np.ravel(segments)
-    start += 3 * room.segments
+    start += 3 * capacity.segments
     memory[start : start + 3 * len(tiles)] = np.ravel(tiles)
-    return TokenTiles(torch.from_numpy(memory), room, block)
+    return TokenTiles(torch.from_numpy(memory), capacity, block)
 
 
 def tiles_on(spans: Sequence[tuple[int, int, int]], device: torch.device) -> TokenTiles:

@@ -1,7 +1,7 @@
-"""What the segmented kernels read of adapters in training: parameters as rows, tokens by job.
+"""Adapters in training as the segmented kernels read them: parameters as rows, tokens by job.
 
-Tables are kept, as layers and steps have few kinds of them; each stream has its own, as another one
-does not wait for their copy.
+Tables are cached, as layers and steps have few kinds of them; each stream has its own, as another
+one does not wait for their copy.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MOST_JOINED = 1024
 
 
 def are_few(counts: Sequence[int]) -> bool:
-    """Whether so many tokens of each job are copied behind one another sooner than launched for."""
+    """Return whether joining so many tokens of each job is faster than a launch for each."""
     return sum(counts) <= _MOST_JOINED * (len(counts) - 1)
 
 
 def is_column_wise(x: Tensor) -> bool:
-    """Whether rows of x [T, n] can be loaded 16 bytes at once."""
+    """Return whether rows of x [T, n] can be loaded 16 bytes at once."""
     if x.dim() != 2 or x.stride(1) != 1 or not x.numel():
         return False
     return not (x.shape[1] % ROW_ALIGNMENT or x.stride(0) % ROW_ALIGNMENT or x.data_ptr() % 16)
@@ -47,7 +47,7 @@ def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRow
 
     Args:
         matrices: one, which is read where it lies, or several, which are joined.
-        memory: of all of them, one below the other, where there is one.
+        memory: all of them, one below the other, where they lie so.
     """
     size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
     if memory is not None:
@@ -76,7 +76,7 @@ def segments_at(spans: Sequence[tuple[int, int]], device: torch.device) -> Token
 
 
 def _stream(device: torch.device) -> int:
-    """That tables are copied on: another one does not wait for the copy, and has its own."""
+    """The stream that tables are copied on: another one does not wait, and has its own."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -115,7 +115,7 @@ def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Ran
 
 
 def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
-    """Of adapters' weights, each of a slot, [1, slots]."""
+    """The scales of adapters' weights, each of a slot, [1, slots]."""
     return _scales(tuple(weight.scale for weight in weights), device, _stream(device))
 
 
@@ -128,18 +128,18 @@ _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_tokens(x: Tensor) -> bool:
-    """Whether the kernels read x as [T, n]."""
+    """Return whether the kernels can read x as [T, n]."""
     return x.dtype in _HALF_OR_SINGLE and is_column_wise(x)
 
 
 def is_matrix(matrix: Tensor, columns: int) -> bool:
-    """Whether they read an adapter's matrix as [r, columns]; one of rank 0 has no rows."""
+    """Return whether they can read a matrix as [r, columns]; one of rank 0 has no rows."""
     is_known = matrix.dim() == 2 and matrix.shape[1] == columns
     return is_known and matrix.dtype == torch.float32 and 0 < len(matrix) <= MOST_RANK
 
 
 def is_summand(s: Tensor) -> bool:
-    """Whether they read s as [T, r]."""
+    """Return whether they can read s as [T, r]."""
     return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= MOST_RANK
 
 

@@ -1,4 +1,4 @@
-"""How attention's kernels cut rows and keys into programs, by head size, dtype and architecture.
+"""The cuts of rows and keys into programs of attention, by head size, dtype and architecture.
 
 Each takes the most rows or keys whose sums stay in registers, with any options.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut.
+    """A cut of a kernel into programs.
 
     Attributes:
         rows: rows of a program.

@@ -1,4 +1,4 @@
-"""Where keys and values lie, and the kernel that writes a step's into the cache.
+"""The places of keys and values, and the kernel that writes a step's into the cache.
 
 The kernel is for attention whose keys no emitted kernel makes; one that does appends them itself.
 

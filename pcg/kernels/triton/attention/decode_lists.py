@@ -1,15 +1,15 @@
-"""What a recorded decode step reads of its tokens: memory that stays, filled anew for each step.
+"""The tokens of a recorded decode step, in memory that stays and is filled for each step.
 
 A CUDA graph keeps the addresses of its tensors and the numbers of its programs for good. So all
 that changes from step to step lies in one tensor, which one copy fills:
 
-    attention                     lists of attention_work.py; each token is decoded
-    tiles                         tokens by adapter, of token_tiles.py; none without adapters
+    attention                     the lists of `work`; each token is decoded
+    tiles                         tokens by adapter (`token_tiles`); none without adapters
     input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
 
-How much there is of each is a `DecodeRoom`, rounded up, so that few graphs serve every batch. What
-a batch leaves of it is empty: tokens of no one have the id 0, no part, no place in the tiles and
-the row -1, which is not written; splits and tiles of nothing are programs that leave at once.
+Their sizes are a `DecodeCapacity`, rounded up, so that few graphs serve every batch. The rest of it
+is empty: tokens of no sequence have the id 0, no part, no place in the tiles and the row -1, which
+is not written; splits and tiles of nothing are programs that leave at once.
 
 A sequence's block table is written as it grows, not anew, and tiles where adapters have changed
 places: from a step to the next one most of both stays.
@@ -43,14 +43,14 @@ ALIGNMENT = 4
 """Numbers that a part of the memory is a multiple of: 16 bytes, as kernels expect."""
 
 
-class DecodeRoom(NamedTuple):
-    """How much there may be of each.
+class DecodeCapacity(NamedTuple):
+    """The sizes of a step's memory.
 
     Attributes:
-        tokens: of the batch.
-        pages: of a sequence.
-        splits: of keys, of all sequences.
-        tiles: of tokens of one adapter.
+        tokens: tokens of the batch.
+        pages: pages of a sequence.
+        splits: splits of the keys of all sequences.
+        tiles: tiles of the tokens of one adapter.
     """
 
     tokens: int
@@ -59,18 +59,18 @@ class DecodeRoom(NamedTuple):
     tiles: int
 
     @property
-    def attention(self) -> attention_work.Room:
-        """Of attention's lists."""
-        return attention_work.Room(self.tokens, self.pages, 0, self.splits, self.tokens, 0)
+    def attention(self) -> attention_work.WorkCapacity:
+        """The capacity of attention's lists."""
+        return attention_work.WorkCapacity(self.tokens, self.pages, 0, self.splits, self.tokens, 0)
 
     @property
-    def by_adapter(self) -> token_tiles.Room:
-        """Of the tokens by adapter."""
-        return token_tiles.Room(self.tokens if self.tiles else 0, self.tiles, self.tiles)
+    def by_adapter(self) -> token_tiles.TileCapacity:
+        """The capacity of the tokens by adapter."""
+        return token_tiles.TileCapacity(self.tokens if self.tiles else 0, self.tiles, self.tiles)
 
 
-def decode_room(tokens: DecodeTokens) -> DecodeRoom | None:
-    """Room for these tokens, and for many others; None for more tokens than any graph has."""
+def decode_room(tokens: DecodeTokens) -> DecodeCapacity | None:
+    """The capacity for these tokens and many others; None for more tokens than any graph has."""
     count = len(tokens.ids)
     if not 0 < count <= TOKENS[-1]:
         return None
@@ -78,7 +78,7 @@ def decode_room(tokens: DecodeTokens) -> DecodeRoom | None:
     pages = max(len(table.pages) for table in tokens.tables)
     splits, _ = _splits(tokens)
     tiles = sum(-(-length // DECODE_BLOCK) for _, length, slot in _spans(tokens) if slot >= 0)
-    return DecodeRoom(
+    return DecodeCapacity(
         most,
         _power(pages, LEAST_PAGES, 4),
         _power(len(splits), most, 2),
@@ -118,15 +118,17 @@ class _Parts(NamedTuple):
     tiles: Tensor
 
     @classmethod
-    def of(cls, memory: Tensor, room: DecodeRoom) -> _Parts:
-        columns = [memory[start : start + size] for start, size in _places(room)]
+    def of(cls, memory: Tensor, capacity: DecodeCapacity) -> _Parts:
+        columns = [memory[start : start + size] for start, size in _places(capacity)]
         ids, positions, rows = (column.view(torch.int64) for column in columns[:3])
-        return cls(ids, positions, rows, AttentionWork.of(columns[3], room.attention), columns[4])
+        return cls(
+            ids, positions, rows, AttentionWork.of(columns[3], capacity.attention), columns[4]
+        )
 
 
-def _places(room: DecodeRoom) -> list[tuple[int, int]]:
-    """Where each part begins, and its size, in int32."""
-    sizes = [2 * room.tokens] * 3 + [room.attention.size, room.by_adapter.size]
+def _places(capacity: DecodeCapacity) -> list[tuple[int, int]]:
+    """The first number and the size of each part, in int32."""
+    sizes = [2 * capacity.tokens] * 3 + [capacity.attention.size, capacity.by_adapter.size]
     places, start = [], 0
     for size in sizes:
         places.append((start, size))
@@ -135,36 +137,37 @@ def _places(room: DecodeRoom) -> list[tuple[int, int]]:
 
 
 class DecodeLists:
-    """Memory of a room, on the host and the device.
+    """The memory of recorded decode steps, on the host and the device.
 
     Attributes:
-        room: of it.
+        capacity: its sizes.
         input_ids: [tokens], int64, on the device.
         positions: likewise.
         rows: likewise.
-        attention: lists on the device.
-        tiles: on the device; None without adapters.
+        attention: attention's lists, on the device.
+        tiles: tokens by adapter, on the device; None without adapters.
     """
 
-    def __init__(self, room: DecodeRoom, device: torch.device) -> None:
-        self.room = room
-        start, size = _places(room)[-1]
+    def __init__(self, capacity: DecodeCapacity, device: torch.device) -> None:
+        self.capacity = capacity
+        start, size = _places(capacity)[-1]
         self._on_host = torch.zeros(start + size, dtype=torch.int32)
         self._memory = self._on_host.to(device, copy=True)
-        self._host = _Parts.of(self._on_host, room)
-        found = _Parts.of(self._memory, room)
+        self._host = _Parts.of(self._on_host, capacity)
+        found = _Parts.of(self._memory, capacity)
         self.input_ids, self.positions, self.rows, self.attention, tiles = found
-        self.tiles = TokenTiles(tiles, room.by_adapter, DECODE_BLOCK) if room.tiles else None
-        # Of each row of the block tables: whose it is, as of how many pages put in others' places,
-        # and how many pages of it are written.
-        self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * room.tokens
+        by_adapter = TokenTiles(tiles, capacity.by_adapter, DECODE_BLOCK)
+        self.tiles = by_adapter if capacity.tiles else None
+        # For each row of the block tables: its sequence's table, how many of whose pages were
+        # replaced by then, and how many pages of it are written.
+        self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * capacity.tokens
         self._slots: list[int] = []
 
     def fill(self, tokens: DecodeTokens) -> None:
         """Put a step's tokens there; the host does not wait for the copy.
 
         Args:
-            tokens: for which `decode_room` gives this room.
+            tokens: those that `decode_room` gives this capacity for.
         """
         host, count = self._host, len(tokens.ids)
         contexts = np.array(tokens.contexts, np.int64)
@@ -192,7 +195,7 @@ class DecodeLists:
         slots = list(tokens.slots)
         if self.tiles is not None and slots != self._slots:
             self._slots = slots
-            found = token_tiles.token_tiles(_spans(tokens), DECODE_BLOCK, self.room.by_adapter)
+            found = token_tiles.token_tiles(_spans(tokens), DECODE_BLOCK, self.capacity.by_adapter)
             host.tiles.copy_(found.memory)
         # The host's memory is written again while the device may still read what was copied.
         on_host = self._on_host.pin_memory() if self._memory.is_cuda else self._on_host

@@ -96,7 +96,7 @@ def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
 
 
 def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
-    """Where keys and values are read: the layer's cache, or the batch's own where there is none."""
+    """The layer's cache, or the batch's own keys and values where there is none."""
     if batch.cached is not None:
         return KvRows(*map(CacheRows.of_layer, batch.cached))
     assert k is not None

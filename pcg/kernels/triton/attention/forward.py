@@ -96,7 +96,7 @@ def head_constants(q: Tensor, kv: KvRows) -> dict[str, int]:
     """The constants of heads that kernels are specialised by: numbers, sizes, padded sizes.
 
     Raises:
-        UnsupportedError: of other sizes, or of heads that KV heads do not share evenly.
+        UnsupportedError: a head has another size, or KV heads do not share the heads evenly.
     """
     (heads, size), (keys, values) = q.shape[1:], kv
     for found in (size, values.size):

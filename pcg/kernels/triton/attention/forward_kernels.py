@@ -149,7 +149,7 @@ def attend_tiles(
 
 @triton.jit
 def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """How many of a decoding token's splits a window leaves work for: the first ones."""
+    """The number of a decoding token's splits that a window leaves work for: the first ones."""
     if WINDOW > 0:
         count = tl.minimum(count, tl.cdiv(tl.minimum(context + 1, WINDOW), SPLIT))
     return count

@@ -37,7 +37,7 @@ def part_of(parts, number, COLUMNS: tl.constexpr):
 
 @triton.jit
 def tile_rows(first, end, start, context, kv_head, G: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of BLOCK rows from `first` there are, and the position, head and token of each.
+    """A mask of the BLOCK rows from `first` that exist, and the position, head and token of each.
 
     Rows from `end` on are the last one again.
     """
@@ -93,7 +93,7 @@ def bounded(products, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def seen(i, j, WINDOW: tl.constexpr):
-    """Whether the token at position i sees the key at j."""
+    """True where the token at position i sees the key at j."""
     visible = j <= i
     if WINDOW > 0:
         visible = visible & (j > i - WINDOW)

@@ -1,4 +1,4 @@
-"""What attention's kernels are to do in one step: lists made on the host, copied at once.
+"""The work of attention's kernels in one step: lists made on the host, copied at once.
 
 A sequence's part of the batch is `length` tokens behind `context` tokens in the cache. Its rows are
 its tokens times the G heads that share a KV head: row r is token r // G, head r % G of the group.
@@ -10,7 +10,7 @@ So a tile of rows is full for any group, and a short chunk of many heads is as g
 
 How a part is cut depends on that part alone, so what a token gets does not depend on who else is in
 the batch. Lists may be padded with empty items, whose programs leave at once: a CUDA graph that is
-recorded with some `Room` runs every batch that fits into it (`decode_lists.py`).
+recorded with some `WorkCapacity` runs every batch that fits into it (`decode_lists.py`).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ what it leaves to the reduction; and 8 KV heads of one sequence of 8k keys are 1
 MOST_SPLITS = 64
 """Splits of a sequence: from 32k keys on they grow instead."""
 COLUMNS = 4
-"""Of an item: 16 bytes, so that every list starts as aligned as kernels expect."""
+"""Numbers of an item: 16 bytes, so that every list starts as aligned as kernels expect."""
 Rows: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Room:
-    """How many items each list has, the empty ones included.
+class WorkCapacity:
+    """The number of items of each list, the empty ones included.
 
     Attributes:
-        parts: of the batch.
-        pages: of a part.
-        tiles: of rows.
-        splits: of keys, of all decoding tokens.
+        parts: parts of the batch.
+        pages: pages of a part.
+        tiles: tiles of rows.
+        splits: splits of the keys of all decoding tokens.
         decodes: decoding tokens.
-        key_blocks: of backward; 0 where there is none.
+        key_blocks: key blocks of backward; 0 where there is none.
     """
 
     parts: int
@@ -69,7 +69,7 @@ class Room:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of each list, in the order in which they lie."""
+        """The shape of each list, in the order in which they lie."""
         # Kernels are compiled for block tables of a multiple of 16 columns.
         shapes = [(self.parts, COLUMNS), (self.parts, -(-self.pages // 16) * 16)]
         lists = (self.tiles, self.splits, self.decodes, self.key_blocks)
@@ -81,8 +81,8 @@ class AttentionWork:
     """Lists for the kernels, int32, on the device; all are views of one tensor.
 
     Attributes:
-        flat: that tensor.
-        room: how long the lists are.
+        flat: the one tensor.
+        capacity: the lengths of the lists.
         parts: start, length, context and origin of each, [parts, 4].
         pages: the block table of each part, [parts, pages up to a multiple of 16].
         tiles: part, first row, rows, [tiles, 4]; those that see most come first.
@@ -92,7 +92,7 @@ class AttentionWork:
     """
 
     flat: Tensor
-    room: Room
+    capacity: WorkCapacity
     parts: Tensor
     pages: Tensor
     tiles: Tensor
@@ -108,40 +108,41 @@ class AttentionWork:
         device: torch.device,
         *,
         backward: bool = False,
-        room: Room | None = None,
+        capacity: WorkCapacity | None = None,
     ) -> Self:
         """The lists of a batch, copied to the device.
 
         Args:
-            parts: of the batch; one token of a sequence with pages is decoded, but for backward.
+            parts: spans of the batch; one token of a sequence with pages is decoded, but for
+                backward.
             group: heads that share a KV head, G.
-            device: of the lists.
+            device: the lists' device.
             backward: whether backward will read them: all parts have tiles, and key blocks.
-            room: how long to make the lists; None for as long as they need to be.
+            capacity: lengths of the lists; by default the lengths that are needed.
         Raises:
-            UnsupportedError: the batch does not fit into the room.
+            UnsupportedError: the batch does not fit into the capacity.
         """
         lists = _Lists.of(parts, group, backward)
-        room = room or lists.room()
-        lists.check(room)
-        host = cls.of(torch.zeros(room.size, dtype=torch.int32), room)
+        capacity = capacity or lists.capacity()
+        lists.check(capacity)
+        host = cls.of(torch.zeros(capacity.size, dtype=torch.int32), capacity)
         lists.write(host)
-        return cls.of(uploaded(host.flat, device), room)
+        return cls.of(uploaded(host.flat, device), capacity)
 
     @classmethod
-    def of(cls, flat: Tensor, room: Room) -> Self:
-        """The lists that lie in a tensor of so many int32 as the room has."""
-        found = flat.split([rows * columns for rows, columns in room.shapes])
-        views = (some.view(shape) for some, shape in zip(found, room.shapes, strict=True))
-        return cls(flat, room, *views)
+    def of(cls, flat: Tensor, capacity: WorkCapacity) -> Self:
+        """The lists that lie in a tensor of so many int32 as the capacity has."""
+        found = flat.split([rows * columns for rows, columns in capacity.shapes])
+        views = (some.view(shape) for some, shape in zip(found, capacity.shapes, strict=True))
+        return cls(flat, capacity, *views)
 
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
     """Splits and decodes of parts of one token.
 
     Args:
-        numbers: of the parts, [n].
-        keys: that each sees, [n].
+        numbers: indices of the parts, [n].
+        keys: keys that each sees, [n].
     Returns:
         [splits, 3] and [n, 3], as in `AttentionWork`.
     """
@@ -182,8 +183,8 @@ class _Lists:
         pages: list[Sequence[int]] = [p.table.pages if p.table else () for p in parts]
         return cls(rows, pages, tiles, splits, decodes, key_blocks)
 
-    def room(self) -> Room:
-        return Room(
+    def capacity(self) -> WorkCapacity:
+        return WorkCapacity(
             len(self.parts),
             max(map(len, self.pages), default=0),
             len(self.tiles),
@@ -192,15 +193,15 @@ class _Lists:
             len(self.key_blocks),
         )
 
-    def check(self, room: Room) -> None:
-        """UnsupportedError: there are more than there is room for."""
-        needed = self.room()
-        for field in fields(Room):
-            wanted, most = getattr(needed, field.name), getattr(room, field.name)
+    def check(self, capacity: WorkCapacity) -> None:
+        """UnsupportedError: there are more than there is capacity for."""
+        needed = self.capacity()
+        for field in fields(WorkCapacity):
+            wanted, most = getattr(needed, field.name), getattr(capacity, field.name)
             if wanted > most:
                 raise UnsupportedError(
-                    f"the batch needs {wanted} {field.name} where there is room for {most}; "
-                    f"take a graph of a larger room, or run it without one"
+                    f"the batch needs {wanted} {field.name} where there is capacity for {most}; "
+                    f"take a graph of a larger capacity, or run it without one"
                 )
 
     def write(self, work: AttentionWork) -> None:

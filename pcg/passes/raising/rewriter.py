@@ -93,3 +93,9 @@ def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
         if len(new.nodes) == len(graph.nodes):
             return new
         graph = new
+
+
+def orders(node: Node) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The two inputs of a node, in both orders."""
+    a, b = node.inputs
+    return (a, b), (b, a)

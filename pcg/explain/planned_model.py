@@ -1,0 +1,174 @@
+"""A model as a report accounts for it: folded, with bypass networks, and planned for training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+
+from pcg.errors import UnsupportedError
+from pcg.explain.adapter_use import AdapterUse, adapter_use
+from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
+from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import CONTEXT
+from pcg.options import MemoryBudget
+from pcg.passes.layer_kind import LayerKind
+from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
+from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
+from pcg.peft.recipe import Recipe
+from pcg.runtime.training.torch_optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, recipes and a step to account for.
+
+    Attributes:
+        config: the contents of the model's config.json.
+        settings: the settings of its pipeline, without bypass networks.
+        traced: the traced model.
+        folded: the folded model, without bypass networks.
+        recipes: the adapters' recipes by name.
+        optimizer: the optimizer of the adapters.
+    """
+
+    config: Mapping[str, Any]
+    settings: Settings
+    traced: Traced
+    folded: Base
+    recipes: Mapping[str, Recipe]
+    optimizer: Optimizer
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return self.settings.options.budget
+
+    @property
+    def tp(self) -> int:
+        return self.settings.options.tp
+
+    @property
+    def batch(self) -> int:
+        return self.settings.options.batch
+
+    @property
+    def seq(self) -> int:
+        return self.settings.options.seq
+
+    @property
+    def at(self) -> dict[sympy.Symbol, int]:
+        """The values of the symbols of formulas."""
+        return {SEQUENCES: self.batch, CONTEXT: self.seq}
+
+    def having(self, **options: Any) -> Setup:
+        """Return the setup with other options."""
+        changed = dataclasses.replace(self.settings.options, **options)
+        settings = dataclasses.replace(self.settings, options=changed)
+        return dataclasses.replace(self, settings=settings)
+
+    def use(self, base: ModelGraph) -> AdapterUse:
+        """Return what the recipes train of a base."""
+        return adapter_use(base, self.recipes, str(self.config["model_type"]), base.adapter_dtype)
+
+    def attached(self) -> tuple[Pipeline, Base, Attached]:
+        """Return the recipes' pipeline, and the model without and with bypass networks."""
+        settings = dataclasses.replace(self.settings, bypasses=lambda base: self.use(base).bypasses)
+        passes = pipeline(settings)
+        base = passes.raise_operators.run(self.folded)
+        return passes, base, passes.attach.run(base)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that is planned for a setup.
+
+    Attributes:
+        setup: the setup.
+        use: what the recipes train.
+        whole: the model without bypass networks, raised.
+        base: one rank's part of it.
+        attached: the same with bypass networks; None without adapters.
+        kinds: its layers, differentiated and pruned; empty where pcg cannot train the model.
+        trained: the model with the graphs that train it; None where pcg cannot.
+        windowed: the plan of sequences that come window by window, through the KV cache; None where
+            it was not asked for.
+        refusal: the reason why pcg cannot train the model; empty where it can.
+        sharded: the model over ranks; None for one rank.
+    """
+
+    setup: Setup
+    use: AdapterUse
+    whole: ModelGraph
+    base: ModelGraph
+    attached: ModelGraph | None
+    kinds: tuple[LayerKind, ...]
+    trained: TrainedModel | None
+    windowed: MemoryPlan | None
+    refusal: str
+    sharded: Sharded | None
+
+    @property
+    def unraised(self) -> ModelGraph:
+        """The folded model, one node an ATen operator."""
+        return self.setup.folded.model
+
+    @property
+    def training(self) -> TrainedModel:
+        """The model with the graphs that train it, where pcg can."""
+        assert self.trained is not None
+        return self.trained
+
+    @cached_property
+    def saved(self) -> SavedMemory | None:
+        """The bytes saved for backward; None where pcg cannot train the model."""
+        found = self.trained
+        return None if found is None else saved_memory(found.model, found.plan)
+
+    def replanned(self, setup: Setup, found: Frontiers, plan: MemoryPlan) -> PlannedModel:
+        """Return the model with another plan, for another step."""
+        trained = dataclasses.replace(self.training, frontiers=found, plan=in_order(plan))
+        return dataclasses.replace(self, setup=setup, trained=trained)
+
+
+def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
+    """Plan a model for a setup.
+
+    Args:
+        setup: the setup.
+        windows: plan training in windows through the KV cache, too.
+    """
+    passes, base, attached = setup.attached()
+    sharded = passes.parallelize.run(attached)
+    refusal = ""
+    kinds: tuple[LayerKind, ...] = ()
+    windowed: MemoryPlan | None = None
+    trained: TrainedModel | None = None
+    try:
+        pruned = passes.prune.run(passes.differentiate.run(sharded))
+        kinds = () if pruned.training is None else pruned.training.kinds
+        if windows:
+            through_cache = pipeline(dataclasses.replace(setup.settings, windows=True))
+            compressed = through_cache.compress.run(pruned)
+            found = through_cache.rematerialize.run(compressed).training
+            windowed = None if found is None else found.plan
+        trained = passes.rematerialize.run(passes.compress.run(pruned)).training
+    except UnsupportedError as error:
+        refusal = str(error)
+    return PlannedModel(
+        setup,
+        setup.use(setup.folded.model),
+        base.model,
+        sharded.base,
+        sharded.training,
+        kinds,
+        trained,
+        windowed,
+        refusal,
+        sharded if isinstance(sharded, Sharded) else None,
+    )

@@ -1,0 +1,1 @@
+"""Raise elementary arithmetic to larger operators."""
