@@ -1,1 +1,1 @@
-"""Emit programs as Python source, and the kernels that they call."""
+"""Emit programs as readable Python source."""

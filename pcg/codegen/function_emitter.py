@@ -59,14 +59,16 @@ def emit_function(function: Function, items: Sequence[Item] | None = None) -> st
         elif index in waited:
             lines += _beginning(item, expressions)
         else:
-            lines += _statement(item, expressions, function.asks and _is_frozen(graph, item))
+            lines += _statement(
+                item, expressions, function.yields_products and _is_frozen(graph, item)
+            )
         dead = [expressions[n] for n in last_use.get(index, ())]
         if dead:
             line = f"    del {', '.join(dead)}"
             words = [f"{name}," for name in dead]
             lines += [line] if len(line) <= WIDTH else wrapped(words, "del (", ")")
     lines += _waiting(items, waited, len(items), expressions)
-    if function.asks and not any("yield from" in line for line in lines):
+    if function.yields_products and not any("yield from" in line for line in lines):
         lines.append("    yield from ()  # it has no product to ask for")
     lines += _returned(graph.outputs, function.outputs, expressions)
     return "\n".join(lines) + "\n"
@@ -99,11 +101,11 @@ def _launch(kernel: GroupKernel, expressions: Mapping[str, str]) -> list[str]:
     return wrapped(arguments, f"{targets} = {kernel.name}(", ")")
 
 
-def _statement(node: Node, expressions: Mapping[str, str], asks: bool = False) -> list[str]:
+def _statement(node: Node, expressions: Mapping[str, str], yields: bool = False) -> list[str]:
     entry = operator(node.op)
     arguments = [expressions[name] for name in node.inputs]
     attributes = dict(node.attributes)
-    request = entry.request_source(arguments, attributes) if asks else None
+    request = entry.request_source(arguments, attributes) if yields else None
     source = entry.source(arguments, attributes) if request is None else request
     targets = ", ".join(expressions[value.name] for value in node.outputs)
     if entry.returns_sequence and len(node.outputs) == 1:

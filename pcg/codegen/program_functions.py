@@ -22,8 +22,8 @@ class Function:
         given: inputs that arrive together, in lists of these names before the others. The function
             empties them, so that it alone holds what is in them.
         free: True to delete each value after its last use.
-        asks: True to make it a generator that asks its caller for products by frozen weights, so
-            that functions that run together run these together.
+        yields_products: True to make it a generator that asks its caller for products by frozen
+            weights, so that functions that run together run these together.
     """
 
     graph: Graph
@@ -32,13 +32,13 @@ class Function:
     outputs: Sequence[Sequence[str]] | None = None
     given: Mapping[str, Sequence[str]] = field(default_factory=dict)
     free: bool = False
-    asks: bool = False
+    yields_products: bool = False
 
 
 def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
     """The functions of prologue, blocks and epilogue."""
     return tuple(
-        Function(graph, graph.name, _role(model, graph), asks=graph in model.blocks)
+        Function(graph, graph.name, _role(model, graph), yields_products=graph in model.blocks)
         for graph in model.graphs
     )
 
@@ -92,7 +92,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[F
         f"{where}, forward. Returns its outputs, and what backward is given.",
         outputs=[block.outputs, plan.saved],
         free=True,
-        asks=True,
+        yields_products=True,
     )
     if plan.backward is None:
         return
@@ -107,7 +107,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[F
         outputs=[outputs[:count], outputs[count:]],
         given={"kept": plan.saved, "gradients": incoming},
         free=True,
-        asks=True,
+        yields_products=True,
     )
 
 

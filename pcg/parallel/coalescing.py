@@ -12,14 +12,14 @@ reverse, where gradients flow, are those of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
-from pcg.parallel.parallel_plan import NodePlan, ParallelPlan
+from pcg.parallel.parallel_plan import NodePlan, ParallelPlan, Reshard
 
 _COALESCED = ("all_gather", "all_reduce")
 
@@ -95,25 +95,17 @@ class _Event:
         reads: values in the layouts that it takes.
         makes: values in the layouts that it gives.
         active: those of `reads` that a gradient may flow back to by it.
-        forward: kind of the message that it sends in the forward; empty for none.
-        backward: kind of the message that it sends in the backward; empty for none.
-        types: type of the message's tensor; empty for a node.
-        of_tokens: True if the message is of shards of the tokens.
-        is_recomputed: True if backward sends without a gradient: what it reads was not saved.
+        reshard: the reshard with its value's type; None for a node.
     """
 
     reads: _Versions
     makes: _Versions
     active: _Versions
-    forward: str = ""
-    backward: str = ""
-    types: tuple[TensorType, ...] = ()
-    of_tokens: bool = False
-    is_recomputed: bool = False
+    reshard: tuple[Reshard, TensorType] | None = None
 
 
-_Sent = tuple[_Event, str, _Versions, _Versions]
-"""An event in one direction: the kind of its message, what it reads and what it makes."""
+_Sent = tuple[_Event, _Versions, _Versions]
+"""An event in one direction, with what it reads and what it makes there."""
 
 
 def plan_messages(
@@ -130,7 +122,7 @@ def plan_messages(
     events: list[_Event] = []
     for node in graph.nodes:
         node_plan = plan.nodes[node.name]
-        events += _reshards(graph, node_plan, degree, active)
+        events += _reshards(graph, node_plan, active)
         rule = node_plan.rule
         names = (value.name for value in node.outputs)
         reads = tuple(zip(node.inputs, rule.inputs, strict=True))
@@ -138,51 +130,50 @@ def plan_messages(
         constants = operator(rule.op or node.op).constant_in
         back = [read for i, read in enumerate(reads) if read[0] in active and i not in constants]
         events.append(_Event(reads, makes, tuple(back)))
-    events += _reshards(graph, plan.outputs, degree, active)
-    forward: list[_Sent] = [(event, event.forward, event.reads, event.makes) for event in events]
-    ends = zip(graph.outputs, plan.outputs.rule.inputs, strict=True)
-    return _messages(forward), _messages(_backward(events, set(ends)))
+    events += _reshards(graph, plan.outputs, active)
+    forward = [(event, event.reads, event.makes) for event in events]
+    backward = list(_backward(events, {*zip(graph.outputs, plan.outputs.rule.inputs, strict=True)}))
+    return (
+        _messages(forward, lambda reshard: reshard.forward, degree),
+        _messages(backward, lambda reshard: reshard.backward, degree),
+    )
 
 
-def _reshards(
-    graph: Graph, node_plan: NodePlan, degree: int, active: Container[str]
-) -> Iterator[_Event]:
+def _reshards(graph: Graph, node_plan: NodePlan, active: Container[str]) -> Iterator[_Event]:
     for name, reshards in node_plan.reshards:
-        type_ = graph.types[name]
         for reshard in reshards:
-            reads = ((name, reshard.before),)
-            yield _Event(
-                reads,
-                ((name, reshard.after),),
-                reads if name in active else (),
-                reshard.forward,
-                reshard.backward,
-                (reshard.message(type_, degree),),
-                reshard.is_of_tokens(type_),
-                reshard.op == "keep",
-            )
+            reads, makes = ((name, reshard.before),), ((name, reshard.after),)
+            back = reads if name in active else ()
+            yield _Event(reads, makes, back, (reshard, graph.types[name]))
 
 
 def _backward(events: Sequence[_Event], reached: set[tuple[str, Layout]]) -> Iterator[_Sent]:
     for event in reversed(events):
         reads = tuple(made for made in event.makes if made in reached)
-        if event.is_recomputed and event.active:
-            yield event, event.backward, (), ()
+        if event.reshard and event.reshard[0].op == "regather" and event.active:
+            # Its value was not saved, so that backward gathers it with or without a gradient.
+            yield event, (), ()
         elif reads and event.active:
             reached.update(event.active)
-            yield event, event.backward, reads, event.active
+            yield event, reads, event.active
 
 
-def _messages(sent: Iterator[_Sent] | list[_Sent]) -> tuple[Message, ...]:
-    sent = list(sent)
-    runs = coalesced_runs(
-        [
-            Access((kind, e.types[0].dtype) if kind and not e.of_tokens else None, reads, makes)
-            for e, kind, reads, makes in sent
-        ]
-    )
-    runs += [[place] for place, (event, kind, *_) in enumerate(sent) if kind and event.of_tokens]
+def _messages(
+    sent: Sequence[_Sent], kind_of: Callable[[Reshard], str], degree: int
+) -> tuple[Message, ...]:
+    accesses, alone = [], []
+    found: dict[int, tuple[str, TensorType]] = {}
+    for place, (event, reads, makes) in enumerate(sent):
+        key = None
+        if event.reshard and (kind := kind_of(event.reshard[0])):
+            reshard, type_ = event.reshard
+            found[place] = (kind, reshard.message(type_, degree))
+            if reshard.is_of_tokens(type_):
+                alone.append([place])
+            else:
+                key = (kind, type_.dtype)
+        accesses.append(Access(key, reads, makes))
     return tuple(
-        Message(sent[run[0]][1], tuple(sent[place][0].types[0] for place in run))
-        for run in sorted(runs)
+        Message(found[run[0]][0], tuple(found[place][1] for place in run))
+        for run in sorted(coalesced_runs(accesses) + alone)
     )

@@ -31,8 +31,8 @@ SAVED_COPY = saved(REPLICATED)
 class Reshard:
     """One transition of a value between two layouts, by an operator.
 
-    Between marks it is no node of the graph, but work of backward: `keep` gathers a copy again, and
-    `again` recomputes what was made of it.
+    Between marks it is no node of the graph, but work of backward: `regather` gathers a copy again,
+    and `recompute` makes what was made of it.
     """
 
     op: str
@@ -73,7 +73,7 @@ _FORWARD = {
 }
 _BACKWARD = {
     "gather": "reduce_scatter",
-    "keep": "all_gather",
+    "regather": "all_gather",
     "partition": "all_gather",
     "replicate": "all_reduce",
     "scatter": "all_gather",

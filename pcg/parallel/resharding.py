@@ -166,9 +166,9 @@ def reshards_from(
     """
     found: list[tuple[str, Layout]]
     if layout == SAVED_COPY:
-        found = [("again", saved(part)) for part in parts if part != tokens]
+        found = [("recompute", saved(part)) for part in parts if part != tokens]
     elif is_saved(layout):
-        found = [("again", saved(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
+        found = [("recompute", saved(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
     elif layout == WHOLE:
         found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
@@ -180,5 +180,5 @@ def reshards_from(
     else:
         found = [("combine", WHOLE), ("place", PRE_REDUCE)]
         if layout == tokens:
-            found += [("gather", REPLICATED), ("keep", SAVED_COPY)]
+            found += [("gather", REPLICATED), ("regather", SAVED_COPY)]
     return tuple(Reshard(op, layout, after) for op, after in found)

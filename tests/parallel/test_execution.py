@@ -82,7 +82,7 @@ def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
     program = make_program("gpt2", 2)
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
-    assert loaded.tp == 2
+    assert loaded.options.tp == 2
     assert loaded.serving == program.serving
     assert loaded.training == program.training
 
@@ -216,7 +216,7 @@ def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None
     def act(executor: Executor) -> list[Tensor]:
         recipe = LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj", "o_proj", "down_proj"))
         executor.add_adapter("a", recipe)
-        executor.add_adapter("b", dataclasses.replace(recipe, rank=3))
+        executor.add_adapter("b", dataclasses.replace(recipe, r=3))
         for adapter in executor.adapters.values():
             fill(adapter.tensors)
             executor.refresh_adapter(adapter.name)

@@ -322,7 +322,7 @@ def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
     program = make_program("opt", 2, sequence_parallel=True, gradient_accumulation_steps=8)
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
-    assert loaded.sequence_parallel
+    assert loaded.options.sequence_parallel
     assert loaded.gradient_accumulation_steps == 8
     assert loaded.serving == program.serving
     assert loaded.training == program.training

@@ -95,20 +95,20 @@ RESERVED_BYTES = 2**30
 
 # ---------------------------------------------------------------------------------------- links
 
-# NCCL counts so many microseconds a step of a ring in its Simple protocol: the table hwLat in
-# src/graph/tuning.cc, rows NVLINK and PCI. Data sheets give both directions of a link together.
-_NVLINK_STEP_S = 3.4 * MICROSECOND
-_PCI_STEP_S = 5.7 * MICROSECOND
-_NCCL = "NCCL src/graph/tuning.cc, hwLat of Ring/Simple"
 
-NVLINK_3 = Link(
-    _NVLINK_STEP_S, 600 * GB / 2, f"{_NCCL}: 3.4 µs; NVIDIA A100 data sheet: NVLink 600 GB/s"
-)
-NVLINK_4 = Link(
-    _NVLINK_STEP_S, 900 * GB / 2, f"{_NCCL}: 3.4 µs; NVIDIA H100 data sheet: NVLink 900 GB/s"
-)
-PCIE_4 = Link(_PCI_STEP_S, 64 * GB / 2, f"{_NCCL}: 5.7 µs; NVIDIA A100 data sheet: PCIe 64 GB/s")
-PCIE_5 = Link(_PCI_STEP_S, 128 * GB / 2, f"{_NCCL}: 5.7 µs; NVIDIA H100 data sheet: PCIe 128 GB/s")
+def _link(step_us: float, gb_per_s: int, name: str) -> Link:
+    """A link of a data sheet, which gives both directions together.
+
+    Its latency is that of a step of a ring in NCCL's Simple protocol.
+    """
+    source = f"NCCL src/graph/tuning.cc, hwLat of Ring/Simple: {step_us} µs; NVIDIA {name} "
+    return Link(step_us * MICROSECOND, gb_per_s * GB / 2, f"{source}{gb_per_s} GB/s")
+
+
+NVLINK_3 = _link(3.4, 600, "A100 data sheet: NVLink")
+NVLINK_4 = _link(3.4, 900, "H100 data sheet: NVLink")
+PCIE_4 = _link(5.7, 64, "A100 data sheet: PCIe")
+PCIE_5 = _link(5.7, 128, "H100 data sheet: PCIe")
 GLOO_LOOPBACK = Link(
     300 * MICROSECOND,
     0.7 * GB,
@@ -118,15 +118,8 @@ GLOO_LOOPBACK = Link(
 
 # --------------------------------------------------------------------------------------- sheets
 
-_GPU_LAUNCH_S = 3.8 * MICROSECOND
-_GPU_LAUNCH_SOURCE = (
-    "NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 µs a kernel, small ones launched one "
-    "behind the other"
-)
-
 
 def _gpu(
-    *,
     half_tflops: float,
     fp32_tflops: float,
     memory_gb_per_s: float,
@@ -149,55 +142,45 @@ def _gpu(
     vectors = {"f32": fp32}
     if fp64_tflops is not None:
         products["f64"], vectors["f64"] = (number * TERA for number in fp64_tflops)
-    bandwidth = memory_gb_per_s * GB
     return DeviceSheet(
-        products, vectors, bandwidth, _GPU_LAUNCH_S, links, source, _GPU_LAUNCH_SOURCE
+        products,
+        vectors,
+        memory_gb_per_s * GB,
+        3.8 * MICROSECOND,
+        links,
+        source,
+        "NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 µs a kernel, small ones launched one "
+        "behind the other",
     )
 
 
 def _a100(memory_gb_per_s: float, memory: str) -> DeviceSheet:
-    return _gpu(
-        half_tflops=312,
-        fp32_tflops=19.5,
-        fp64_tflops=(19.5, 9.7),
-        memory_gb_per_s=memory_gb_per_s,
-        links={"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4},
-        source="NVIDIA A100 data sheet, SXM: BF16 Tensor Core 312 TFLOPS, FP32 19.5, FP64 9.7, "
-        f"FP64 Tensor Core 19.5; {memory}",
+    source = (
+        "NVIDIA A100 data sheet, SXM: BF16 Tensor Core 312 TFLOPS, FP32 19.5, FP64 9.7, FP64 "
+        f"Tensor Core 19.5; {memory}"
     )
+    links = {"NVLink 3": NVLINK_3, "PCIe 4": PCIE_4}
+    return _gpu(312, 19.5, memory_gb_per_s, links, source, (19.5, 9.7))
 
 
 def _hopper(memory_gb_per_s: float, name: str, memory: str) -> DeviceSheet:
-    return _gpu(
-        half_tflops=1_979 / 2,
-        fp32_tflops=67,
-        fp64_tflops=(67, 34),
-        memory_gb_per_s=memory_gb_per_s,
-        links={"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5},
-        source=f"NVIDIA {name} data sheet, SXM: BF16 Tensor Core 1,979 teraFLOPS with sparsity, "
-        f"half of it dense, FP32 67, FP64 34, FP64 Tensor Core 67; {memory}",
+    source = (
+        f"NVIDIA {name} data sheet, SXM: BF16 Tensor Core 1,979 teraFLOPS with sparsity, half of "
+        f"it dense, FP32 67, FP64 34, FP64 Tensor Core 67; {memory}"
     )
+    links = {"NVLink 4": NVLINK_4, "PCIe 5": PCIE_5}
+    return _gpu(1_979 / 2, 67, memory_gb_per_s, links, source, (67, 34))
 
 
+_A10G = "NVIDIA A10G data sheet (for AWS): BF16 Tensor Core 70 TF, FP32 31.52 TF, 600 GB/s"
+_L40S = "NVIDIA L40S data sheet: BFLOAT16 Tensor Core 362.05 TFLOPS, FP32 91.6, 864 GB/s"
 _SHEETS = {
-    "A10G": _gpu(
-        half_tflops=70,
-        fp32_tflops=31.52,
-        memory_gb_per_s=600,
-        links={"PCIe 4": PCIE_4},
-        source="NVIDIA A10G data sheet (for AWS): BF16 Tensor Core 70 TF, FP32 31.52 TF, 600 GB/s",
-    ),
+    "A10G": _gpu(70, 31.52, 600, {"PCIe 4": PCIE_4}, _A10G),
     "A100-40": _a100(1_555, "40 GB HBM2: 1,555 GB/s"),
     "A100-80": _a100(2_039, "80 GB HBM2e: 2,039 GB/s"),
     "H100": _hopper(3_350, "H100", "3.35 TB/s"),
     "H200": _hopper(4_800, "H200", "4.8 TB/s"),
-    "L40S": _gpu(
-        half_tflops=362.05,
-        fp32_tflops=91.6,
-        memory_gb_per_s=864,
-        links={"PCIe 4": PCIE_4},
-        source="NVIDIA L40S data sheet: BFLOAT16 Tensor Core 362.05 TFLOPS, FP32 91.6, 864 GB/s",
-    ),
+    "L40S": _gpu(362.05, 91.6, 864, {"PCIe 4": PCIE_4}, _L40S),
 }
 
 # One socket of an Intel Xeon Platinum 8480+: cores · base clock.

@@ -255,8 +255,8 @@ class GraphSeconds:
                 )
             self._attention.append(_attention(node.op, ins, outs, attributes))
         elif is_open:
-            for op, *types, parted in parts_of(node.op, ins, outs, attributes):
-                self._bypass.append(_bypass(op, types[0], types[1], parted))
+            for op, inputs, outputs, own in parts_of(node.op, ins, outs, attributes):
+                self._bypass.append(_bypass(op, inputs, outputs, own))
         else:
             self._plain.append(
                 lambda tokens: self._model.operator_seconds(

@@ -84,7 +84,7 @@ def mute_others() -> None:
 
 
 def _reason(failures: Mapping[int, ProcessFailure], degree: int) -> str:
-    """The reason that the ranks ended: one was killed, else the first error of no lost rank."""
+    """The reason that the ranks ended: a killed rank, else the first error but lost ranks."""
     order = sorted(failures.items(), key=lambda entry: entry[1].timestamp)
     lost = f"{RankLostError.__name__}: "
     for rank, failure in order:
