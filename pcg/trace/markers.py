@@ -5,6 +5,7 @@ transformers calls the first two through its own registries; none of them is eve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ IMPLEMENTATION = "pcg"
 """The name under which transformers' registries know the markers."""
 
 
-@torch.library.custom_op("pcg::attention", mutates_args=())
+def _marker(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Register an operator of namespace pcg whose result has the shape that a function gives."""
+    name = f"pcg::{function.__name__.removeprefix('_')}"
+    marker = torch.library.custom_op(name, function, mutates_args=())
+    marker.register_fake(function)
+    return marker
+
+
+@_marker
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -31,12 +40,7 @@ def _attention(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
 
-@_attention.register_fake
-def _(q, k, v, sinks, scale, window, softcap):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-
-
-@torch.library.custom_op("pcg::experts", mutates_args=())
+@_marker
 def _experts(
     x: torch.Tensor,
     indices: torch.Tensor,
@@ -48,19 +52,9 @@ def _experts(
     return torch.empty_like(x)
 
 
-@_experts.register_fake
-def _(x, indices, weights, gate_up, down):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("pcg::take", mutates_args=())
+@_marker
 def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """x[..., [index], ...]: one entry of a dim, copied."""
-    return x.narrow(dim, index, 1).clone()
-
-
-@_take.register_fake
-def _(x, dim, index):  # type: ignore[no-untyped-def]
     return torch.empty_like(x.narrow(dim, index, 1))
 
 

@@ -27,7 +27,7 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
-from pcg.parallel.ranks.group import OneRank
+from pcg.parallel.ranks.group import Ranks
 from pcg.peft.weights import AdapterWeight
 
 HALVES = ("bf16", "f16")
@@ -43,7 +43,7 @@ class _Span:
     origin: int = 0
 
 
-class _OneOfTwo(OneRank):
+class _OneOfTwo(Ranks):
     """One rank of two without the other: only its own work is measured."""
 
     size = 2
@@ -62,7 +62,7 @@ class _Step:
     keeps: bool = True
     cached: None = None
     chosen: None = None
-    ranks: OneRank = field(default_factory=_OneOfTwo)
+    ranks: Ranks = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:
         self.spans = (_Span(self.tokens),)

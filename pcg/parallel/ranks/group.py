@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ PendingCollective: TypeAlias = Callable[[], Any]
 """A collective that has begun: called once, it waits for it and returns its result."""
 
 
-class Ranks(Protocol):
-    """A tensor-parallel group, as one of its ranks sees it.
+class Ranks:
+    """A tensor-parallel group, as one of its ranks sees it; here the group of one rank.
+
+    Of several ranks, each method raises a RankLostError if another one is gone.
 
     Attributes:
         rank: the number of this rank.
@@ -45,56 +47,39 @@ class Ranks(Protocol):
         messages: number of messages that it has sent, by kind of collective.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    moved_bytes: dict[str, int]
-    messages: dict[str, int]
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in one of the same shape."""
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors, in their order."""
-
-    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
-
-    def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin one of the three by its name; it goes on while this rank does other work.
-
-        Its argument has to stay as it is until it is waited for.
-        """
-
-
-class OneRank:
-    """The group of one rank, which exchanges nothing."""
-
     rank = 0
     size = 1
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.moved_bytes: dict[str, int] = {}
-        self.messages: dict[str, int] = {}
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+        self.messages = dict(self.moved_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, in one of the same shape."""
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' tensors, in their order."""
         return [x]
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
         return parts[0]
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
+        """Begin one of the three by its name; it goes on while this rank does other work.
+
+        Its argument has to stay as it is until it is waited for; on a GPU the stream waits, not the
+        host.
+        """
         return partial(getattr(self, collective), x)
 
 
-ALONE = OneRank()
+ALONE = Ranks()
 
 
-class ProcessRanks:
+class ProcessRanks(Ranks):
     """A group of processes, over a process group of torch.
 
     Args:
@@ -104,34 +89,26 @@ class ProcessRanks:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
+        super().__init__()
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
-        self.messages = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
         self._group = group
         self._store = store
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors. RankLostError: another rank is gone."""
         total: Tensor = self._begin("all_reduce", x, False)()
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors. RankLostError: another rank is gone."""
         parts: list[Tensor] = self._begin("all_gather", x, False)()
         return parts
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """The sum of the ranks' tensors here. RankLostError: another rank is gone."""
         own: Tensor = self._begin("reduce_scatter", parts, False)()
         return own
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin a collective; on a GPU the stream waits for it, not the host.
-
-        RankLostError, then or when it is waited for: another rank is gone.
-        """
         return self._begin(collective, x, True)
 
     def _begin(self, collective: str, x: Any, meanwhile: bool) -> PendingCollective:
