@@ -40,6 +40,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator
 from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.lora import as_weight
 from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
@@ -147,7 +148,7 @@ def step(search: Search, plan: ParallelPlan, batch: Batch, ranks: Ranks, overlap
         values[value.name] = random_tensor(value.type.shape, tokens)
     for parameter in graph.parameters:
         if parameter.role == "adapter":
-            values[parameter.name] = torch_ops.as_weight(values[parameter.name])
+            values[parameter.name] = as_weight(values[parameter.name])
     for name in graph.outputs:
         values[f"d_{name}"] = random_tensor(graph.types[name].shape, tokens)
     outputs = dict(zip(found.trained, found.backward.outputs[len(found.wrt) :], strict=False))

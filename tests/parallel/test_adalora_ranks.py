@@ -20,7 +20,6 @@ from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
-from pcg.peft.rank_allocator import RankAllocator
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
@@ -194,7 +193,7 @@ def test_the_orthogonal_loss_over_ranks_is_pefts(
         runner = executor.training_runner("a")
         loss = runner.forward_backward([Example(sequence, sequence)], 10) / 10
         runner.sum_gradients()
-        allocator = RankAllocator.of(runner.adapter, runner.shards, STEPS)
+        allocator = runner.adapter.recipe.training_beside(runner.shards, STEPS)
         assert allocator is not None
         loss += allocator.regularize()
         gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
