@@ -323,7 +323,7 @@ def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
     assert loaded.options.sequence_parallel
-    assert loaded.gradient_accumulation_steps == 8
+    assert loaded.options.gradient_accumulation_steps == 8
     assert loaded.serving == program.serving
     assert loaded.training == program.training
 

@@ -95,7 +95,7 @@ def test_serving_has_one_lora_in_its_place() -> None:
 
 def test_what_is_made_of_weights_is_made_again_for_backward() -> None:
     plan = inner_plan(attach(mlp_model(), Bypasses({DOWN: (LohaBypass(2, 1.0),)})))
-    assert not {"down_loha_down", "down_loha_up"} & set(plan.kept)
+    assert not {"down_loha_down", "down_loha_up"} & set(plan.saved)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "falcon-7b"])

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.kernels.torch import lora
 from pcg.kernels.torch import ops as torch_ops
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
@@ -99,8 +100,8 @@ def test_programs_for_triton_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     job: dict[str, Any] = {"epochs": 1, "eval_data": None}
     expected = on_one("llama3", **job)
     program = make_program("llama3", 2, backend="triton")
-    for function in ("_add_joined", "outer"):
-        monkeypatch.delattr(torch_ops, function)
+    monkeypatch.delattr(lora, "_add_joined")
+    monkeypatch.delattr(torch_ops, "outer")
     run = lambda ranks: serve(make_executor(program, "llama3", ranks), "llama3", FREE, **job)  # noqa: E731
     found = run_ranks(2, run)
     for served in found:
