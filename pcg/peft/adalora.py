@@ -186,7 +186,6 @@ class AdaLoraConfig(LayeredRecipe):
         "use_rslora": refused("rank-stabilised scales", False),
     }
     rank_field: ClassVar[str] = "init_r"
-    has_eager_account: ClassVar[bool] = False
     trains_beside: ClassVar[bool] = True
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS

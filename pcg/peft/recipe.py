@@ -105,8 +105,6 @@ class Recipe(ABC):
     other_fields: ClassVar[Mapping[str, OtherField]] = OF_LAYERS
     rank_field: ClassVar[str] = ""
     """The field that is the rank of modules."""
-    has_eager_account: ClassVar[bool] = True
-    """True if what eager code keeps for backward is known."""
 
     def __post_init__(self) -> None:
         """Let lists, which peft has, be tuples."""

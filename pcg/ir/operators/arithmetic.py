@@ -38,14 +38,8 @@ class Elementwise(Operator):
 class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
-    saves: ClassVar[tuple[int, ...]] = (0,)
-    """What autograd saves, as in `eager_saves`."""
-
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return self.saves
 
 
 class UnaryBackward(Elementwise):
@@ -60,7 +54,6 @@ class Neg(Unary):
     name = "neg"
     linear_in = ((0,),)
     template = tile_template = "-{0}"
-    saves = ()
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("neg", context.incoming)]
@@ -72,7 +65,6 @@ class Exp(Unary):
     name = "exp"
     template = "torch.exp({0})"
     tile_template = "tl.exp({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("mul", context.incoming, context.output())]
@@ -84,7 +76,6 @@ class Rsqrt(Unary):
     name = "rsqrt"
     template = "torch.rsqrt({0})"
     tile_template = "tl.rsqrt({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cubed = context.add("pow", context.output(), exponent=3.0)
@@ -98,7 +89,6 @@ class Sqrt(Unary):
     name = "sqrt"
     template = "torch.sqrt({0})"
     tile_template = "tl.sqrt({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         half = context.add("mul", context.incoming, scalar=0.5)
@@ -207,7 +197,6 @@ class Cast(Unary):
     """The same numbers in another dtype."""
 
     name = "cast"
-    saves = ()
     tile_template = "{0}"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -347,11 +336,6 @@ class Mul(Binary):
                 gradients[i] = context.reduced(scaled, i)
         return gradients
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        if "scalar" in attributes:
-            return ()
-        return tuple(1 - i for i in (0, 1) if requires[i])
-
 
 class Div(Binary):
     """z = x / y; dx = dz / y, dy = -dz z / y."""
@@ -378,8 +362,3 @@ class Div(Binary):
             product = context.add("mul", quotient, context.output())
             gradients[1] = context.reduced(context.add("neg", product), 1)
         return gradients
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        if "scalar" in attributes:
-            return (0,) if attributes.get("reversed") else ()
-        return (0, 1) if requires[1] else (1,)

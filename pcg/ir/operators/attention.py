@@ -84,9 +84,6 @@ class Attention(Operator):
         )
         return [dq, dk, dv, None, None][: len(arguments)]
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (0, 1, 2, ~0, ~1)
-
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Scores in fp32, once with a cap and once without, their weights and a copy of one.
         return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)

@@ -3,10 +3,9 @@
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
 expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
 gradient as nodes of the backward graph (`gradient`: the values that it reads are what backward
-needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save (`eager_saves`), how the
-ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
-(`flops`, `moved_bytes`). Operators that kernels fuse also state an element of theirs in Triton
-(`tile`).
+needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel group can share it (`aligned`,
+`linear_in`, `shardings`), and its cost (`flops`, `moved_bytes`). Operators that kernels fuse also
+state an element of theirs in Triton (`tile`).
 """
 
 from __future__ import annotations
@@ -106,16 +105,6 @@ class Operator:
     def gradient(self, context: Gradient) -> list[str | None]:
         """Add the backward nodes; returns the gradient of each input, None where not needed."""
         raise UnsupportedError(f"operator {self.name!r} has no gradient")
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        """The values that PyTorch's autograd saves: i for input i, ~j for output j.
-
-        Args:
-            requires: for each input, whether it requires a gradient; at least one does.
-            attributes: the node's.
-        Source: torch's derivatives.yaml.
-        """
-        return ()
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Feature dims along which it treats each entry alike, whatever the others are."""

@@ -161,9 +161,6 @@ class LayerNorm(Norm):
         wide = widened(inputs[0])  # a weight for each head is multiplied by in fp32
         return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (0,)
-
 
 def _standardized(tile: Tile, x: int, eps: object) -> tuple[str, str]:
     """(x - mean) / sqrt(var + eps), and 1 / sqrt(var + eps) of each row."""

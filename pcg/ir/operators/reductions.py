@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pcg.ir.operators.base import (
     Aligned,
@@ -88,9 +88,6 @@ class Softmax(Operator):
         total = context.add("sum", weighted, dim=context.attributes["dim"], keepdim=True)
         return [context.add("sub", weighted, context.add("mul", context.output(), total))]
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (~0,)
-
 
 class TopK(Operator):
     """The k largest of the last dim, and their indices."""
@@ -102,6 +99,3 @@ class TopK(Operator):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         values = types[0].with_shape((*types[0].shape[:-1], attributes["k"]))
         return values, values.with_dtype("i64")
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (~1,)

@@ -121,11 +121,7 @@ class Permute(Operator):
 
 
 class Slice(Operator):
-    """x[..., start:stop:step, ...] along one feature dim.
-
-    `copied` says that the traced model takes it by an index list, of which eager PyTorch makes a
-    copy; here it is a view.
-    """
+    """x[..., start:stop:step, ...] along one feature dim."""
 
     name = "slice"
     is_view = True

@@ -46,9 +46,6 @@ class Embedding(Operator):
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows chosen
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (1,)
-
 
 class EmbeddingPart(Embedding):
     """Rows of the rank's part of a table, 0 for ids of other ranks: a summand of the embedding."""
