@@ -1,9 +1,9 @@
 """Tensors for a run that computes no activations: floats without data, integers with theirs.
 
-transformers asks integers for their values: are positions one sequence, is anything masked? Those
-few are computed, and single numbers. All else is a fake tensor on the CPU, for which torch chooses
-the operators that it has there, but for two, which are as on CUDA: dropout keeps a mask of
-booleans, and layer norm its statistics in fp32.
+transformers asks tensors for their values: are positions one sequence, is anything masked? What
+depends on no weight and is integers, or no longer than the tokens, is computed. All else is a fake
+tensor on the CPU, for which torch chooses the operators that it has there, but for two, which are
+as on CUDA: dropout keeps a mask of booleans, and layer norm its statistics in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ComputedIntegers(TorchDispatchMode):
-    """Runs operators on fake tensors, and those on integers and numbers alone with data.
+    """Runs operators on fake tensors, and with data those on tensors that have it.
+
+    Args:
+        fake: the mode that makes fake tensors.
+        tokens: the number of tokens of the run.
 
     Attributes:
         place: a mark of the part of the run that goes on, set from outside.
@@ -34,11 +38,12 @@ class ComputedIntegers(TorchDispatchMode):
             Python's lists as indices are not seen.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.place: int | None = None
         self.places: dict[int, int | None] = {}
         self._fake = fake
+        self._tokens = tokens
         self._seen: list[StorageWeakRef] = []  # so that no identity is given twice
 
     def __torch_dispatch__(
@@ -59,17 +64,21 @@ class ComputedIntegers(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         if func is torch.ops.aten._grouped_mm.default:  # whose type check knows bf16 alone
             return func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
-        if any(isinstance(tensor, FakeTensor) for tensor in given):
+        if any(isinstance(tensor, FakeTensor) for tensor in given) or _is_large(given):
             return func(*args, **kwargs)
         if not given:
             made = func(*args, **kwargs)
-            if not isinstance(made, Tensor) or not _has_data(made) or made.numel() > MOST_COMPUTED:
+            if not isinstance(made, Tensor) or not self._has_data(made):
                 return made
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         return tree_map_only(
-            Tensor, lambda t: t if _has_data(t) else self._fake.from_tensor(t), out
+            Tensor, lambda t: t if self._has_data(t) else self._fake.from_tensor(t), out
         )
+
+    def _has_data(self, tensor: Tensor) -> bool:
+        is_integer = not tensor.is_floating_point() and not tensor.is_complex()
+        return tensor.numel() <= (MOST_COMPUTED if is_integer else self._tokens)
 
 
 class DropoutOfCuda(TorchFunctionMode):
@@ -96,6 +105,10 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _has_data(tensor: Tensor) -> bool:
-    is_integer = not tensor.is_floating_point() and not tensor.is_complex()
-    return is_integer or tensor.numel() == 1
+def _is_large(tensors: list[Tensor]) -> bool:
+    """Return whether an operator that broadcasts them gives too much to be computed."""
+    try:
+        shape: torch.Size = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        return shape.numel() > MOST_COMPUTED
+    except RuntimeError:
+        return False  # it joins them, or looks one up in another

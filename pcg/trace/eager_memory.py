@@ -105,7 +105,7 @@ class EagerModel:
         Raises:
             TraceError: the model does not run without data; says why.
         """
-        numbers = ComputedIntegers(self._fake)
+        numbers = ComputedIntegers(self._fake, batch * seq)
         ids = torch.full((batch, seq), _TOKEN)
         tensors = [*tensors_of(self._model).values(), ids]
         kinds = dict(zip(self._layers, self._kinds, strict=True))

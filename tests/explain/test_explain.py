@@ -215,7 +215,7 @@ TRAINED = {
 def test_every_method_is_accounted_for() -> None:
     reports = explaining.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
     assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
-    for name, report in reports.items():
+    for report in reports.values():
         stages = [stage.stage for stage in report.activations]
         assert {"eager", "pruned", "rematerialized", "compressed"} <= set(stages)
         assert report.memory_bytes["activations"] > 0
