@@ -60,7 +60,7 @@ class _TraceBuilder(Builder):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._activations = {"input_ids"}
+        self.activations = {"input_ids"}
 
     def add_many(
         self,
@@ -71,12 +71,12 @@ class _TraceBuilder(Builder):
         scope: str = "",
         **attributes: Attribute,
     ) -> tuple[str, ...]:
-        is_activation = any(i in self._activations for i in inputs)
+        is_activation = any(i in self.activations for i in inputs)
         if is_activation:
             self.forget(op, inputs, attributes)
         names = super().add_many(op, inputs, name=name, scope=scope, **attributes)
         if is_activation:
-            self._activations.update(names)
+            self.activations.update(names)
         return names
 
 
@@ -91,7 +91,7 @@ class FlatGraph:
     """
 
     def __init__(self) -> None:
-        self.builder: Builder = _TraceBuilder("model")
+        self.builder = _TraceBuilder("model")
         self.values: dict[Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.scope = ""
@@ -114,6 +114,10 @@ class FlatGraph:
     def add_many(self, op: str, *inputs: str, **attributes: Any) -> tuple[str, ...]:
         """Add a node, and return its outputs' names."""
         return self.builder.add_many(op, inputs, scope=self.scope, **attributes)
+
+    def carries_gradient(self, name: str) -> bool:
+        """Return whether backward may go through a value: a float that depends on the tokens."""
+        return name in self.builder.activations and self.builder.types[name].is_float
 
     def reshape(self, name: str, features: tuple[int, ...]) -> str:
         """The flat value with other feature dims; itself where it has them."""
