@@ -14,7 +14,7 @@ from pcg.parallel.ranks.shards import is_sharded
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stack_shards import open_dims, sharded_dim, shard_of_stack
+from pcg.runtime.adapters.stack_shards import open_dims, shard_of_stack, sharded_dim
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pcg.runtime.adapters.binding import bind
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.runner import LayerInputs, load_functions, is_sequence_parallel
+from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
 CHUNK_BYTES = 16 * 2**20
