@@ -1,4 +1,4 @@
-"""Targets that are embeddings, which peft adapts with LoRA: refused by name, however they are given."""
+"""Targets that are embeddings, which peft adapts with LoRA, are refused by name."""
 
 from __future__ import annotations
 
