@@ -92,7 +92,7 @@ class ModelGraph:
         return shapes
 
     def embedding_modules(self) -> tuple[str, ...]:
-        """Paths of the embeddings, which no method adapts: of tokens, and of positions if learned."""
+        """Paths of the embeddings, of tokens and of learned positions; no method adapts them."""
         nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
         tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
         sources = [table.source for table in tables if table is not None]
