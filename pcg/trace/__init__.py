@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from pcg.trace.importer import import_graph
 
 _MOST_CACHED = 64
 """Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
+
+ToTrace: TypeAlias = Mapping[str, Any] | torch.nn.Module
+"""The contents of a config.json, or a module."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,7 @@ class TracedModel(TraceFacts):
     dtype: str
 
 
-def trace(
-    model: Mapping[str, Any] | torch.nn.Module, dtype: str | None = None, whole: bool = False
-) -> TracedModel:
+def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> TracedModel:
     """Trace a causal LM.
 
     Args:
@@ -55,9 +56,7 @@ def trace(
     return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
 
 
-def trace_once(
-    model: Mapping[str, Any] | torch.nn.Module, dtype: str | None, whole: bool
-) -> TracedModel:
+def trace_once(model: ToTrace, dtype: str | None, whole: bool) -> TracedModel:
     """The same; that of a configuration is made once a process."""
     if isinstance(model, torch.nn.Module):
         return trace(model, dtype, whole)

@@ -56,6 +56,11 @@ def check_module(model: nn.Module) -> None:
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError("the model is wrapped by torch.compile; give model._orig_mod")
+    if hasattr(model, "peft_config"):
+        raise UnsupportedError(
+            "the model is wrapped by peft already; give the base model, and its adapter by "
+            "peft={name: directory}"
+        )
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedError(
