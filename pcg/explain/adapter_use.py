@@ -53,7 +53,7 @@ def adapter_use(
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
-    shapes, modules = model.module_shapes(), tuple(model.linear_modules())
+    shapes = model.module_shapes()
     largest: dict[str, dict[type, Bypass]] = {}
     trained: list[Shape] = []
     for recipe in recipes.values():
@@ -63,7 +63,7 @@ def adapter_use(
             for parameter, layer in model.parameters()
             if parameter.source in biases
         }.values()
-        found = recipe.bypasses(modules, model.output_module, model_type)
+        found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)
         for path, bypass in found.items():
             there = largest.setdefault(path, {}).setdefault(type(bypass), bypass)

@@ -94,14 +94,14 @@ class AdapterShards:
     def norm(self) -> Tensor:
         """Return the norm of the whole adapter's gradients, once they are summed."""
         whole: list[Tensor] = []
-        parted: list[Tensor] = []
+        sharded: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
-            (parted if self._is_parted(name) else whole).append(tensor.grad)
+            (sharded if self._is_sharded(name) else whole).append(tensor.grad)
         norm = torch.nn.utils.get_total_norm(whole)
         if self._ranks.size == 1:
             return norm
-        others = torch.nn.utils.get_total_norm(parted).to(self._device, torch.float64)
+        others = torch.nn.utils.get_total_norm(sharded).to(self._device, torch.float64)
         squares = self._ranks.all_reduce(others.square().reshape(1))[0]
         return (norm.to(squares) ** 2 + squares).sqrt()
 
@@ -137,7 +137,7 @@ class AdapterShards:
         assert weight is not None
         return tuple(weight.weight.shape)
 
-    def parted_dim(self, name: str) -> int | None:
+    def sharded_dim(self, name: str) -> int | None:
         """Return the dim, from 0, along which a tensor is partitioned; None if it is not."""
         path, parameter = self._parameters[name]
         dim = parameter.part.dim
@@ -171,7 +171,7 @@ class AdapterShards:
         """Join every rank's tensors for its shards, by name, to whole tensors by path."""
         if self._ranks.size == 1:
             return dict(values)
-        everywhere = self.gathered({n: v for n, v in values.items() if self._is_parted(n)})
+        everywhere = self.gathered({n: v for n, v in values.items() if self._is_sharded(n)})
         by_path: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
         for name, value in values.items():
             path, parameter = self._parameters[name]
@@ -195,7 +195,7 @@ class AdapterShards:
         """Return a shard's path in the adapter."""
         return self._parameters[name][0]
 
-    def _is_parted(self, name: str) -> bool:
+    def _is_sharded(self, name: str) -> bool:
         return bool(self._parameters[name][1].part.dim)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.kernels.adapter_batch import Segments
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.served_weights import ServedWeights
@@ -59,7 +59,7 @@ class PaddedTables:
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self._stacker = WeightStacker(weights, device, ranks)
         self._device = device

@@ -16,7 +16,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import TokenSpans
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import (
@@ -47,7 +47,7 @@ class RaggedTables(PaddedTables):
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         allocator: Callable[[torch.dtype], RowAllocator] | None = None,
     ) -> None:
         super().__init__(model, weights, device, ranks)

@@ -22,13 +22,13 @@ def shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
         start, stop = parameter.rows
         stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
     if parameter.part.dim:
-        dim = parted_dim(parameter)
+        dim = sharded_dim(parameter)
         size = stack.shape[dim] // ranks.size
         stack = stack.narrow(dim, ranks.rank * size, size)
     return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
 
 
-def parted_dim(parameter: Parameter) -> int:
+def sharded_dim(parameter: Parameter) -> int:
     """Return the dim of a stack that is partitioned over ranks; 0 for none."""
     return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
 

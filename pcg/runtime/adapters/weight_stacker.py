@@ -14,7 +14,7 @@ from pcg.parallel.ranks.shards import is_sharded
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, shard_of_stack
+from pcg.runtime.adapters.stack_shards import open_dims, shard_of_stack, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class WeightStacker:
     def inner_size(self, size: int, parameter: Parameter) -> int:
         """Return the inner size that `part` has for an adapter of this rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
-        is_parted = parted_dim(parameter) in open_dims(parameter)
-        return size // self.ranks.size if is_parted else size
+        is_split = sharded_dim(parameter) in open_dims(parameter)
+        return size // self.ranks.size if is_split else size
 
     def write(
         self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
@@ -118,8 +118,8 @@ class WeightStacker:
         least = [0, 0]
         if view is not None:
             for dim in open_dims(parameter):
-                is_parted = dim == parted_dim(parameter)
-                least[dim] = view.shape[dim] * (self.ranks.size if is_parted else 1)
+                is_split = dim == sharded_dim(parameter)
+                least[dim] = view.shape[dim] * (self.ranks.size if is_split else 1)
         return least[0], least[1]
 
 

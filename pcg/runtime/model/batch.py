@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
 from pcg.kernels.uploads import uploaded
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 
@@ -43,7 +43,7 @@ class Batch(ProgramBatch):
         self.input_ids = input_ids
         self.spans = tuple(spans)
         self.layer = 0
-        self.ranks: Ranks = ALONE
+        self.ranks: Ranks = SINGLE_RANK
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
         self.keeps = keeps

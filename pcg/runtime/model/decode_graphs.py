@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.batch import DecodeTokens
-from pcg.parallel.ranks.group import ALONE
+from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
@@ -95,7 +95,7 @@ class DecodeBatch(Batch):
         self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
         self.known = {"decoding": lists.attention}
         self.layer = 0
-        self.ranks = ALONE
+        self.ranks = SINGLE_RANK
         self.dropout_seed = self.chosen = self.gradients = None
         self.virtual_rows = self.virtual_places = None
         self.keeps = False

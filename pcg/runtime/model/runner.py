@@ -17,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
@@ -128,7 +128,7 @@ class LayerInputs:
         return [shared[index] for index in self._indices[graph.name]]
 
 
-def parts_tokens(model: ModelGraph) -> bool:
+def is_sequence_parallel(model: ModelGraph) -> bool:
     """Return whether layers pass a rank's part of the tokens on, and not all tokens."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
@@ -159,7 +159,7 @@ class ModelRunner:
         decoding: functions for recorded steps; None if the program has none.
     """
 
-    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
+    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
         self.model = serving.model
         self.ranks = ranks
         self.weights = lay_out(serving.model, weights)
@@ -170,7 +170,7 @@ class ModelRunner:
         self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
-        self._parts_tokens = parts_tokens(serving.model)
+        self._is_sequence_parallel = is_sequence_parallel(serving.model)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
@@ -239,7 +239,7 @@ class ModelRunner:
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""
-        if not self._parts_tokens:
+        if not self._is_sequence_parallel:
             return x[rows]
         size = self.ranks.size
         found = chosen_rows(x, rows, self.ranks.rank)

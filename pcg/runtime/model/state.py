@@ -14,7 +14,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
 from pcg.peft.reader import read_adapter
@@ -64,7 +64,7 @@ class ModelState:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.program = program
         self.ranks = ranks
@@ -167,6 +167,7 @@ class ModelState:
             biases, base_name = self._base_biases(fresh), self.program.name
             adapter = dataclasses.replace(fresh, biases=biases, base_model_name=base_name)
             check_biases(adapter, adapter.biases)
+        adapter.recipe.check_embeddings(base.embedding_modules())
         return self.on_host(adapter)
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
