@@ -129,7 +129,7 @@ class SimulatedDevice:
         for unit, count in windows:
             assert isinstance(unit, SimulatedForward)
             unit.run(count)
-            pieces += unit.whole.windows[-1]
+            pieces += unit.windows[-1]
         self.waited_s += max(0.0, there_s - self._clock.now_s())
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
@@ -140,10 +140,8 @@ class SimulatedDevice:
         pieces: list[SequenceChunk] = []
         for unit in units:
             assert isinstance(unit, SimulatedBackward)
-            pieces += unit.whole.next_window
+            pieces += unit.window
         self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
-        for unit in units:
-            unit.run()
 
     def update(self) -> None:
         """Run an optimizer's update."""

@@ -9,61 +9,35 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
 
 
-class SimulatedPass:
-    """A forward pass in windows of tokens, and a backward layer by layer over the windows.
+class SimulatedForward(Forward):
+    """The tokens of a step that have not gone forward.
 
     Attributes:
         windows: the windows that went forward, each as the chunks of its sequences.
-        layers: the number of the model's layers.
-        layer: the layer whose backward comes next.
     """
 
     def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
-        """Begin before the first token.
-
-        Args:
-            lengths: the number of tokens of each sequence.
-            layers: the number of the model's layers.
-            adapter: an object that stands for the adapter.
-            rank: the adapter's rank.
-        """
         self.windows: list[list[SequenceChunk]] = []
-        self.layers = layers
-        self.layer = layers - 1
         self._lengths = list(lengths)
-        self._place = 0
-        self._context = 0
-        self._window: int | None = None
+        self._layers = layers
         self._adapter = adapter
         self._rank = rank
+        self._place = 0
+        self._context = 0
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that have not gone forward."""
         return sum(self._lengths[self._place :]) - self._context
 
     @property
     def context(self) -> int:
-        """The number of tokens of its sequence before the next one to go forward."""
         return self._context
 
     @property
-    def is_done(self) -> bool:
-        """True if all layers of all windows went back."""
-        return self.layer < 0
+    def layers(self) -> int:
+        return self._layers
 
-    @property
-    def next_window(self) -> list[SequenceChunk]:
-        """The window whose backward comes next: the last one first."""
-        return self.windows[self._index]
-
-    @property
-    def next_load(self) -> Load:
-        """The work of that window, as the engine counts it."""
-        return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
-
-    def forward(self, tokens: int) -> None:
-        """Take the next tokens forward."""
+    def run(self, tokens: int) -> None:
         window: list[SequenceChunk] = []
         while tokens and self._place < len(self._lengths):
             count = min(tokens, self._lengths[self._place] - self._context)
@@ -75,58 +49,24 @@ class SimulatedPass:
                 self._place, self._context = self._place + 1, 0
         self.windows.append(window)
 
-    def backward(self) -> None:
-        """Take the next layer of the next window back."""
-        index = self._index
-        if index:
-            self._window = index - 1
-        else:
-            self._window = None
-            self.layer -= 1
-
-    @property
-    def _index(self) -> int:
-        return len(self.windows) - 1 if self._window is None else self._window
-
-
-class SimulatedForward(Forward):
-    """The unit of the tokens of a pass that have not gone forward."""
-
-    def __init__(self, whole: SimulatedPass) -> None:
-        self.whole = whole
-
-    @property
-    def remaining(self) -> int:
-        return self.whole.remaining
-
-    @property
-    def context(self) -> int:
-        return self.whole.context
-
-    @property
-    def layers(self) -> int:
-        return self.whole.layers
-
-    def run(self, tokens: int) -> None:
-        self.whole.forward(tokens)
-
 
 class SimulatedBackward(Backward):
-    """The unit of the next layer and window of a pass."""
+    """A layer of a window, backward."""
 
-    def __init__(self, whole: SimulatedPass) -> None:
-        self.whole = whole
+    def __init__(self, layer: int, window: list[SequenceChunk]) -> None:
+        self.window = window
+        self._layer = layer
 
     @property
     def layer(self) -> int:
-        return self.whole.layer
+        return self._layer
 
     @property
     def load(self) -> Load:
-        return self.whole.next_load
+        return sum((Load.of(one.tokens, one.context) for one in self.window), Load())
 
     def run(self) -> None:
-        self.whole.backward()
+        """Do nothing: there are no tensors."""
 
 
 def simulated_steps(
@@ -136,7 +76,7 @@ def simulated_steps(
     on_step: Callable[[int], None],
     rank: int = 16,
 ) -> Work[int]:
-    """Yield the units of a job that trains on a batch a step.
+    """Yield the units of a job that trains on a batch a step; returns the number of steps.
 
     Args:
         batches: the lengths of each step's sequences.
@@ -144,16 +84,15 @@ def simulated_steps(
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
         rank: the rank of the adapter that is trained.
-    Returns:
-        The number of steps.
     """
     steps, adapter = 0, object()
     for lengths in batches:
         yield Pages(lengths)
-        whole = SimulatedPass(lengths, layers, adapter, rank)
-        yield SimulatedForward(whole)
-        while not whole.is_done:
-            yield SimulatedBackward(whole)
+        forward = SimulatedForward(lengths, layers, adapter, rank)
+        yield forward
+        for layer in reversed(range(layers)):
+            for window in reversed(forward.windows):
+                yield SimulatedBackward(layer, window)
         yield Release()
         update()
         steps += 1

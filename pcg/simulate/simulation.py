@@ -27,8 +27,7 @@ from pcg.runtime.metrics.events import Event
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.migration import Migration, continued, free_pages, working_set
 from pcg.simulate.simulated_engine import SimulatedEngine
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
 class Router(Protocol):

@@ -17,8 +17,7 @@ from pcg.simulate.workloads.arrivals import Arrivals, Gamma
 from pcg.simulate.workloads.checks import require_count, require_positive
 from pcg.simulate.workloads.lengths import Lengths
 from pcg.simulate.workloads.popularity import Popularity, PowerLaw
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
 def synthetic(
