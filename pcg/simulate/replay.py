@@ -42,10 +42,7 @@ def replay(
 
     Args:
         engine: an engine whose log keeps all events; jobs that it has go on after the end.
-        workload: the timed requests.
         adapters: the adapters by the names that the workload uses.
-        vocabulary: the number of the model's tokens.
-        seed: the seed of the prompts.
         prefix_tokens: the number of tokens that all prompts have in front of their own.
         most_positions: the model's positions; None for any number.
         wait: lets so many seconds pass on the engine's clock while there is nothing to do.

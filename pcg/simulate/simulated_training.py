@@ -80,10 +80,8 @@ def simulated_steps(
 
     Args:
         batches: the lengths of each step's sequences.
-        layers: the number of the model's layers.
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
-        rank: the rank of the adapter that is trained.
     """
     steps, adapter = 0, object()
     for lengths in batches:

@@ -97,7 +97,6 @@ class Simulation:
     Attributes:
         engines: the engines, with their jobs.
         router: the rule that chooses among them.
-        adapters: the adapters by name.
         on_step: a function called with an engine's place after each of its steps.
         migration: the rule by which requests leave engines; None for none.
         on_move: a function called with an engine's place and a request that leaves it.
@@ -117,7 +116,6 @@ class Simulation:
         """Serve a workload until nothing is left to do.
 
         Args:
-            workload: the timed requests.
             jobs_end_s: the time at which jobs that are left are cancelled.
         Returns:
             The events of all engines in order of time; subjects begin with their engine's place.

@@ -23,14 +23,10 @@ from pcg.simulate.workloads.checks import require_count, require_positive
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request, without its text.
+    """A request, without its text; one without an adapter is for the base model.
 
     Attributes:
         time_s: the time of its arrival from the workload's start, seconds.
-        adapter: the adapter's name; None for the base model.
-        prompt_tokens: the number of tokens of its prompt, at least 1.
-        output_tokens: the number of tokens that are generated, at least 1.
-        tenant: the tenant's name; None where there are no tenants.
     Raises:
         BenchmarkError: a value is out of its range.
     """
