@@ -239,7 +239,7 @@ def check_fits(
         return
 
     def targets(paths: Iterable[str]) -> list[str]:
-        return [p for p in paths if adapter.recipe.bypass(p, output_layer=output_layer)]
+        return [path for path in paths if adapter.recipe.bypass(path, output_layer)]
 
     linear = [*filter(is_module, module_shapes)]
     missing = targets(path for path in linear if path not in adapter.weights)
