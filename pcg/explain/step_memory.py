@@ -25,9 +25,6 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 
-LOSS_CHUNK_BYTES = 16 * 2**20
-"""The fp32 logits of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
-
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
     """Return the bytes of each kind of memory and their total; without a plan none are saved."""
@@ -147,8 +144,7 @@ def _moments(planned: PlannedModel, saved: SavedMemory) -> list[MomentSizes]:
 
 def _loss_workspace(base: ModelGraph, epilogue: Graph, tokens: int, seq: int) -> sympy.Expr:
     """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
-    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    chunk = min(tokens, base.loss_chunk)
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
     return transient(epilogue, chunk, seq).formula(symbol) + carried_bytes(base)
 

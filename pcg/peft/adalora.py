@@ -69,7 +69,7 @@ class AdaLoraBypass(MadeLoraBypass):
         A' = singular_down(A, E)
 
     Attributes:
-        scale: of the product.
+        scale: the factor on the product.
     """
 
     scale: float

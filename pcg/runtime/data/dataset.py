@@ -113,7 +113,7 @@ def load_examples(
         example = tokenize(sample, tokenizer, row.where, append_eos)
         whole_targets, length = example.targets, len(example.ids)
         if max_length is not None and length > max_length:
-            example = Example(example.ids[:max_length], example.labels[:max_length])
+            example = example.cut(max_length)
             truncated += 1
         if example.targets:
             examples.append(example)

@@ -26,8 +26,6 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
 _ALL_TOKENS = 2**31
 
 
@@ -67,8 +65,7 @@ class BoundTraining:
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
-        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
 
