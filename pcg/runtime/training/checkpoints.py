@@ -52,20 +52,12 @@ _UNFINISHED = ".saving-"
 
 @dataclass
 class TrainerState:
-    """The state of a job after a step, except tensors.
+    """The state of a job after a step, except tensors; see `FinetuneResult`.
 
     Attributes:
-        step: number of steps done.
         position: position in the data, as `Batches.state_dict` returns it.
-        losses: mean loss of the target tokens, of each step.
-        eval_losses: (step, mean loss) of each evaluation.
-        tokens: tokens that went through the model in these steps.
-        targets: target tokens among them.
-        seconds: time spent.
-        best_step: step of the best evaluation.
-        best_loss: loss of the best evaluation.
-        stale: number of evaluations since then.
-        stopped: whether the job ended early, without improvement.
+        stale: number of evaluations since the best.
+        stopped: True if the job ended early, without improvement.
     """
 
     step: int = 0
@@ -91,12 +83,11 @@ class Checkpoint:
     """The contents of a checkpoint.
 
     Attributes:
-        state: the job's state.
         trajectory: all that its weights depend on; equal in the run that resumes it.
         adapter: the adapter after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
-        allocation: the rank allocator's tensors; empty for methods but AdaLoRA.
+        beside: the tensors of what trains beside the program; empty for methods but AdaLoRA.
     """
 
     state: TrainerState
@@ -108,12 +99,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints in a directory.
-
-    Args:
-        directory: the directory of one job's checkpoints.
-        keep_last: number of checkpoints to keep.
-    """
+    """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = Path(directory).expanduser()

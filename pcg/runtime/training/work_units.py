@@ -65,7 +65,7 @@ class Pages:
     Attributes:
         tokens: number of tokens of each sequence.
         tables: the sequences' pages, once they are given.
-        cache: the cache of these pages; None if keys and values are kept by the job itself.
+        cache: the cache of these pages; None if the job itself holds keys and values.
     """
 
     tokens: Sequence[int]
