@@ -42,9 +42,6 @@ class Executor:
 
     `pcg.compile` and `pcg.load` return one. Over ranks there is one on each, and all of them are
     called alike, in the same order.
-
-    Attributes:
-        state: the model, which engines and jobs share.
     """
 
     def __init__(self, state: ModelState) -> None:

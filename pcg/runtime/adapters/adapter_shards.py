@@ -35,9 +35,6 @@ from pcg.peft.weights import AdapterWeight
 class AdapterShards:
     """A rank's shards of one adapter at a training program's sites.
 
-    Args:
-        adapter: the adapter that is trained.
-
     Attributes:
         tensors: the trained tensors by name: their path in the adapter, and rows in brackets.
     """
@@ -132,7 +129,6 @@ class AdapterShards:
         return ranges_of(parameter, self.whole_shape(path), self._ranks)
 
     def whole_shape(self, path: str) -> tuple[int, ...]:
-        """Return the shape of an adapter's whole tensor."""
         weight = self._adapter.parameter(path)
         assert weight is not None
         return tuple(weight.weight.shape)

@@ -43,9 +43,6 @@ class _Resident:
 class AdapterCache:
     """The adapters that have pages.
 
-    Args:
-        pages_of: counts the pages that an adapter takes.
-
     Attributes:
         on_page_in: called with each adapter that gets pages.
         on_evict: called with each adapter that loses them.

@@ -81,11 +81,11 @@ class PaddedTables:
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
         """Return tables for an engine that gives adapters pages of its cache.
 
+        Stacks have memory of their own, so these are the tables themselves.
+
         Args:
             pages: the cache's memory, [pages, bytes of one]; None if it is not in pages.
             table: returns an adapter's pages.
-        Returns:
-            These tables themselves, because stacks have memory of their own.
         """
         return self
 
@@ -99,9 +99,6 @@ class PaddedTables:
 
         Ranks would have to agree on what is copied, so over ranks adapters are copied when they
         run.
-
-        Args:
-            adapters: the adapters in the order of their turns.
         """
         if not self._has_widths:
             return
@@ -113,7 +110,7 @@ class PaddedTables:
                 self._update_places()
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
+        """Return True while an adapter is being copied, so that a step that runs it would wait."""
         return self._copies.is_under_way(id(adapter))
 
     @torch.inference_mode(False)
@@ -121,9 +118,6 @@ class PaddedTables:
         """Give a batch's adapters slots, and return the order of its sequences, by index.
 
         Slots are written again later, so this runs outside inference mode.
-
-        Args:
-            adapters: the adapter of each sequence.
         """
         by_width: dict[int, list[Adapter]] = {}
         wanted = {id(one): one for one in adapters if one is not None}
@@ -157,12 +151,7 @@ class PaddedTables:
         return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._has_widths else 0
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> BoundAdapters:
-        """Bind the adapters of a batch.
-
-        Args:
-            adapters: the adapter of each sequence, in the order of `order`.
-            sizes: tokens of each sequence.
-        """
+        """Bind the adapters of sequences of these sizes in tokens, in the order of `order`."""
         start, chosen, merged = _merge(adapters, sizes)
         if not chosen:
             return self._none
@@ -174,11 +163,7 @@ class PaddedTables:
         return self._bound[key]
 
     def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> BoundAdapters:
-        """Bind the adapters of tokens for the epilogue alone.
-
-        Args:
-            adapters: the adapter of each token, in the order of `order`.
-        """
+        """Bind the adapters of tokens, in the order of `order`, for the epilogue alone."""
         if not (self._of_epilogue.joined or self._of_epilogue.single):
             return self._none
         return self.bind(adapters, [1] * len(adapters))

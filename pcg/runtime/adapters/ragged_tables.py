@@ -161,8 +161,7 @@ class RaggedTables(PaddedTables):
     def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
         """Return the slot of each token's adapter, -1 without one; None if one has more than rows.
 
-        Args:
-            adapters: the adapter of each token; none is virtual, and `order` has admitted them.
+        None of the tokens is virtual, and `order` has admitted the adapters.
         """
         found = []
         for adapter in adapters:
@@ -175,7 +174,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
-        """Return whether the program reads only rows of an adapter, virtual tokens aside."""
+        """Return True if the program reads only rows of an adapter, virtual tokens aside."""
         found = self._has_rows_alone.get(adapter)
         if found is None:
             found = self._in_stacks.isdisjoint(served_sources(adapter))
@@ -183,11 +182,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
-        """Bind the rows of all adapters, and nothing else.
-
-        Args:
-            tiles: the slots of the tokens, as kernels read them; None if no token has any.
-        """
+        """Bind the rows of all adapters, and nothing else; `tiles` has the tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
         bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])

@@ -36,7 +36,6 @@ class RowAllocator(Protocol):
         """Reserve memory for an adapter.
 
         Args:
-            shapes: shapes of its matrices, [rows, size] each.
             drop: frees another adapter's memory; returns False if none can be freed.
             grows: whether the memory may grow and move; nothing reads or writes it meanwhile.
         Returns:
@@ -47,7 +46,7 @@ class RowAllocator(Protocol):
         """Write an adapter's matrices into its memory, on any thread."""
 
     def holds(self, adapter: Adapter) -> bool:
-        """Return whether what was written of an adapter is still there."""
+        """Return True if what was written of an adapter is still there."""
 
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
@@ -108,7 +107,6 @@ class PagedRowAllocator:
     Args:
         pages: the memory, [pages, bytes of one], u8.
         table: returns an adapter's pages; another table means that it was evicted in between.
-        dtype: the adapters' dtype.
     """
 
     def __init__(
@@ -154,9 +152,6 @@ class PagedRowAllocator:
 def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
     """Count the pages that the rows of some matrices take.
 
-    Args:
-        shapes: shapes of the matrices.
-        page_elements: elements of a page.
     Raises:
         UnsupportedError: a row is longer than a page.
     """

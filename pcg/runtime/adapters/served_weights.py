@@ -18,7 +18,6 @@ class ServedWeights:
     """Derives the tensors that programs read of adapters, when they are first read.
 
     Args:
-        base: weight [out, in] of each linear module, by its path.
         shapes: shapes of all modules, as `ModelGraph.module_shapes` returns them.
     """
 

@@ -22,8 +22,6 @@ class LoraModule:
     """A and B of one linear operator, or of a bottleneck adapter.
 
     Attributes:
-        a: the parameter of A.
-        b: the parameter of B.
         size: number of outputs.
         column: the first output, in the joined product of all operators of the input.
     """
@@ -50,11 +48,7 @@ class JoinedSite:
 
     @classmethod
     def of(cls, node: Node, parameters: Mapping[str, Parameter]) -> JoinedSite:
-        """Return the site of an operator.
-
-        Args:
-            parameters: the parameters of its graph, by name.
-        """
+        """Return the site of an operator, by the parameters of its graph."""
         adapted = LoraLinear.adapted(dict(node.attributes))
         a, b = node.inputs[-2 * len(adapted) : -len(adapted)], node.inputs[-len(adapted) :]
         sizes = [value.type.features[0] for value in node.outputs]
@@ -78,7 +72,6 @@ class JoinedSite:
 
     @property
     def in_size(self) -> int:
-        """Size of the input."""
         return int(self.modules[0].a.type.shape[-1])
 
 
@@ -98,7 +91,7 @@ def bottlenecks_of(graph: Graph) -> list[JoinedSite]:
 
 
 def _is_its_own(graph: Graph, name: str) -> bool:
-    """Return whether a value is a whole tensor, and no view of a part of one."""
+    """Return True for a whole tensor, which is no view of a part of one."""
     node = graph.producers.get(name)
     return node is None or (len(node.outputs) == 1 and not operator(node.op).is_view)
 

@@ -24,10 +24,6 @@ class AdapterSlots:
     whatever lies between them. A newcomer replaces an adapter that does not run; where some have
     left and nobody came, the last ones move up.
 
-    Args:
-        sites: the sites of each part of the model, and its layer.
-        copies: runs copies beside the steps.
-
     Attributes:
         places: the slot of each adapter that has one, by the adapter's id.
     """
@@ -45,11 +41,8 @@ class AdapterSlots:
         self._stacks: list[dict[str, StackedWeight]] = []
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next into slots that no running adapter needs.
+        """Begin to copy adapters that run next, in turn, into slots that no running one needs.
 
-        Args:
-            wanted: the adapters in the order of their turns; those without a free slot are left
-                out.
         Returns:
             True if any adapter got or lost a slot.
         """
@@ -72,11 +65,7 @@ class AdapterSlots:
         return moved
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Give adapters slots; returns True if any got one.
-
-        Args:
-            wanted: the adapters that run, each once.
-        """
+        """Give the adapters that run, each once, slots; returns True if any got one."""
         self._running = set(map(id, wanted))
         came = self._finish_copies()
         found = [(one, self.places.get(id(one))) for one in wanted]

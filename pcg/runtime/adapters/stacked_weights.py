@@ -199,9 +199,6 @@ class _OutputRun:
     Attributes:
         column: the first module's first output, counted from that of the first module with LoRA.
         row: the first module's first rank.
-        count: number of modules.
-        out: outputs of each.
-        rank: rank of each.
     """
 
     column: int

@@ -19,13 +19,7 @@ from pcg.runtime.adapters.stack_shards import open_dims, shard_of_stack, sharded
 
 @dataclass(frozen=True)
 class WeightStacker:
-    """Stacks adapters' weights, and cuts this rank's shard out of a stack.
-
-    Attributes:
-        weights: the adapters' weights as serving reads them.
-        device: the device of the stacks.
-        ranks: the group.
-    """
+    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack."""
 
     weights: ServedWeights
     device: torch.device
@@ -54,7 +48,6 @@ class WeightStacker:
     def _cut(
         self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
     ) -> Tensor | None:
-        """Stack parts and return this rank's shard of the stack."""
         multiples = [1, 1]
         for dim in open_dims(parameter):
             multiples[dim] = self.ranks.size
@@ -110,11 +103,7 @@ class WeightStacker:
         return has
 
     def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
-        """Return the least rows and columns of whole weights whose shard fills a place.
-
-        Args:
-            view: the place of a shard; None if there is no stack yet.
-        """
+        """Return the least rows and columns of whole weights whose shard fills a place."""
         least = [0, 0]
         if view is not None:
             for dim in open_dims(parameter):
@@ -132,8 +121,6 @@ def _padded(
     """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
 
     Args:
-        parts: matrices, None for missing ones.
-        absent: the value of what is missing.
         multiples: numbers of which the stack's rows and columns are multiples.
         least: the least rows and columns.
     """

@@ -45,10 +45,6 @@ _BLOCKED_S = 0.01
 class AsyncEngine:
     """Takes requests and jobs from any thread; a context manager, with `async` or without.
 
-    Args:
-        engine: the engine that it runs.
-        prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
-
     Attributes:
         engine: the engine whose steps the thread runs; nobody else may call it meanwhile.
     """
@@ -80,12 +76,6 @@ class AsyncEngine:
     ) -> Stream:
         """Submit a prompt.
 
-        Args:
-            prompt: text, or token ids.
-            adapter: the adapter's name; None for the base.
-            fields: as `Executor.request` takes them.
-        Returns:
-            A stream of its chunks, which also raises a refusal.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
             AdapterError: there is no adapter of that name.
@@ -102,10 +92,8 @@ class AsyncEngine:
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
-        """Train an adapter beside what is served.
+        """Train an adapter beside what is served; data and adapter errors are raised by the result.
 
-        Returns:
-            The job; errors of the data and of the adapter are raised by its result.
         Raises:
             EngineError: the thread has ended.
             FinetuneError: bad options.
@@ -128,14 +116,9 @@ class AsyncEngine:
     ) -> Future[Adapter]:
         """Load an adapter; it is read, and a program for it compiled, while steps go on.
 
-        Args:
-            name: the name that requests use.
-            path_or_config: as `Executor.add_adapter` takes it.
-            seed: the seed of a fresh adapter's weights.
         Returns:
             The adapter, once requests may name it. Its errors are those of `Executor.add_adapter`,
-                and
-            EngineError if the thread has ended.
+                and EngineError if the thread has ended.
         """
         self._check_open()
         state = self._state
@@ -166,11 +149,7 @@ class AsyncEngine:
         return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function on the thread between two steps.
-
-        Returns:
-            Its result; EngineError if the thread has ended.
-        """
+        """Run a function between two steps; EngineError is its result if the thread has ended."""
         call = _Call(act)
         with self._lock:
             if self._ended is None:
@@ -330,7 +309,7 @@ def _pass_result(end: Future[Result], done: Future[Result]) -> None:
 
 
 def _pass_error(handle: Stream | RunningJob, done: Future[None]) -> bool:
-    """Fail what could not begin; returns True if it could not."""
+    """Fail a stream or job that could not begin; returns True if it could not."""
     error = done.exception()
     if error is not None:
         handle.fail(error)

@@ -36,11 +36,7 @@ _BACKWARD = 2.0
 
 
 def calibrated(state: ModelState, clock: Clock) -> Latencies:
-    """Measure the latencies of a model's base, without adapters.
-
-    Args:
-        clock: the clock to measure by.
-    """
+    """Measure the latencies of a model's base, without adapters, by a clock."""
     runner, tables, device = state.serving.runner, state.serving.tables, state.device
     long = min(_LONG, state.max_positions or _LONG)
     cache = KvCache(kv_types(runner.model), pages_for(long), device)
@@ -81,7 +77,6 @@ def fitted_latencies(
     Args:
         seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
             the rows of logits.
-        layers: number of layers of the model.
         long: number of tokens of the longest step.
     """
     short = min(_SHORT, long)

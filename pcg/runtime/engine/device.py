@@ -41,17 +41,13 @@ class Device(Protocol):
     side: Side | None
 
     def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request.
-
-        Raises:
-            GenerationError: the model cannot run it.
-        """
+        """Return the state of a new request; GenerationError if the model cannot run it."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
+        """Return True while an adapter is being copied, so that a step that runs it would wait."""
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Note that an adapter gives its pages up."""
@@ -65,9 +61,8 @@ class Device(Protocol):
             chunks: sequences, and how many of their pending tokens run.
             windows: units of jobs, and how many of their tokens run.
         Returns:
-            A function that waits for the end, and returns the token that follows each sequence; it
-                is
-            meaningless where more tokens are pending.
+            A function that waits for the end, and returns the token that follows each sequence,
+                meaningless where more tokens are pending.
         """
 
     def back(self, units: List[Backward]) -> None:

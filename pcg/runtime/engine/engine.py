@@ -37,12 +37,6 @@ class Engine(EngineLoop):
 
     `executor.engine(...)` returns one. Call `submit` and `finetune`, then `step` until `is_idle`;
     or `start` to have a thread run the steps.
-
-    Args:
-        given: the limits and the options.
-
-    Attributes:
-        state: the model.
     """
 
     device: StepRunner

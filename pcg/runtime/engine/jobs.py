@@ -41,12 +41,9 @@ class Job:
 
     Attributes:
         name: the job's name, which is that of its adapter.
-        state: the job's state.
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
         tables: the pages that it holds.
-        error: the reason of its failure.
-        result: its result, once it succeeded.
     """
 
     def __init__(self, name: str, work: Work[Any]) -> None:
@@ -69,7 +66,6 @@ class Job:
         return _ENDS[self.state]
 
     def start(self) -> None:
-        """Go to the first unit."""
         self.state = JobState.RUNNING
         self.advance()
 
@@ -97,14 +93,7 @@ class Job:
 
 @dataclass
 class BackwardGroup:
-    """Backward units of one layer that run together.
-
-    Attributes:
-        jobs: the job of each unit.
-        units: the units.
-        tokens: the number of tokens of each unit.
-        load: the load of all units.
-    """
+    """Backward units of one layer that run together, with the job and the tokens of each."""
 
     jobs: list[Job] = field(default_factory=list)
     units: list[Backward] = field(default_factory=list)
@@ -122,9 +111,6 @@ class Jobs:
     """Active jobs.
 
     Args:
-        scheduler: schedules what is served from the same pool.
-        cache: the KV cache for jobs.
-        most_pages: the most pages of the pool that they may hold.
         note: called with each event: its kind, the job's name, and details.
 
     Attributes:

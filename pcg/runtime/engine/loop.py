@@ -38,17 +38,9 @@ _RESERVE_DECAY = 0.98
 class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
-    Args:
-        device: runs the program.
-        scheduler: decides what is served.
-
     Attributes:
-        scheduler: decides what is served.
-        jobs: the active jobs.
-        log: the event log.
-        clock: the clock of all events.
         sharing: decides how much finetuning goes into a step.
-        worked: whether the last step ran anything.
+        worked: True if the last step ran anything.
     """
 
     def __init__(
@@ -89,7 +81,6 @@ class EngineLoop:
 
     @property
     def pool(self) -> PagePool:
-        """The pool of all pages."""
         return self.scheduler.pool
 
     @property
@@ -108,8 +99,6 @@ class EngineLoop:
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         """Submit a request; returns its id. `step` returns its chunks.
 
-        Args:
-            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
@@ -170,11 +159,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run one step.
-
-        Returns:
-            The new chunks of requests, and of those that ended since the last step.
-        """
+        """Run one step; returns the new chunks, and those of requests that ended since the last."""
         now = self.clock.now_s()
         self._time_out(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
@@ -286,7 +271,6 @@ class EngineLoop:
         return found
 
     def _backward(self, step: Step, started: float) -> None:
-        """Run backward units of the jobs in turn while there is room for them in the step."""
         while group := self._next_group(step, self.clock.now_s() - started):
             self._observe(step, group.load, self._back(group.units, self.clock.now_s()))
             self._advance(step, group)
@@ -342,7 +326,6 @@ class EngineLoop:
         self.sharing.ran(step, took)
 
     def _advance(self, step: Step, group: BackwardGroup) -> None:
-        """Advance jobs after their units."""
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
             job.tokens += tokens

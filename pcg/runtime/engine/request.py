@@ -113,10 +113,6 @@ def make_requests(
 ) -> list[Request]:
     """Make a request of each prompt.
 
-    Args:
-        prompts: texts, or lists of token ids.
-        adapter: one name for all, a name for each prompt, or None for the base.
-        sampling: the fields of `SamplingParams`; a list gives each prompt its own.
     Raises:
         GenerationError: an empty prompt, text without a tokenizer, or bad options.
         AdapterError: there is no adapter of that name.

@@ -13,15 +13,7 @@ from pcg.runtime.training.result import FinetuneResult
 
 
 class RunningJob:
-    """A job that can be awaited, paused, resumed and cancelled, until it is over.
-
-    Args:
-        engine: the engine that will run it.
-        call: runs a function between two of the engine's steps.
-
-    Attributes:
-        name: the name of the job and its adapter.
-    """
+    """A job that can be awaited, paused, resumed and cancelled, until it is over."""
 
     def __init__(
         self, name: str, engine: EngineLoop, call: Callable[[Callable[[], None]], object]

@@ -36,18 +36,13 @@ _LAST_ROW = Load(sampled=1)
 class Scheduler:
     """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
 
-    Args:
-        policy: the order of admission; first come, first served by default.
-        prefixes: the blocks that requests share; None if they share none.
-
     Attributes:
         waiting: waiting requests in the order in which they came, preempted ones first; the keys of
             a dict, like `running`, so that any of many leaves at once.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
-        on_preempted: called with each sequence that is preempted.
         prefetch: copies adapters with pages beside what runs, in the order of their turns.
-        is_copying: returns whether an adapter is being copied, so that a step would wait for it.
+        is_copying: True for an adapter that is being copied, so that a step would wait for it.
     """
 
     def __init__(
@@ -73,11 +68,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a request
 
     def why_never(self, sequence: Sequence, reserved: int = 0) -> str | None:
-        """Return the reason why a request can never run; None if it can.
-
-        Args:
-            reserved: number of pages that finetuning may hold.
-        """
+        """Return the reason why a request can never run beside `reserved` pages; None if it can."""
         adapter = sequence.request.adapter
         need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
         most = self.pool.size - reserved
@@ -94,7 +85,6 @@ class Scheduler:
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a waiting sequence."""
         self.waiting[sequence] = None
 
     def drop(self, sequence: Sequence) -> None:
@@ -124,7 +114,6 @@ class Scheduler:
         return abandoned
 
     def queue(self, now_s: float) -> Queue:
-        """Return the requests that a policy orders."""
         return Queue(now_s, self.waiting, self.running)
 
     # ------------------------------------------------------------------------------- a step
@@ -156,13 +145,10 @@ class Scheduler:
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
-        """Give a sequence pages for its next tokens, if it lacks some.
+        """Give a sequence pages for its next tokens; returns False if it was preempted itself.
 
         Args:
-            tokens: the number of its next tokens.
             left: the sequence and those after it; the last are preempted while pages are too few.
-        Returns:
-            True if it has them; False if it was preempted itself.
         """
         table, end = _table(sequence), sequence.cached + tokens
         if end <= len(table.pages) * PAGE_TOKENS:
@@ -216,8 +202,7 @@ class Scheduler:
     def _next(self, now_s: float) -> list[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
 
-        While something runs, a request waits until its adapter is copied: the step would wait for
-        it.
+        While something runs, a request waits until its adapter is copied: the step would wait, too.
         """
         places = max(self.limits.running - len(self.running), 0)
         order = self.policy.order(self.queue(now_s))
@@ -257,11 +242,7 @@ class Scheduler:
         return self._chunk(plan, sequence)
 
     def _give_pages(self, sequence: Sequence, reach: int) -> bool:
-        """Give a sequence pages for its tokens so far, and its adapter; False if there is no room.
-
-        Args:
-            reach: the most pages that another sequence has or keeps.
-        """
+        """Give a sequence its adapter, and pages for its tokens; False if there is no room."""
         adapter = sequence.request.adapter
         need = pages_for(sequence.length)
         if sequence.table is not None:

@@ -58,8 +58,8 @@ class Sharing(ABC):
     """Decides how much finetuning goes into a step.
 
     Attributes:
-        trains: whether jobs come to their ends; otherwise they wait forever.
-        needs_latencies: whether it depends on predicted times even without SLOs.
+        trains: True if jobs come to their ends; otherwise they wait forever.
+        needs_latencies: True if it depends on predicted times even without SLOs.
         burst: how many times its TPOT SLO a step may last if its requests have the slack.
     """
 
@@ -68,11 +68,7 @@ class Sharing(ABC):
     burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
-        """Return whether the next step may serve requests.
-
-        Args:
-            has_work: whether a job has something to run.
-        """
+        """Return True if the next step may serve requests; `has_work` is of the jobs."""
         return True
 
     def begin(self, step: Step) -> None:  # noqa: B027 (most rules do nothing)
@@ -84,11 +80,7 @@ class Sharing(ABC):
 
     @abstractmethod
     def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
-        """Return whether backward units of this load run in the step.
-
-        Args:
-            elapsed_s: time since the step began.
-        """
+        """Return True if backward units of this load run in the step, so long after it began."""
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
         """Note the time of backward units."""

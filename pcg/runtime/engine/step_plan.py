@@ -17,11 +17,8 @@ class StepPlan:
         tpot_slo_s: the least TPOT SLO of its requests; None without any.
         slack_s: time until the first of these SLOs is violated; it grows with faster steps.
         chunks: sequences, and how many of their pending tokens run.
-        admitted: the sequences that begin, or begin again.
-        tokens: tokens of all chunks.
-        keys: keys that attention reads for these.
         sampled: rows of logits, of sequences whose pending tokens all run.
-        awaits_first_token: whether a request waits for its first token, running or queued.
+        awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
     tpot_slo_s: float | None = None
@@ -35,7 +32,6 @@ class StepPlan:
 
     @property
     def load(self) -> Load:
-        """The load of all chunks."""
         return Load(self.tokens, self.keys, self.sampled)
 
     def add(self, sequence: Sequence, tokens: int) -> None:

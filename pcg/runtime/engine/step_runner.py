@@ -36,11 +36,7 @@ from pcg.runtime.training.work_units import Backward, Forward
 class StepRunner:
     """Runs steps of the engine on one program.
 
-    Args:
-        cache: keys and values of all sequences.
-
     Attributes:
-        cache: keys and values of all sequences.
         side: runs backward units on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded decode steps; None if the program has none.
@@ -87,7 +83,6 @@ class StepRunner:
         )
 
     def _limit(self, number: int, request: Request) -> int:
-        """Return the most tokens to generate."""
         length = request.length
         if not request.prompt_ids:
             raise GenerationError(f"prompt {number} has no tokens; give at least one")
@@ -114,13 +109,7 @@ class StepRunner:
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Callable[[], list[int]]:
-        """Run sequences' next tokens and windows of jobs, with the base's products merged.
-
-        Returns:
-            A function that waits for the device, and returns the token that follows each sequence;
-                it
-            is meaningless where more tokens are pending.
-        """
+        """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
@@ -193,13 +182,7 @@ class StepRunner:
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
     ) -> Tensor:
-        """Choose the token after each sequence.
-
-        Args:
-            sequences: the sequences in the order of the logits.
-            logits: logits of their last tokens.
-            likeliest: the likeliest token of each, if it is known.
-        """
+        """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
         params = [sequence.request.params for sequence in sequences]
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
@@ -224,9 +207,6 @@ class _Served:
     """The sequences of one step, in the order of their adapters' slots.
 
     Attributes:
-        chunks: sequences, and how many of their pending tokens run.
-        batch: these tokens.
-        bound: their adapters.
         ready: indices of the sequences whose pending tokens all run, which are sampled after.
     """
 

@@ -30,7 +30,7 @@ class FreeRuns:
         return self._by_length[-1][0] if self._by_length else 0
 
     def begins(self, page: int) -> bool:
-        """Return whether a run begins with a page."""
+        """Return True if a run begins with a page."""
         return page in self._lengths
 
     def fitting(self, count: int) -> int:
@@ -58,7 +58,6 @@ class FreeRuns:
         return start + length - taken, taken
 
     def add(self, start: int, length: int) -> None:
-        """Add free pages."""
         end = start + length
         if end in self._lengths:
             length += self._remove(end)
@@ -75,7 +74,6 @@ class FreeRuns:
         insort(self._in_order, start)
 
     def _remove(self, start: int) -> int:
-        """Remove a run; returns its length."""
         length = self._lengths.pop(start)
         self.pages -= length
         del self._starts[start + length]

@@ -34,8 +34,6 @@ class PageTable:
     """The pages of one owner.
 
     Attributes:
-        owner: the owner, for messages.
-        pages: the pages in order.
         shared: how many of the first pages others may read, too.
         spare_start: the page after the last one, or where the first will be.
         spare: number of pages from there that are kept for it while others are free.
@@ -52,7 +50,6 @@ class PageTable:
 
     @property
     def is_run(self) -> bool:
-        """True if the pages are adjacent."""
         return not self._breaks
 
     @property
@@ -91,7 +88,6 @@ class PageTable:
         return rows[skipped : skipped + stop - start]
 
     def take(self, page: int) -> None:
-        """Append a page."""
         if self.pages and page != self.pages[-1] + 1:
             self._breaks += 1
         self.pages.append(page)
@@ -107,12 +103,7 @@ class PageTable:
 
 
 class PagePool:
-    """Gives out pages.
-
-    Attributes:
-        size: number of all pages.
-        shared: the pages that several tables may read.
-    """
+    """Gives out pages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -148,11 +139,8 @@ class PagePool:
         return table
 
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
-        """Give a table pages.
+        """Give a table pages; `last` ones lie at the end of the pool, and need not be a run.
 
-        Args:
-            count: number of pages.
-            last: whether to take pages at the end of the pool, which need not be a run.
         Raises:
             OutOfMemoryError: so many are not free; nothing has changed.
         """

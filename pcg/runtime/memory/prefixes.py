@@ -28,12 +28,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 @dataclass(eq=False)
 class Version:
-    """The blocks of one version of an adapter, or of the base.
-
-    Attributes:
-        pages: the page of each block by its digest.
-        is_current: False once the adapter was replaced, changed or removed.
-    """
+    """The blocks of one version of an adapter, or of the base: the page of each by its digest."""
 
     pages: dict[bytes, int] = field(default_factory=dict)
     is_current: bool = True
@@ -122,7 +117,6 @@ class Prefixes:
             self._drop(version)
 
     def clear(self) -> None:
-        """Drop all blocks."""
         for version in (self._base, *self._versions.values()):
             self._drop(version)
         self._versions.clear()

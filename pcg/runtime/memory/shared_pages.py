@@ -37,7 +37,6 @@ class SharedPages:
         return len(self._unread)
 
     def add(self, page: int) -> None:
-        """Add a page that one table reads."""
         if page in self._readers:
             raise PcgError(f"page {page} is shared already")
         self._readers[page] = 1
@@ -75,11 +74,7 @@ class SharedPages:
         return page
 
     def check_integrity(self, read: Iterable[int]) -> None:
-        """Raise an AssertionError if the counts differ from what tables read.
-
-        Args:
-            read: the shared pages of all tables, each as often as it is read.
-        """
+        """AssertionError: the counts differ from the pages that all tables read."""
         counts = dict.fromkeys(self._readers, 0)
         for page in read:
             counts[page] += 1

@@ -96,7 +96,6 @@ class EventLog:
         self._listeners: list[Callable[[Event], None]] = []
 
     def add(self, *events: Event) -> None:
-        """Append events."""
         self._entries.extend(events)
         self._count += len(events)
         self._drop()

@@ -50,13 +50,7 @@ class BaseWeights:
 
 
 class WeightStore:
-    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read.
-
-    Args:
-        program: the program of the base.
-        source: the source of the tensors.
-        device: the device of what graphs read.
-    """
+    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read."""
 
     def __init__(
         self,

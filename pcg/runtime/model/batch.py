@@ -92,12 +92,9 @@ class Batch(ProgramBatch):
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """Return the parts that a random operator of the layer draws for, always the same.
+        """Return the parts of all tokens that a random operator draws for, by its key in the layer.
 
-        Args:
-            key: the operator's key in its layer.
-        Returns:
-            Parts that cover all tokens in order; none if nothing is dropped.
+        There are none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -190,8 +187,6 @@ def whole_sequences(
     """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
-        sequences: token ids.
-        device: the device of the batch.
         virtual: number of virtual tokens before each sequence; none by default.
         keeps: whether they are trained on.
     """

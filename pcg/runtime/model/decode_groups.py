@@ -28,7 +28,6 @@ class Singles:
         tokens: their indices in the batch, [n].
         first_rows: row of each one's first token in the cache if its pages are a run, else -1, [n].
         lengths: length of each, the new token included, [n].
-        tables: pages of each.
     """
 
     tokens: NDArray[np.int64]
@@ -45,8 +44,6 @@ def decode_groups(
     Args:
         window: the most rows that a token attends to; 0 for all.
         cache_rows: rows of the whole cache.
-        dtype: the dtype of the masks and of the cache.
-        device: the device of all tensors.
     """
     if not len(singles.tokens):
         return []
@@ -130,7 +127,6 @@ def _gathered(
     Args:
         ends: their pages and lengths.
         counts: number of tokens that each attends to, up to its end.
-        longest: the largest count.
     """
     rows = np.zeros((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)

@@ -99,7 +99,7 @@ def _join(
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of a dtype on this CPU."""
+    """Return True if oneDNN packs weights of a dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -108,11 +108,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class LayerInputs:
-    """The prologue's outputs that each graph reads, beside what one layer passes to the next.
-
-    Attributes:
-        carried: number of values that one layer passes to the next.
-    """
+    """The prologue's outputs that each graph reads, beside what one layer passes to the next."""
 
     def __init__(self, model: ModelGraph) -> None:
         self.carried = len(model.blocks[0].outputs)
@@ -124,12 +120,11 @@ class LayerInputs:
         }
 
     def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
-        """Return the prologue's outputs that a graph reads."""
         return [shared[index] for index in self._indices[graph.name]]
 
 
 def is_sequence_parallel(model: ModelGraph) -> bool:
-    """Return whether layers pass a rank's part of the tokens on, and not all tokens."""
+    """Return True if layers pass on a rank's part of the tokens instead of all of them."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
@@ -152,8 +147,6 @@ class ModelRunner:
     Over ranks all of them run the same batches, and have the same logits.
 
     Attributes:
-        model: the program's graphs.
-        ranks: the group.
         weights: the weights in the layout that serving reads.
         drawing: kernels that choose tokens; None if the program has none.
         decoding: functions for recorded steps; None if the program has none.
@@ -209,7 +202,6 @@ class ModelRunner:
         """Compute logits of all tokens of the batch, or of some.
 
         Args:
-            adapters: the adapters bound to all tokens.
             rows: indices of the tokens wanted, [rows]; None for all.
             row_adapters: the adapters bound to those, for bypass networks of the epilogue.
         Returns:

@@ -30,10 +30,7 @@ class ServingProgram:
     """A program that serves adapters at some sites, ready to run.
 
     Attributes:
-        serving: the compiled program.
         sources: the adapter parameters that it reads.
-        weights: the base's weights.
-        runner: runs the program with these weights.
         tables: the weights of the adapters that run.
     """
 
@@ -69,7 +66,7 @@ class TrainingPrograms:
 
 
 def _dropouts(p: float) -> frozenset[str]:
-    """Return the part of a program's key that says with which dropout it was compiled."""
+    """Return the part of a program's key that depends on its dropout."""
     return frozenset({f"dropout {p:g}"} if p else ())
 
 

@@ -46,14 +46,10 @@ class ModelState:
     are whole in each one's memory.
 
     Args:
-        weights: the source of the base's weights.
-        specialiser: compiles the program anew for adapters at other sites.
-        tokenizer: the model's tokenizer; None without one.
         eos_ids: the tokens that end a sequence.
 
     Attributes:
         serving: the program that serves now.
-        weight_store: the base's weights.
     """
 
     def __init__(
@@ -266,11 +262,7 @@ class ModelState:
     # ------------------------------------------------------------------------------- training
 
     def training(self, adapter: Adapter, windows: bool) -> Training:
-        """Return the program that trains an adapter, for windows or for whole sequences.
-
-        Raises:
-            UnsupportedError: the adapter's encoder was not saved with it.
-        """
+        """Return the program that trains an adapter, for windows or for whole sequences."""
         recipe = adapter.recipe
         if recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(

@@ -47,10 +47,7 @@ class Weights(ABC):
     """Named tensors of a base model.
 
     Args:
-        index: dtype and shape of each tensor by name.
         base_prefix: name of the headless model within the model, such as `model`.
-        config: the model's configuration, for messages.
-        where: the name of the source in messages.
 
     Attributes:
         read_bytes: bytes of all tensors, and parts of tensors, that were read so far, as stored.
@@ -84,9 +81,7 @@ class Weights(ABC):
         Args:
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
-            dtype: dtype of the result.
             transposed: whether the checkpoint holds [in, out], and the result is [out, in].
-            device: device of the result.
             ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
                 are read as a whole.
         Raises:
@@ -121,7 +116,7 @@ class Weights(ABC):
         """Read a tensor of the index as it is stored, or these ranges of it."""
 
     def _place(self, name: str) -> str:
-        """Return where a tensor is, for messages."""
+        """Return the place of a tensor, for messages."""
         return self.where
 
     def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
@@ -224,8 +219,6 @@ class Checkpoint(Weights):
     def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
         """Read the headers of a model's files.
 
-        Args:
-            base_prefix: name of the headless model within the model, such as `model`.
         Raises:
             WeightsError: there are no files, one is damaged or truncated, or two hold one tensor.
         """
@@ -262,11 +255,6 @@ class Checkpoint(Weights):
 class StateDictCheckpoint(Weights):
     """The weights of a module in memory, shared where neither dtype, device nor layout differ.
 
-    Args:
-        state_dict: the module's tensors by name.
-        base_prefix: name of the headless model within the model, such as `model`.
-        config: the model's configuration, for messages.
-        where: the name of the module in messages.
     Raises:
         WeightsError: a tensor has no data.
     """

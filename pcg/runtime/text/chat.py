@@ -104,10 +104,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]] | None:
-        """Render messages, and return the text and the spans of its generation blocks.
+        """Return the rendered messages and the spans of their generation blocks.
 
-        Returns:
-            None if the template has no generation blocks, or their marks change the text.
+        None if the template has no such blocks, or their marks change the text.
         """
         if "generation" not in self.sources[self._name(tools)]:
             return None
@@ -216,7 +215,6 @@ def assistant_spans(
 
     Args:
         learn: indexes of the assistant messages to find.
-        render: renders messages.
         marked: the result of `ChatTemplate.marked_spans`.
         ends: texts of special tokens that may end a turn.
     Returns:

@@ -46,11 +46,8 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
         special_tokens: texts of the named special tokens, as "bos_token": "<s>".
-        bos_id: the token that begins a sequence, if the model has one.
-        eos_id: the token that ends a sequence, if the model has one.
+        bos_id, eos_id, pad_id: the tokens of these names, if the model has them.
         eos_ids: all tokens that end a model's output.
-        pad_id: the padding token, if the model has one.
-        chat_template: renders messages as text; None if the model has none.
     """
 
     backend: Any
@@ -66,7 +63,6 @@ class Tokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
-            directory: holds tokenizer.json; the files named at the top of this module are optional.
             chat_template: replaces the model's own: a path to a file, or the template's text.
         Raises:
             ModelNotFoundError: there is no tokenizer.json.
@@ -135,11 +131,7 @@ class Tokenizer:
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
     def template(self) -> ChatTemplate:
-        """Return the chat template.
-
-        Raises:
-            GenerationError: the model has none.
-        """
+        """Return the chat template; GenerationError if the model has none."""
         if self.chat_template is None:
             raise GenerationError(
                 "the model has no chat template, so messages cannot become text; put a "

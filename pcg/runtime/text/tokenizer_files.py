@@ -22,11 +22,7 @@ NAMED_TOKENS = (
 
 
 def read_json(path: Path) -> Json:
-    """Read the object in a JSON file; {} if there is no such file.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """Read the object in a JSON file; {} without such a file. ConfigError: it is not an object."""
     if not path.is_file():
         return {}
     try:
@@ -56,9 +52,6 @@ def special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
 def ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
     """Return the ids that the first file with a value gives for `name`, as "eos_token_id".
 
-    Args:
-        name: the key.
-        files: contents by file name, in order of precedence.
     Raises:
         ConfigError: the value is neither an int nor a list of ints.
     """
@@ -79,8 +72,6 @@ def find_template(
     """Return the chat template: the override, chat_template.jinja, or tokenizer_config.json's.
 
     Args:
-        directory: the model's directory.
-        config: tokenizer_config.json.
         override: a path to a file, or the text of a template.
     Raises:
         ConfigError: the file is missing, or the template is not valid.
