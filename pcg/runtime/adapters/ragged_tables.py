@@ -182,7 +182,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
-        """Bind the rows of all adapters, and nothing else; `tiles` has the tokens' slots, if any."""
+        """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
         bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])

@@ -113,10 +113,7 @@ class WeightStacker:
 
 
 def _padded(
-    parts: Sequence[Tensor | None],
-    absent: float,
-    multiples: Sequence[int],
-    least: Sequence[int],
+    parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int], least: Sequence[int]
 ) -> Tensor | None:
     """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
 

@@ -44,11 +44,7 @@ class EngineLoop:
     """
 
     def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        clock: Clock,
-        options: EngineOptions,
+        self, device: Device, scheduler: Scheduler, clock: Clock, options: EngineOptions
     ) -> None:
         self.device = device
         self.scheduler = scheduler

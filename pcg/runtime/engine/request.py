@@ -129,10 +129,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState,
-    prompt: str | Sequence[int],
-    adapter: str | None,
-    fields: RequestFields,
+    state: ModelState, prompt: str | Sequence[int], adapter: str | None, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}

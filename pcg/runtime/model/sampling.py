@@ -115,9 +115,7 @@ def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
 
 
 def probabilities(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    history: Sequence[Sequence[int]] | None = None,
+    logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None = None
 ) -> Tensor:
     """Return the distribution that `sample` draws from, [R, V], fp32; one-hot for greedy rows."""
     _check_rows(logits, params, [None] * len(params), history, need_generators=False)

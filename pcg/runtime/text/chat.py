@@ -153,11 +153,7 @@ def _tojson(
 ) -> str:
     """Dump JSON as transformers does: without jinja2's HTML escapes."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

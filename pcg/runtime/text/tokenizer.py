@@ -145,11 +145,7 @@ class Tokenizer:
         return replace(self, chat_template=ChatTemplate({"default": source}))
 
     def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Render messages as the text that the model reads.
 
