@@ -33,14 +33,14 @@ from pcg.runtime.adapters.weight_stacker import WeightStacker
 from pcg.runtime.memory.pool import PageTable
 
 
-class _NoAdapters:
-    """An adapter's weights without any: None at every site."""
+class Namespace(SimpleNamespace):
+    """Attributes by site; a site that no adapter of the batch has is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-NO_ADAPTERS = _NoAdapters()
+NO_ADAPTERS = Namespace()
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ class PaddedTables:
             by_width.append(self._by_width[width].bound(slots, segments))
             start = segments.stop
         *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))
-        return BoundAdapters(Namespace(prologue | epilogue), [Namespace(layer) for layer in layers])
+        return BoundAdapters(
+            Namespace(**(prologue | epilogue)), [Namespace(**layer) for layer in layers]
+        )
 
     def close(self) -> None:
         """Wait for copies, and write nothing from now on: another program serves."""
@@ -211,16 +213,6 @@ def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 _BOUND = 8
 """Batches whose bound stacks are kept until adapters get other slots."""
-
-
-class Namespace(SimpleNamespace):
-    """Attributes by site; a site that no adapter of the batch has is None."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        super().__init__(**values)
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 def _merge(

@@ -27,8 +27,7 @@ from pcg.runtime.adapters.row_allocator import (
 )
 from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of
-from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of, model_sources, served_sources
 from pcg.runtime.memory.pool import PageTable
 
 
@@ -185,7 +184,7 @@ class RaggedTables(PaddedTables):
         """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
-        bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])
+        bound = BoundAdapters(Namespace(), [Namespace() for _ in self._model.layers])
         self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
         return bound
 

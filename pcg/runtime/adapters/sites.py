@@ -1,4 +1,4 @@
-"""Sites: the operators of a graph that read adapters' weights.
+"""Sites, the operators of a graph that read adapters' weights, and sources, their paths.
 
 z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators of one input, whose products are
                                    one (lora_linear)
@@ -7,14 +7,16 @@ z = y + σ(x Aᵀ + b) Bᵀ             a bottleneck adapter (shrink, activate, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.operators import operator
 from pcg.ir.operators.lora import LoraLinear
-from pcg.ir.program.program import python_name
+from pcg.ir.program.program import ModelGraph, python_name
+from pcg.peft.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,36 @@ class GraphSites:
             if p.role == "adapter" and p.name not in names
         )
         return cls(tuple(joined), single)
+
+
+def model_sources(model: ModelGraph) -> frozenset[str]:
+    """Return the sources of the adapter parameters that a program reads, in all layers."""
+    return frozenset(
+        parameter.source.format(layer=layer)
+        for parameter, layer in model.parameters()
+        if parameter.role == "adapter"
+    )
+
+
+def served_sources(adapter: Adapter) -> frozenset[str]:
+    """Return the sources of the parameters that a program needs to serve an adapter."""
+    served = _joined((path, w.served) for path, w in adapter.weights.items())
+    return served | _bias_sources(adapter)
+
+
+def trained_sources(adapter: Adapter) -> frozenset[str]:
+    """Return the sources of the parameters that a program needs to train an adapter."""
+    trained = _joined((path, w.parameters) for path, w in adapter.weights.items())
+    return trained | {*adapter.shared} | _bias_sources(adapter)
+
+
+def _joined(kinds_by_path: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
+    return frozenset(
+        kind if path == WHOLE_MODEL else f"{path}.{kind}"
+        for path, kinds in kinds_by_path
+        for kind in kinds
+    )
+
+
+def _bias_sources(adapter: Adapter) -> frozenset[str]:
+    return frozenset(f"{path}.bias" for path in adapter.biases)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import is_sharded
+from pcg.parallel.ranks.shards import has_zeros, is_sharded
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stack_shards import open_dims, shard_of_stack, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class WeightStacker:
         self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
     ) -> Tensor | None:
         multiples = [1, 1]
-        for dim in open_dims(parameter):
+        for dim in _open_dims(parameter):
             multiples[dim] = self.ranks.size
         stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
-        piece = shard_of_stack(stack, parameter, self.ranks)
+        piece = _shard_of_stack(stack, parameter, self.ranks)
         # A copy, so that the stack of whole weights is freed.
         return piece.contiguous() if piece is not stack else stack
 
@@ -69,7 +68,7 @@ class WeightStacker:
     def inner_size(self, size: int, parameter: Parameter) -> int:
         """Return the inner size that `part` has for an adapter of this rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
-        is_split = sharded_dim(parameter) in open_dims(parameter)
+        is_split = _sharded_dim(parameter) in _open_dims(parameter)
         return size // self.ranks.size if is_split else size
 
     def write(
@@ -106,8 +105,8 @@ class WeightStacker:
         """Return the least rows and columns of whole weights whose shard fills a place."""
         least = [0, 0]
         if view is not None:
-            for dim in open_dims(parameter):
-                is_split = dim == sharded_dim(parameter)
+            for dim in _open_dims(parameter):
+                is_split = dim == _sharded_dim(parameter)
                 least[dim] = view.shape[dim] * (self.ranks.size if is_split else 1)
         return least[0], least[1]
 
@@ -133,3 +132,32 @@ def _padded(
         if part is not None:
             stack[i, : part.shape[0], : part.shape[1]] = part
     return stack
+
+
+def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a stack of adapters' matrices, or of vectors as [1, n]."""
+    if parameter.rows:
+        start, stop = parameter.rows
+        stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
+    if parameter.part.dim:
+        dim = _sharded_dim(parameter)
+        size = stack.shape[dim] // ranks.size
+        stack = stack.narrow(dim, ranks.rank * size, size)
+    return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
+
+
+def _sharded_dim(parameter: Parameter) -> int:
+    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
+    return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
+
+
+def _open_dims(parameter: Parameter) -> tuple[int, ...]:
+    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
+    dims = len(parameter.type.dims)
+    sizes = enumerate(parameter.type.shape)
+    return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
+
+
+def _stack_dim(parameter: Parameter, dim: int) -> int:
+    """Return a dim of the stack, which holds B as the transpose of what training reads."""
+    return -3 - dim if parameter_kind(parameter.source).is_up else dim

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
 
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.request import Request
@@ -13,20 +15,45 @@ from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
 
 
-class Side(Protocol):
-    """Runs backward units beside a step's forward, which does not wait for them."""
+class SideStream:
+    """A second stream of a GPU, for backward units beside a step's forward (FlexLLM v2 §6.1).
+
+    Memory that one stream used may be used by the other only after `join`, for which the host
+    waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._before: torch.cuda.Event | None = None
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """Note that a forward begins; units beside it do not depend on its work."""
+        main = torch.cuda.current_stream(self._stream.device)
+        self._before = main.record_event()
 
-    def beside(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
         """Run what is launched inside on the side."""
+        with torch.cuda.stream(self._stream):
+            if self._before is not None:
+                self._stream.wait_event(self._before)
+            yield
 
-    def timed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def timed(self) -> Iterator[None]:
         """Measure what runs inside."""
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record(self._stream)
+        yield
+        ended.record(self._stream)
+        self._timed.append((started, ended))
 
     def join(self) -> list[float]:
         """Wait until all is done; returns the seconds of each measurement since the last call."""
+        self._stream.synchronize()
+        timed, self._timed = self._timed, []
+        return [started.elapsed_time(ended) / 1e3 for started, ended in timed]
 
 
 class Device(Protocol):
@@ -38,7 +65,7 @@ class Device(Protocol):
     """
 
     cache: Any
-    side: Side | None
+    side: SideStream | None
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request; GenerationError if the model cannot run it."""

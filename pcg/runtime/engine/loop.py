@@ -20,10 +20,9 @@ from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Chunk, Request
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
 from pcg.runtime.model.load import Load

@@ -16,6 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass, field
 from itertools import islice
 
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -24,13 +25,46 @@ from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.sequence import Sequence, State
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.load import Load
+from pcg.runtime.model.load import Load, keys_of
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
+
+
+@dataclass
+class StepPlan:
+    """The sequences that one step serves, and their load.
+
+    Attributes:
+        tpot_slo_s: the least TPOT SLO of its requests; None without any.
+        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
+        chunks: sequences, and how many of their pending tokens run.
+        sampled: rows of logits, of sequences whose pending tokens all run.
+        awaits_first_token: True if a request waits for its first token, running or queued.
+    """
+
+    tpot_slo_s: float | None = None
+    slack_s: float = math.inf
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    tokens: int = 0
+    keys: int = 0
+    sampled: int = 0
+    awaits_first_token: bool = False
+
+    @property
+    def load(self) -> Load:
+        return Load(self.tokens, self.keys, self.sampled)
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        """Have a sequence's next tokens run."""
+        self.chunks.append((sequence, tokens))
+        self.tokens += tokens
+        self.keys += keys_of(tokens, sequence.cached)
+        self.sampled += tokens == sequence.pending
+        self.awaits_first_token |= sequence.first_token_s is None
 
 
 class Scheduler:

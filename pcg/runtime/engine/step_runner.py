@@ -17,7 +17,7 @@ from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
-from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
@@ -26,7 +26,6 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
-from pcg.runtime.model.side_stream import SideStream
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
@@ -50,7 +49,7 @@ class StepRunner:
         self._max_positions = state.max_positions
         self._device = device = state.device
         has_side = device.type == "cuda" and state.ranks.size == 1
-        self.side: Side | None = SideStream(device) if has_side else None
+        self.side = SideStream(device) if has_side else None
         self._bind(state.serving)
 
     def _bind(self, program: ServingProgram) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from types import SimpleNamespace
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,20 +17,9 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
+from pcg.runtime.model.weights import RandomWeights, Weights
 
-
-class TensorSource(Protocol):
-    """The source of the base's weights: a checkpoint, or a state dict."""
-
-    def load(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-        device: torch.device | str = "cpu",
-        ranges: Ranges | None = None,
-    ) -> Tensor: ...
+TensorSource: TypeAlias = Weights | RandomWeights
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pcg.parallel.ranks.same_program import check_same, training_text
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
-from pcg.runtime.adapters.sources import model_sources, trained_sources
+from pcg.runtime.adapters.sites import model_sources, trained_sources
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner
 

@@ -1,4 +1,4 @@
-"""The base model's weights: one tensor at a time, from safetensors files or from a module.
+"""The base model's weights: one tensor at a time, from safetensors files, a module, or at random.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
 transposed, fused or moved. A checkpoint may name a tensor otherwise than the model:
@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -181,7 +182,8 @@ class Weights(ABC):
         sizes = wanted
         if len(stored) == len(wanted):
             sizes = tuple(w for s, w in zip(stored, wanted, strict=True) if s != w)
-        fields = [f"{key}={value}" for key, value in self.config.items() if _is_size(value, sizes)]
+        ints = ((key, value) for key, value in self.config.items() if type(value) is int)
+        fields = [f"{key}={value}" for key, value in ints if value in sizes]
         asked = f" ({', '.join(fields)})" if fields else ""
         return f"; config.json{asked} is not that of these weights"
 
@@ -276,9 +278,35 @@ class StateDictCheckpoint(Weights):
         return whole if ranges is None else whole[_slices(ranges)]
 
 
+class RandomWeights:
+    """Random weights for measurements, as vLLM's `dummy` load format, from the seed and the name.
+
+    Matrices are normal with the configuration's `initializer_range`, as before transformers'
+    training; vectors are ones, and biases zeros. They are alike on every rank and in every run.
+    """
+
+    def __init__(self, std: float = 0.02, seed: int = 0) -> None:
+        self._std = std
+        self._seed = seed
+
+    def load(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+        ranges: Ranges | None = None,
+    ) -> Tensor:
+        """Make a tensor, or a part of it; see `Weights.load`."""
+        if len(shape) < 2:
+            whole = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
+        else:
+            generator = torch.Generator().manual_seed(crc32(f"{self._seed} {name}".encode()))
+            whole = torch.randn(*shape, generator=generator) * self._std
+        part = whole if ranges is None else whole[_slices(ranges)]
+        return part.to(device, dtype).contiguous()
+
+
 def _slices(ranges: Ranges) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in ranges)
-
-
-def _is_size(value: object, sizes: Shape) -> bool:
-    return type(value) is int and value in sizes
