@@ -237,9 +237,7 @@ class Executor:
         """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
 
         Args:
-            name: the name that requests use.
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
-            seed: the seed of a fresh adapter's weights.
         Raises:
             AdapterError: the name is taken, the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.

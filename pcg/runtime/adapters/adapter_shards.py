@@ -38,8 +38,7 @@ from pcg.peft.weights import AdapterWeight
 class AdapterShards:
     """A rank's shards of one adapter at a training program's sites.
 
-    Attributes:
-        tensors: the trained tensors by name: their path in the adapter, and rows in brackets.
+    Their names are their paths in the adapter, and rows in brackets.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class AdapterShards:
     ) -> SimpleNamespace:
         """Return the adapter's weights as a layer's graph with these parameters reads them.
 
-        A layer without the adapter gets neutral weights, such as LoRA of rank 0, and the base's own
-        biases.
+        A layer without the adapter gets neutral weights, as LoRA of rank 0, and the base's biases.
         """
         bound = SimpleNamespace()
         for parameter in parameters:
@@ -93,7 +91,6 @@ class AdapterShards:
     # ------------------------------------------------------------------------------ gradients
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of replicated shards over the ranks."""
         if self._ranks.size == 1:
             return
         summands = [
@@ -204,7 +201,6 @@ class AdapterShards:
         }
 
     def path_of(self, name: str) -> str:
-        """Return a shard's path in the adapter."""
         return self._parameters[name][0]
 
     def _is_sharded(self, name: str) -> bool:

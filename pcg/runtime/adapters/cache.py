@@ -41,12 +41,7 @@ class _Resident:
 
 
 class AdapterCache:
-    """The adapters that have pages.
-
-    Attributes:
-        on_page_in: called with each adapter that gets pages.
-        on_evict: called with each adapter that loses them.
-    """
+    """The adapters that have pages."""
 
     def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
         self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
@@ -75,7 +70,7 @@ class AdapterCache:
         return self._residents[id(adapter)].table
 
     def has(self, adapter: ServedAdapter | None) -> bool:
-        """Return whether an adapter is on the device; True for None."""
+        """Return True for an adapter on the device, and for None."""
         return adapter is None or id(adapter) in self._residents
 
     @property

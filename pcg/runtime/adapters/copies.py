@@ -20,12 +20,7 @@ class AdapterCopies:
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:
-        """Begin a copy of the adapter with this id.
-
-        Args:
-            copy: writes into memory that nothing else reads or writes; returns False if the adapter
-                does not fit there.
-        """
+        """Begin a copy of an adapter, by its id, into memory that nothing else reads or writes."""
         before = None
         if self._stream is not None:
             before = torch.cuda.current_stream(self._stream.device).record_event()

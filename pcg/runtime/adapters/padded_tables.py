@@ -79,13 +79,9 @@ class PaddedTables:
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
-        """Return tables for an engine that gives adapters pages of its cache.
+        """Return tables for an engine that gives adapters pages of its cache, by their `table`.
 
         Stacks have memory of their own, so these are the tables themselves.
-
-        Args:
-            pages: the cache's memory, [pages, bytes of one]; None if it is not in pages.
-            table: returns an adapter's pages.
         """
         return self
 
@@ -97,8 +93,7 @@ class PaddedTables:
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
         """Begin to copy adapters that run soon, as far as there is room, beside what runs now.
 
-        Ranks would have to agree on what is copied, so over ranks adapters are copied when they
-        run.
+        Ranks would have to agree on what is copied, so over ranks adapters are copied as they run.
         """
         if not self._has_widths:
             return

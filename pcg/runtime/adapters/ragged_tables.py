@@ -34,9 +34,6 @@ from pcg.runtime.memory.pool import PageTable
 class RaggedTables(PaddedTables):
     """Keeps the adapters that run; see `PaddedTables`.
 
-    Args:
-        allocator: makes the allocator of rows of a dtype; rows have memory of their own by default.
-
     Attributes:
         lora: the rows of the adapters' matrices; None if the program has none as rows.
     """
@@ -158,10 +155,7 @@ class RaggedTables(PaddedTables):
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
-        """Return the slot of each token's adapter, -1 without one; None if one has more than rows.
-
-        None of the tokens is virtual, and `order` has admitted the adapters.
-        """
+        """Return each token's slot, -1 without an adapter; None if one has more than rows."""
         found = []
         for adapter in adapters:
             if adapter is None:

@@ -40,8 +40,7 @@ _LEAST_SLOTS = 16
 class LoraSite:
     """Linear operators of one input in one layer, or a bottleneck adapter.
 
-    Attributes:
-        part: index of the part of the model: a layer, or after the layers prologue and epilogue.
+    `part` counts layers, then prologue and epilogue.
     """
 
     part: int
@@ -114,8 +113,7 @@ class RowMemory:
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
         """Begin to copy adapters that run next, in turn, into memory that no running one needs.
 
-        Returns:
-            True if any adapter got or lost memory.
+        It returns True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
         kept = self._running | set(map(id, wanted))
@@ -133,7 +131,6 @@ class RowMemory:
         return moved
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return True while an adapter is being copied, so that a step that runs it would wait."""
         return self._copies.is_under_way(id(adapter))
 
     def close(self) -> None:

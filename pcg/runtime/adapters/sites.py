@@ -23,9 +23,7 @@ from pcg.peft.adapter import Adapter
 class LoraModule:
     """A and B of one linear operator, or of a bottleneck adapter.
 
-    Attributes:
-        size: number of outputs.
-        column: the first output, in the joined product of all operators of the input.
+    `column` is its first output in the joined product of all operators of the input.
     """
 
     a: Parameter
@@ -36,12 +34,9 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class JoinedSite:
-    """A lora_linear operator, or a bottleneck adapter.
+    """A lora_linear operator, or a bottleneck adapter with its bias.
 
-    Attributes:
-        modules: the linear operators that can have LoRA, in order; one for a bottleneck.
-        columns: columns of the joined product, operators without LoRA included.
-        bias: the bias b of a bottleneck.
+    `columns` are those of the joined product, of operators without LoRA too.
     """
 
     modules: tuple[LoraModule, ...]
@@ -100,12 +95,7 @@ def _is_its_own(graph: Graph, name: str) -> bool:
 
 @dataclass(frozen=True)
 class GraphSites:
-    """The sites of a graph.
-
-    Attributes:
-        joined: the lora_linear operators.
-        single: every other adapter parameter, with its attribute's name.
-    """
+    """The sites of a graph: its lora_linear operators, and other adapter parameters by name."""
 
     joined: tuple[JoinedSite, ...]
     single: tuple[tuple[str, Parameter], ...]

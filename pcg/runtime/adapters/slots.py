@@ -23,9 +23,6 @@ class AdapterSlots:
     Adapters that run together lie side by side from the first slot on, because a product reads
     whatever lies between them. A newcomer replaces an adapter that does not run; where some have
     left and nobody came, the last ones move up.
-
-    Attributes:
-        places: the slot of each adapter that has one, by the adapter's id.
     """
 
     def __init__(
@@ -43,8 +40,7 @@ class AdapterSlots:
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
         """Begin to copy adapters that run next, in turn, into slots that no running one needs.
 
-        Returns:
-            True if any adapter got or lost a slot.
+        It returns True if any adapter got or lost a slot.
         """
         moved = self._finish_copies()
         kept = self._running | self._copying.keys() | set(map(id, wanted))
@@ -129,7 +125,6 @@ class AdapterSlots:
         )
 
     def _clear(self, place: int) -> bool:
-        """Free a slot; returns True if an adapter had it."""
         gone = self._slots[place]
         return gone is not None and self.forget(gone)
 

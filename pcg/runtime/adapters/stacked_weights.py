@@ -194,12 +194,7 @@ _CUT = 32
 
 @dataclass(frozen=True)
 class _OutputRun:
-    """Neighbouring modules of one output size and rank.
-
-    Attributes:
-        column: the first module's first output, counted from that of the first module with LoRA.
-        row: the first module's first rank.
-    """
+    """Neighbouring modules of one output size and rank, from their first output and rank on."""
 
     column: int
     row: int

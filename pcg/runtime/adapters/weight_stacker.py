@@ -31,11 +31,8 @@ class WeightStacker:
         layer: int,
         least: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor | None, list[bool]]:
-        """Stack the weights of adapters at one parameter.
+        """Stack the weights of adapters at one parameter, of `least` rows and columns.
 
-        Args:
-            adapters: the adapters in order; None for a free slot.
-            least: the least rows and columns of the whole weights.
         Returns:
             [adapters, …], or None if no adapter has a weight there; and which adapters have one.
         """
@@ -114,12 +111,7 @@ class WeightStacker:
 def _padded(
     parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int], least: Sequence[int]
 ) -> Tensor | None:
-    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
-
-    Args:
-        multiples: numbers of which the stack's rows and columns are multiples.
-        least: the least rows and columns.
-    """
+    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing."""
     present = [part for part in parts if part is not None]
     if not present:
         return None

@@ -45,8 +45,7 @@ _BLOCKED_S = 0.01
 class AsyncEngine:
     """Takes requests and jobs from any thread; a context manager, with `async` or without.
 
-    Attributes:
-        engine: the engine whose steps the thread runs; nobody else may call it meanwhile.
+    Nobody else may call `engine`, whose steps the thread runs.
     """
 
     def __init__(
@@ -74,13 +73,7 @@ class AsyncEngine:
         adapter: str | None = None,
         **fields: Unpack[RequestFields],
     ) -> Stream:
-        """Submit a prompt.
-
-        Raises:
-            GenerationError: an empty prompt, text without a tokenizer, or bad options.
-            AdapterError: there is no adapter of that name.
-            EngineError: the thread has ended.
-        """
+        """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self._check_open()
         request = make_request(self._state, prompt, adapter, fields)
         stream = Stream(self._cancel)
@@ -92,12 +85,7 @@ class AsyncEngine:
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
-        """Train an adapter beside what is served; data and adapter errors are raised by the result.
-
-        Raises:
-            EngineError: the thread has ended.
-            FinetuneError: bad options.
-        """
+        """Train an adapter beside what is served; the result raises errors of data and adapter."""
         self._check_open()
         running = RunningJob(given.adapter, self.engine, self.call)
         reserved = self.call(functools.partial(self._reserve, running))
@@ -114,12 +102,7 @@ class AsyncEngine:
     def add_adapter(
         self, name: str, path_or_config: object = "lora", *, seed: int = 0
     ) -> Future[Adapter]:
-        """Load an adapter; it is read, and a program for it compiled, while steps go on.
-
-        Returns:
-            The adapter, once requests may name it. Its errors are those of `Executor.add_adapter`,
-                and EngineError if the thread has ended.
-        """
+        """Load an adapter while steps go on, as `Executor.add_adapter`; it can then be served."""
         self._check_open()
         state = self._state
         end: Future[Adapter] = Future()
@@ -194,7 +177,7 @@ class AsyncEngine:
         self.call(act)
 
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """Make a job ready, on the other thread, and pass it to the engine's."""
+        """Make a job ready, on the other thread."""
         try:
             self._check_open()
             job = self._prepare_job(given)
@@ -222,7 +205,6 @@ class AsyncEngine:
         self._end(ended)
 
     def _run_calls(self) -> None:
-        """Run all calls; wait for one if the engine has nothing to do."""
         engine = self.engine
         try:
             if engine.is_idle:

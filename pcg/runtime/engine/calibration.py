@@ -77,7 +77,6 @@ def fitted_latencies(
     Args:
         seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
             the rows of logits.
-        long: number of tokens of the longest step.
     """
     short = min(_SHORT, long)
     steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]

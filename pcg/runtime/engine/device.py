@@ -34,7 +34,6 @@ class SideStream:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run what is launched inside on the side."""
         with torch.cuda.stream(self._stream):
             if self._before is not None:
                 self._stream.wait_event(self._before)
@@ -42,7 +41,6 @@ class SideStream:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure what runs inside."""
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record(self._stream)
         yield

@@ -36,14 +36,10 @@ _ENDS = {
 class Job:
     """A finetuning job.
 
-    Args:
-        work: yields its units.
-
     Attributes:
         name: the job's name, which is that of its adapter.
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
-        tables: the pages that it holds.
     """
 
     def __init__(self, name: str, work: Work[Any]) -> None:
@@ -108,14 +104,7 @@ class BackwardGroup:
 
 
 class Jobs:
-    """Active jobs.
-
-    Args:
-        note: called with each event: its kind, the job's name, and details.
-
-    Attributes:
-        most_pages: the most pages of the pool that all of them may hold.
-    """
+    """Active jobs, which together hold `most_pages` of the pool at most."""
 
     def __init__(
         self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
@@ -151,7 +140,6 @@ class Jobs:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
 
     def pause(self, name: str) -> None:
-        """Pause a job after its latest unit; it keeps its pages."""
         job = self._named(name)
         if job.state is JobState.QUEUED:
             self.settle(job)
@@ -160,14 +148,12 @@ class Jobs:
             self._note(Kind.PAUSED, name)
 
     def resume(self, name: str) -> None:
-        """Resume a paused job."""
         job = self._named(name)
         if job.state is JobState.PAUSED:
             job.state = JobState.RUNNING
             self._note(Kind.RESUMED, name)
 
     def cancel(self, name: str) -> None:
-        """End a job now."""
         job = self._named(name)
         job.cancel()
         self._end(job)
@@ -183,7 +169,6 @@ class Jobs:
 
     @property
     def unpaused(self) -> list[Job]:
-        """The jobs that are not paused."""
         return [job for job in self._jobs if job.state is not JobState.PAUSED]
 
     @property

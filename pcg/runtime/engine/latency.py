@@ -48,7 +48,6 @@ class Latency:
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
-        """Predict the seconds of a load."""
         a, b, c, d, e, w = self.coefficients_s
         of_rows = d * load.sampled + e * load.trained + w * load.windows
         return a + b * load.tokens + c * load.keys + of_rows
@@ -59,7 +58,6 @@ class Latency:
         """Return the most tokens that fit into a time beside a load; may be negative.
 
         Args:
-            context: tokens before them.
             load: the load beside them, which includes what comes with any number of tokens: a row
                 of logits after a prompt, a window.
             is_trained: True if the loss of each is computed.

@@ -38,7 +38,6 @@ class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
     Attributes:
-        sharing: decides how much finetuning goes into a step.
         worked: True if the last step ran anything.
     """
 
@@ -255,7 +254,6 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- finetuning
 
     def _windows(self, step: Step) -> list[tuple[Forward, int]]:
-        """Choose the finetuning tokens that go forward in the step."""
         found: list[tuple[Forward, int]] = []
         for job, unit in self.jobs.forward():
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
@@ -271,7 +269,6 @@ class EngineLoop:
             self._advance(step, group)
 
     def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
-        """Return as many units that can run together as there is room for; None for none."""
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
             if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
@@ -280,7 +277,6 @@ class EngineLoop:
         return group if group.jobs else None
 
     def _back(self, units: List[Backward], now: float) -> float:
-        """Run backward units to their end; returns the seconds that they took."""
         side = self.device.side
         if side is None:
             self.device.back(units)
@@ -308,7 +304,6 @@ class EngineLoop:
                 self._advance(step, group)
 
     def _join(self, step: Step) -> None:
-        """Wait for what ran beside the forward."""
         if self._beside:
             assert self.device.side is not None
             loads, self._beside = self._beside, []

@@ -17,13 +17,7 @@ Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 
 @dataclass(frozen=True)
 class Queue:
-    """The requests that a policy orders.
-
-    Attributes:
-        now_s: the present time on the engine's clock.
-        waiting: waiting requests, in the order in which they came.
-        running: admitted requests.
-    """
+    """The requests that a policy orders: waiting ones as they came, and admitted ones."""
 
     now_s: float
     waiting: Reversible[Sequence]
@@ -64,11 +58,7 @@ class Fcfs:
 
 @dataclass
 class AdapterClustering(Fcfs):
-    """Admits requests of adapters in the batch first, once these are so many (S-LoRA §A.2).
-
-    Attributes:
-        clusters: d, the number of adapters in a batch.
-    """
+    """Admits requests of adapters in the batch first, once these are `clusters` (S-LoRA §A.2)."""
 
     clusters: int = 32
 
@@ -88,7 +78,6 @@ class EarlyAbort(Fcfs):
     (S-LoRA appendix B).
 
     Attributes:
-        horizon_s: the window of the moving averages, seconds.
         prefill_s: the longest recent time from admission to first token.
     """
 

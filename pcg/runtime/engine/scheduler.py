@@ -38,10 +38,8 @@ class StepPlan:
     """The sequences that one step serves, and their load.
 
     Attributes:
-        tpot_slo_s: the least TPOT SLO of its requests; None without any.
         slack_s: time until the first of these SLOs is violated; it grows with faster steps.
         chunks: sequences, and how many of their pending tokens run.
-        sampled: rows of logits, of sequences whose pending tokens all run.
         awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
@@ -59,7 +57,6 @@ class StepPlan:
         return Load(self.tokens, self.keys, self.sampled)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
-        """Have a sequence's next tokens run."""
         self.chunks.append((sequence, tokens))
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
@@ -75,8 +72,6 @@ class Scheduler:
             a dict, like `running`, so that any of many leaves at once.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
-        prefetch: copies adapters with pages beside what runs, in the order of their turns.
-        is_copying: True for an adapter that is being copied, so that a step would wait for it.
     """
 
     def __init__(
@@ -130,7 +125,6 @@ class Scheduler:
             del self.waiting[sequence]
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop the pages of an adapter that is removed, replaced or changed."""
         self.adapters.forget(adapter)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
@@ -153,7 +147,6 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        """Plan a step: admit, preempt, and give pages out."""
         slos = [slo for one in self.running if (slo := one.tpot_slack(now_s)) is not None]
         plan = StepPlan(
             min((slo_s for slo_s, _ in slos), default=None),
@@ -181,8 +174,7 @@ class Scheduler:
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
         """Give a sequence pages for its next tokens; returns False if it was preempted itself.
 
-        Args:
-            left: the sequence and those after it; the last are preempted while pages are too few.
+        The last of `left`, the sequence and those after it, are preempted while pages are too few.
         """
         table, end = _table(sequence), sequence.cached + tokens
         if end <= len(table.pages) * PAGE_TOKENS:
@@ -251,7 +243,6 @@ class Scheduler:
         return adapter is not None and self.is_copying(adapter)
 
     def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
-        """Admit waiting sequences while there is room."""
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:

@@ -39,10 +39,7 @@ class Step:
     units: int = 0
 
     def most_seconds(self, burst: float = 1.0) -> float:
-        """Return the most time that a step may take if its requests have all the slack.
-
-        That is `burst` times the TPOT SLO, and no longer than a new request may have to wait.
-        """
+        """Return the most time of a step with all the slack; a new request may wait so long."""
         idle = self.limits.idle_step_s
         return idle if self.tpot_slo_s is None else burst * min(self.tpot_slo_s, idle)
 
@@ -107,9 +104,6 @@ class CoServing(Sharing):
             mean stays within the SLO; 1 keeps every step within it. docs/engine.md shows what
             larger values gain and cost.
 
-    Attributes:
-        burst: how many times its TPOT SLO a step may last, if all its requests have the slack and
-            none waits for its first token.
     Raises:
         FinetuneError: burst is below 1.
     """
@@ -183,9 +177,7 @@ _RISE = 1.1
 class TemporalSharing(Sharing):
     """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
 
-    Attributes:
-        frequency: n, the number of serving steps between two that train; FlexLLM v2 figure 11 has
-            64 to 512.
+    `frequency` serving steps lie between two that train; FlexLLM v2 figure 11 has 64 to 512.
     """
 
     def __init__(self, frequency: int = 128) -> None:
@@ -212,9 +204,6 @@ class SpatialSharing(CoServing):
 
     Steps whose requests take t seconds earn share / (1 - share) · t for finetuning; a unit runs
     once its seconds are earned.
-
-    Attributes:
-        share: the share of the time that finetuning gets; above 0 and below 1.
     """
 
     needs_latencies = True

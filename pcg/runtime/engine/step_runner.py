@@ -151,11 +151,7 @@ class StepRunner:
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
     ) -> tuple[List[int], Tensor | None]:
-        """Run a step eagerly.
-
-        Returns:
-            The indices of the sequences whose pending tokens all ran, and the token after each.
-        """
+        """Run a step eagerly; returns the sequences that it samples, by index, and their tokens."""
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
@@ -173,7 +169,6 @@ class StepRunner:
         return served.ready, self._sampled(served, found[0]) if served.ready else None
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
-        """Return the token after each sequence whose pending tokens all ran."""
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
@@ -193,7 +188,6 @@ class StepRunner:
         return broadcast_from_first(self._runner.ranks, found)
 
     def back(self, units: List[Backward]) -> None:
-        """Run backward units of one layer, with the base's products merged."""
         functions = []
         for unit in units:
             assert isinstance(unit, BackwardUnit)
@@ -203,11 +197,7 @@ class StepRunner:
 
 
 class _Served:
-    """The sequences of one step, in the order of their adapters' slots.
-
-    Attributes:
-        ready: indices of the sequences whose pending tokens all run, which are sampled after.
-    """
+    """The sequences of a step, in the order of their adapters' slots; `ready` ones are sampled."""
 
     def __init__(
         self,

@@ -34,7 +34,6 @@ class Stream:
         return self._end.done()
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is over."""
         if not self.is_over:
             self._cancel(self)
 

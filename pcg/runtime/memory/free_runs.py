@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 
 class FreeRuns:
-    """Runs of free pages; adjacent ones are merged.
-
-    Attributes:
-        pages: number of pages of all runs.
-    """
+    """Runs of free pages; adjacent ones are merged."""
 
     def __init__(self) -> None:
         self.pages = 0
@@ -34,10 +30,7 @@ class FreeRuns:
         return page in self._lengths
 
     def fitting(self, count: int) -> int:
-        """Return the start of the shortest run of at least `count` pages, so that long ones last.
-
-        Of runs of one length it is the first. The longest must be long enough.
-        """
+        """Return the start of the first of the shortest runs of at least `count` pages."""
         return self._by_length[bisect_left(self._by_length, (count, 0))][1]
 
     def take(self, start: int, count: int) -> int:

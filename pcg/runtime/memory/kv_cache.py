@@ -38,10 +38,6 @@ def bytes_of_row(type_: TensorType) -> int:
 class KvCache:
     """Rows of keys and values for every layer, and the pool that gives out their pages.
 
-    Args:
-        types: the types of each layer's keys and values.
-        in_pages: True to make a page one run of bytes.
-
     Attributes:
         pages: all memory, [pages, bytes of one], u8; None if pages are not runs of bytes.
         keys, values: each layer's, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,

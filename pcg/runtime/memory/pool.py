@@ -64,7 +64,6 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pages hold."""
         return len(self.pages) * PAGE_TOKENS
 
     @property
@@ -122,12 +121,7 @@ class PagePool:
         return self._free.pages + self._spare + self.shared.unread
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
-        """Open a table without pages.
-
-        Args:
-            expected: the most pages that it will have; if there is a free run of so many, they
-                become its spare ones.
-        """
+        """Open a table without pages; those `expected` become its spare ones if a run is free."""
         table = PageTable(owner)
         self._tables[id(table)] = table
         if 0 < expected <= self._free.longest:
@@ -141,8 +135,7 @@ class PagePool:
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
         """Give a table pages; `last` ones lie at the end of the pool, and need not be a run.
 
-        Raises:
-            OutOfMemoryError: so many are not free; nothing has changed.
+        OutOfMemoryError: so many are not free; nothing has changed.
         """
         own = min(count, table.spare)
         if count - own > self.free - table.spare:

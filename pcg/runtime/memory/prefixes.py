@@ -134,10 +134,7 @@ class Prefixes:
             assert set(version.pages.values()) <= self._blocks.keys()
 
     def _share(self, sequence: CachedSequence, end: int) -> None:
-        """Share a sequence's full blocks up to a token.
-
-        Where another sequence filled the same block first, its page replaces this sequence's.
-        """
+        """Share a sequence's full blocks up to a token; pages filled before replace its own."""
         table, version = sequence.table, sequence.version
         assert table is not None
         assert version is not None

@@ -15,11 +15,7 @@ from pcg.errors import PcgError
 
 
 class SharedPages:
-    """The shared pages of a pool.
-
-    Attributes:
-        on_reclaim: called with each unread page that another owner gets.
-    """
+    """The shared pages of a pool; `on_reclaim` is told each that another owner gets."""
 
     def __init__(self) -> None:
         self.on_reclaim: Callable[[int], None] = lambda page: None
@@ -28,7 +24,6 @@ class SharedPages:
         self._forgotten: set[int] = set()
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over all shared pages."""
         return iter(self._readers)
 
     @property

@@ -58,8 +58,6 @@ class Event(NamedTuple):
     """A state transition.
 
     Attributes:
-        time_s: time on the engine's clock, seconds.
-        kind: the kind of transition.
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
@@ -73,8 +71,6 @@ class Event(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """A token of each of several requests at one time."""
-
     time_s: float
     subjects: tuple[str, ...]
 
@@ -83,11 +79,7 @@ class _Tokens(NamedTuple):
 
 
 class EventLog:
-    """Events in order of time; keeps the latest, and calls listeners with each.
-
-    Args:
-        kept: the number of events to keep; None for all.
-    """
+    """The latest `kept` events in order of time, or all; listeners are called with each."""
 
     def __init__(self, kept: int | None = None) -> None:
         self._kept = kept
@@ -126,11 +118,9 @@ class EventLog:
         return self._count
 
     def of(self, subject: str) -> tuple[Event, ...]:
-        """Return the events of one subject."""
         return tuple(event for event in self if event.subject == subject)
 
     def _drop(self) -> None:
-        """Drop the earliest events beyond those that are kept."""
         while self._kept is not None and self._count > self._kept:
             excess, first = self._count - self._kept, self._entries.popleft()
             if isinstance(first, _Tokens) and len(first.subjects) > excess:
@@ -154,10 +144,6 @@ class Notes:
 
     Parts of an engine hold this instead of the engine, so that nothing in an engine refers to it,
     and its memory is freed as soon as it is dropped.
-
-    Attributes:
-        log: the log to write to.
-        now_s: tells the present time.
     """
 
     log: EventLog

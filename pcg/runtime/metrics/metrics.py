@@ -74,11 +74,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Fairness:
-    """Service between tenants, in tokens of prompts that were read and of outputs.
-
-    Attributes:
-        service: tokens by tenant, `-` for requests without one.
-    """
+    """Service by tenant, in tokens of prompts that were read and of outputs."""
 
     service: Mapping[str, int]
 
@@ -107,9 +103,7 @@ class ServingReport:
         requests: requests submitted in the span, whenever they end; latencies and counts are
             theirs.
         output_tokens: output tokens in the span, of any request.
-        fairness: service in the span; None without requests.
         finetuning_tokens: tokens by job, of the optimizer steps in the span.
-        finetuning_steps: number of these steps.
         queueing, ttft, tpot, itl, e2el: latencies of finished requests; None without samples.
     """
 
@@ -128,11 +122,9 @@ class ServingReport:
 
     @property
     def duration_s(self) -> float:
-        """Length of the span."""
         return self.end_s - self.start_s
 
     def count(self, outcome: Outcome) -> int:
-        """Count the requests with an outcome."""
         return sum(one.outcome is outcome for one in self.requests)
 
     @property
@@ -246,7 +238,6 @@ class ServingReport:
 
     @property
     def latencies(self) -> dict[str, Distribution | None]:
-        """The latencies by their short names."""
         names = ("ttft", "tpot", "itl", "e2el", "queueing")
         return {name: getattr(self, name) for name in names}
 

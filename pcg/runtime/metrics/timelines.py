@@ -24,12 +24,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objectives of a request.
-
-    Attributes:
-        ttft_s: longest time to the first token, seconds; None for any.
-        tpot_s: longest mean time per further token, seconds; None for any.
-    """
+    """Service level objectives of a request: longest seconds, of which None is any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -61,11 +61,7 @@ class WeightStore:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:
-        """Return the weights of a model's graphs; missing ones are read, layer by layer.
-
-        Raises:
-            WeightsError: a tensor is missing, damaged or of another shape.
-        """
+        """Return a model's weights, read once. WeightsError: one is missing or damaged."""
         with self._binding:  # several threads may prepare jobs and adapters
             return self._bind(model)
 
@@ -147,8 +143,6 @@ class WeightStore:
 
 
 class _Linear(Mapping[str, Tensor]):
-    """The weights of linear modules, each read on demand."""
-
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._parameters: dict[str, tuple[str, Parameter]] = {}

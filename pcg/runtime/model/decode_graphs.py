@@ -96,12 +96,7 @@ class DecodeBatch(Batch):
 
 @dataclass(frozen=True)
 class Decoded:
-    """The results of a step, which the next one overwrites.
-
-    Attributes:
-        logits: [n, V].
-        tokens: the likeliest token of each, [n], int64.
-    """
+    """The results of a step, which the next overwrites: logits [n, V], likeliest tokens [n]."""
 
     logits: Tensor
     tokens: Tensor
@@ -118,16 +113,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one program over one cache.
-
-    Args:
-        recorder: records graphs; None to use none.
-        eager_steps: batches of a room before its graph is recorded.
-
-    Attributes:
-        recorded: number of recorded graphs.
-        replayed: number of replayed steps.
-    """
+    """Recorded decode steps of one program over one cache; a `recorder` of None uses none."""
 
     def __init__(
         self,
@@ -160,9 +146,7 @@ class DecodeGraphs:
     ) -> Decoded | None:
         """Run a step; returns None, having done nothing, if no graph serves it.
 
-        Args:
-            contexts: number of tokens before each, in the cache.
-            adapters: the adapters of the sequences; their rows are in memory.
+        The adapters' rows are in memory; `contexts` counts the tokens before each, in the cache.
         """
         if self.recorder is None:
             return None

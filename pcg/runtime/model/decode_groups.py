@@ -43,7 +43,6 @@ def decode_groups(
 
     Args:
         window: the most rows that a token attends to; 0 for all.
-        cache_rows: rows of the whole cache.
     """
     if not len(singles.tokens):
         return []
@@ -85,10 +84,7 @@ class _Run(NamedTuple):
 
     Attributes:
         row: the first row that the first one attends to; -1 if they are gathered.
-        size: number of sequences.
         stride: rows from one to the next; 0 if there is none, or they are gathered.
-        longest: tokens that the longest attends to.
-        total: tokens that all of them attend to.
     """
 
     row: int
@@ -122,12 +118,7 @@ def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterat
 def _gathered(
     ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
 ) -> Tensor:
-    """Return the rows that sequences attend to, [count, longest], padded by row 0.
-
-    Args:
-        ends: their pages and lengths.
-        counts: number of tokens that each attends to, up to its end.
-    """
+    """Return the rows that sequences attend to, [count, longest], padded by row 0."""
     rows = np.zeros((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)
     for own, (table, end), count in zip(rows, ends, counts, strict=True):

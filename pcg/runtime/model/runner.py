@@ -29,11 +29,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source, whose lines tracebacks show; returns its namespace.
-
-    Raises:
-        ProgramError: it is not valid Python, or cannot be imported.
-    """
+    """Execute emitted source, whose lines tracebacks show; ProgramError if it cannot be loaded."""
     # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
@@ -145,11 +141,6 @@ class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
     Over ranks all of them run the same batches, and have the same logits.
-
-    Attributes:
-        weights: the weights in the layout that serving reads.
-        drawing: kernels that choose tokens; None if the program has none.
-        decoding: functions for recorded steps; None if the program has none.
     """
 
     def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
@@ -199,13 +190,9 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute logits of all tokens of the batch, or of some.
+        """Compute logits [rows, V] of these tokens, or of all.
 
-        Args:
-            rows: indices of the tokens wanted, [rows]; None for all.
-            row_adapters: the adapters bound to those, for bypass networks of the epilogue.
-        Returns:
-            [T or rows, V].
+        `row_adapters` are bound to the rows, for bypass networks of the epilogue.
         """
         return self.logits_of(self.hidden(batch, adapters), batch, adapters, rows, row_adapters)
 

@@ -29,9 +29,7 @@ class Specialiser(Protocol):
 class ServingProgram:
     """A program that serves adapters at some sites, ready to run.
 
-    Attributes:
-        sources: the adapter parameters that it reads.
-        tables: the weights of the adapters that run.
+    `sources` are the adapter parameters that it reads.
     """
 
     serving: Serving

@@ -44,12 +44,6 @@ class ModelState:
 
     Over ranks there is one on each, and all of them are called alike, in the same order; adapters
     are whole in each one's memory.
-
-    Args:
-        eos_ids: the tokens that end a sequence.
-
-    Attributes:
-        serving: the program that serves now.
     """
 
     def __init__(
@@ -93,7 +87,6 @@ class ModelState:
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions of the model; None if its configuration names no bound."""
         config = self.program.config
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if isinstance(config.get(name), int):
@@ -102,7 +95,6 @@ class ModelState:
 
     @property
     def adapter_dtype(self) -> str:
-        """Dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
         return self.program.base.adapter_dtype
 
     @property

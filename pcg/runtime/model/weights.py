@@ -42,9 +42,6 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 class Weights(ABC):
     """Named tensors of a base model.
 
-    Args:
-        base_prefix: name of the headless model within the model, such as `model`.
-
     Attributes:
         read_bytes: bytes of all tensors, and parts of tensors, that were read so far, as stored.
     """
@@ -112,7 +109,6 @@ class Weights(ABC):
         """Read a tensor of the index as it is stored, or these ranges of it."""
 
     def _place(self, name: str) -> str:
-        """Return the place of a tensor, for messages."""
         return self.where
 
     def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
@@ -214,11 +210,7 @@ class Checkpoint(Weights):
 
     @classmethod
     def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
-        """Read the headers of a model's files.
-
-        Raises:
-            WeightsError: there are no files, one is damaged or truncated, or two hold one tensor.
-        """
+        """Read the files' headers. WeightsError: one is damaged, or two hold one tensor."""
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
@@ -250,11 +242,7 @@ class Checkpoint(Weights):
 
 
 class StateDictCheckpoint(Weights):
-    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
-
-    Raises:
-        WeightsError: a tensor has no data.
-    """
+    """The weights of a module in memory, shared where neither dtype, device nor layout differ."""
 
     def __init__(
         self,

@@ -16,9 +16,6 @@ from pcg.errors import GenerationError
 class StopChecker:
     """Finds the first stop string of a stream, and cuts the text before it.
 
-    Attributes:
-        matched: the stop string that was found; None so far.
-
     Raises:
         GenerationError: a stop string is empty.
     """

@@ -27,12 +27,9 @@ _ID_FILES = ("generation_config.json", "config.json")
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text, with their places in it.
+    """Tokens of a text, and the characters [start, end) of each in it.
 
-    Attributes:
-        ids: the tokens.
-        offsets: [start, end) of each in the text, in characters; empty for a token without text,
-            (0, 0) for one that the post-processor added.
+    They are empty for a token without text, (0, 0) for one that the post-processor added.
     """
 
     ids: list[int]
@@ -46,7 +43,6 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
         special_tokens: texts of the named special tokens, as "bos_token": "<s>".
-        bos_id, eos_id, pad_id: the tokens of these names, if the model has them.
         eos_ids: all tokens that end a model's output.
     """
 
@@ -150,7 +146,6 @@ class Tokenizer:
         """Render messages as the text that the model reads.
 
         Args:
-            messages: OpenAI's messages, {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's next message.
             variables: `tools`, JSON schemas of functions, and other variables that the template
                 reads, as enable_thinking=False.

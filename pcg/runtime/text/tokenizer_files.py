@@ -50,11 +50,7 @@ def special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
 
 
 def ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
-    """Return the ids that the first file with a value gives for `name`, as "eos_token_id".
-
-    Raises:
-        ConfigError: the value is neither an int nor a list of ints.
-    """
+    """Return the ids that the first file with a value gives for `name`; ConfigError if not ids."""
     for file, content in files.items():
         value = content.get(name)
         if value is None or value == -1:  # some models write -1 for a token they do not have
@@ -71,10 +67,7 @@ def find_template(
 ) -> ChatTemplate | None:
     """Return the chat template: the override, chat_template.jinja, or tokenizer_config.json's.
 
-    Args:
-        override: a path to a file, or the text of a template.
-    Raises:
-        ConfigError: the file is missing, or the template is not valid.
+    ConfigError: the file is missing, or the template is not valid.
     """
     if override is not None:
         return ChatTemplate({"default": _override_text(override)})
