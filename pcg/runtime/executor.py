@@ -157,11 +157,8 @@ class Executor:
         chunks = self._run(requests)
         if stream:
             return chunks
-        done: list[Completion | None] = [None] * len(requests)
-        for chunk in chunks:
-            if chunk.completion is not None:
-                done[chunk.index] = chunk.completion
-        completions = [completion for completion in done if completion is not None]
+        done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
+        completions = [done[index] for index in range(len(requests))]
         return completions[0] if single else completions
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:

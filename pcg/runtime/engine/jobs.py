@@ -56,15 +56,6 @@ class Job:
     def is_over(self) -> bool:
         return self.state in _ENDS
 
-    @property
-    def ending(self) -> Kind:
-        """The kind of event that logs its end."""
-        return _ENDS[self.state]
-
-    def start(self) -> None:
-        self.state = JobState.RUNNING
-        self.advance()
-
     def advance(self) -> None:
         """Go on after a unit was done: to the next one, or to the end."""
         try:
@@ -202,7 +193,8 @@ class Jobs:
         """Bring a job to its next forward or backward unit, or to its end."""
         if job.state is JobState.QUEUED:
             self._note(Kind.STARTED, job.name)
-            job.start()
+            job.state = JobState.RUNNING
+            job.advance()
         while not job.is_over:
             unit = job.unit
             if isinstance(unit, Pages):
@@ -256,7 +248,7 @@ class Jobs:
             self._jobs.remove(job)
             self._close(job)
             reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(job.ending, job.name, **reason)
+            self._note(_ENDS[job.state], job.name, **reason)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""

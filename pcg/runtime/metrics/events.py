@@ -20,9 +20,10 @@ Kinds by subject:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -112,7 +113,9 @@ class EventLog:
         return lambda: self._listeners.remove(listener)
 
     def __iter__(self) -> Iterator[Event]:
-        return _events(tuple(self._entries))
+        entries = tuple(self._entries)
+        parts = (one.events() if isinstance(one, _Tokens) else (one,) for one in entries)
+        return chain.from_iterable(parts)
 
     def __len__(self) -> int:
         return self._count
@@ -128,14 +131,6 @@ class EventLog:
                 self._count -= excess
             else:
                 self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
-
-
-def _events(entries: Iterable[Event | _Tokens]) -> Iterator[Event]:
-    for entry in entries:
-        if isinstance(entry, _Tokens):
-            yield from entry.events()
-        else:
-            yield entry
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,6 @@ class Weights(ABC):
         fused = self._fuse(name, parts, shape, dtype)
         return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is such a tensor, also under another name; experts' parts aside."""
-        return self._find(name) is not None
-
     def unused(self) -> tuple[str, ...]:
         """Return the sorted names of the tensors that were not loaded so far."""
         return tuple(sorted(self.index.keys() - self._used))
