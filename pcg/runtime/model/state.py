@@ -155,6 +155,7 @@ class ModelState:
             biases, base_name = self._base_biases(fresh), self.program.name
             adapter = dataclasses.replace(fresh, biases=biases, base_model_name=base_name)
             check_biases(adapter, adapter.biases)
+        adapter.recipe.check_embeddings(base.embedding_modules())
         return self.on_host(adapter)
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
