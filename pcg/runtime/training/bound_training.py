@@ -19,7 +19,6 @@ from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.adapters.binding import bind
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
@@ -53,12 +52,12 @@ class BoundTraining:
         model = training.model
         self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
-            bind(model.blocks[block].parameters, shards, layer, weights.layers[layer])
+            shards.bind(model.blocks[block].parameters, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
         self._is_sequence_parallel = is_sequence_parallel(model)
-        self._first = bind(model.prologue.parameters, shards, 0, weights.prologue)
-        self._outer = bind(model.epilogue.parameters, shards, 0, weights.epilogue)
+        self._first = shards.bind(model.prologue.parameters, 0, weights.prologue)
+        self._outer = shards.bind(model.epilogue.parameters, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = shards.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
