@@ -32,10 +32,6 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        training: the compiled program.
-        weights: the base's weights.
-        adapter: the adapter that is trained.
-        ranks: the group.
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
     """
@@ -173,10 +169,9 @@ class BoundTraining:
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
     ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward; `saved` and `gradients` are emptied.
+        """Run a layer backward, which empties `saved` and `gradients`.
 
-        Returns:
-            The gradients of the layer's inputs; none if nothing below is trained.
+        Returns the gradients of the layer's inputs; none if nothing below is trained.
         """
         plan = self.training.plans[self.training.layers[layer]]
         if plan.backward is None:

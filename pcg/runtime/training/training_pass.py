@@ -50,7 +50,6 @@ class Window:
     """Some tokens of a pass.
 
     Attributes:
-        batch: the tokens.
         targets: the target of each token, [T].
         carried: the inputs of the next layer.
         shared: the prologue's outputs that all layers may read.
@@ -87,11 +86,9 @@ class TrainingPass(WindowedPass):
         cache: KvCache | None = None,
         tables: Sequence[PageTable] = (),
     ) -> None:
-        """Begin before the first token.
+        """Begin before the first token of whole sequences.
 
         Args:
-            runner: the training program with the adapter.
-            examples: whole sequences.
             normaliser: the number of target tokens that the loss is a mean over; None to evaluate
                 without gradients.
             dropout_seed: the seed of dropout; None drops nothing.
@@ -104,12 +101,11 @@ class TrainingPass(WindowedPass):
         self._dropout_seed = dropout_seed
         self._cache = cache
         self._restored = frozenset(runner.training.restored)
-        virtual = runner.adapter.prompt_tokens
-        self._virtual = virtual
+        self._virtual = runner.adapter.prompt_tokens
         self._sequences: list[_Sequence] = []
         self.tokens = 0
         for i, example in enumerate(examples):
-            ids = [*[ANY_TOKEN] * virtual, *example.ids]
+            ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
             self._sequences.append(_Sequence(ids, runner.targets_of(example), self.tokens, table))
             self.tokens += len(ids)
@@ -143,8 +139,7 @@ class TrainingPass(WindowedPass):
 
     @property
     def context(self) -> int:
-        origins = [s.origin for s in self._sequences if s.origin <= self.forwarded]
-        return self.forwarded - origins[-1]
+        return min(self.forwarded - s.origin for s in self._sequences if s.origin <= self.forwarded)
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
@@ -257,9 +252,8 @@ class TrainingPass(WindowedPass):
     def _input_places(self, layer: int) -> list[int]:
         training = self._runner.training
         graph = training.model.blocks[training.model.layers[layer]]
-        plan = training.plans[training.layers[layer]]
-        count = len(graph.outputs)
-        return [plan.saved.index(value.name) for value in graph.inputs[:count]]
+        saved = training.plans[training.layers[layer]].saved
+        return [saved.index(value.name) for value in graph.inputs[: len(graph.outputs)]]
 
 
 def pass_through(
