@@ -6,7 +6,7 @@ from pcg.explain.decisions import decisions
 from pcg.explain.report_data import GraphNode
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.program.program import TrainingGraph
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 
 
 def decided_graph(kind: LayerKind, plan: TrainingGraph) -> tuple[GraphNode, ...]:

@@ -12,7 +12,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import TensorType
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,10 @@ class ListFunctions(Pass[Trained, Functions]):
 
     def run(self, before: Trained) -> Functions:
         training: tuple[Function, ...] = ()
-        found = before.training
-        if found is not None:
-            training = tuple(
-                training_functions(
-                    found.model,
-                    found.plan.plans,
-                    found.plan.layers,
-                    found.epilogue,
-                    found.loss,
-                    found.prologue,
-                )
-            )
+        if (found := before.training) is not None:
+            plans, layers = found.plan.plans, found.plan.layers
+            ends = (found.epilogue, found.loss, found.prologue)
+            training = tuple(training_functions(found.model, plans, layers, *ends))
         return Functions(before, serving_functions(before.serving), training)
 
 

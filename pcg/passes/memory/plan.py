@@ -12,7 +12,7 @@ from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.budget import Mix, mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem

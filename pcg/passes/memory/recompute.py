@@ -10,8 +10,7 @@ from pcg.ir.graph import Graph, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.program import TrainingGraph
 from pcg.passes.compress import uncompressed
-from pcg.passes.differentiate import Differentiated, gradient_name
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiated, LayerKind, gradient_name
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
