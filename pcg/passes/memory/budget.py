@@ -24,10 +24,7 @@ Mix = tuple[int, ...]
 def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
     """The mix with the fewest recomputed operations that is within a budget; None for none.
 
-    Args:
-        frontiers: the frontier of each layer.
-        budget: the budget of the whole model.
-        outside_bytes: bytes that are saved outside the layers, whatever they do.
+    `outside_bytes` are saved outside the layers, whatever they do.
     """
     steps = list(mixes(frontiers))
     most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
@@ -59,9 +56,7 @@ def mixes(frontiers: Frontiers) -> Iterator[Mix]:
 def mixed(frontiers: Frontiers, mix: Mix) -> Choice:
     """Bytes and operations of all layers together."""
     choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
-    return Choice(
-        (), (), sum(choice.size_bytes for choice in choices), sum(c.flops for c in choices)
-    )
+    return Choice((), (), sum(c.size_bytes for c in choices), sum(c.flops for c in choices))
 
 
 def _push(

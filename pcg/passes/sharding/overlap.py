@@ -85,11 +85,7 @@ def _overlapped(graph: Graph, counted: frozenset[str]) -> Graph:
 
 
 class _Order:
-    """An order of a graph's nodes.
-
-    Attributes:
-        nodes: the nodes in this order.
-    """
+    """An order of a graph's nodes."""
 
     def __init__(self, graph: Graph, counted: frozenset[str]) -> None:
         self.nodes = list(graph.nodes)
@@ -107,11 +103,12 @@ class _Order:
             self.nodes = before
 
     def _begin_early(self, collective: Node) -> None:
-        """Move a collective up, past nodes that it does not read."""
+        """Move a collective up past nodes that it does not read, but no other collective."""
         place = to = self.nodes.index(collective)
         while not self._is_enough(collective):
             to -= 1
-            if to < 0 or _is_barred(collective, self.nodes[to]):
+            above = self.nodes[to] if to >= 0 else None
+            if above is None or collective_of(above) is not None or _reads(collective, above):
                 return
             if self._move(place, to):
                 place = to
@@ -167,11 +164,6 @@ def _flops(graph: Graph, node: Node) -> int:
     types = tuple(graph.types[name] for name in node.inputs)
     formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
     return int(formula.subs(TOKENS, MANY_TOKENS))
-
-
-def _is_barred(collective: Node, above: Node) -> bool:
-    """Return whether a collective may not move past a node."""
-    return collective_of(above) is not None or _reads(collective, above)
 
 
 def _reads(node: Node, other: Node) -> bool:
