@@ -13,14 +13,9 @@ from pcg.parallel.parallel_plan import Cost, NodePlan, Reshard
 
 @dataclass
 class NodePlanBuilder:
-    """Adds up the cost of bringing a node's inputs into layouts.
+    """Adds up the cost, and the number, of the reshards that bring a node's inputs into layouts.
 
-    Attributes:
-        costs: costs of messages.
-        cost: the cost so far.
-        count: number of reshards so far.
-        reshards: the reshards so far, by value.
-        held: layouts of adapters' weights that no earlier node has read.
+    `held` are the layouts of adapters' weights that no earlier node has read.
     """
 
     costs: LayerCosts

@@ -40,13 +40,9 @@ Versions = dict[str, frozenset[Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The versions behind a node, and the cheapest way there.
+    """The versions behind a node, and the cheapest way there: the state before, and a plan.
 
-    Attributes:
-        versions: the layouts of each value.
-        cost: the way's cost, and its number of reshards.
-        parent: the state before; None for the first.
-        node_plan: the plan of the node between.
+    `cost` is the way's cost, and its number of reshards.
     """
 
     versions: Versions
@@ -56,11 +52,11 @@ class _State:
 
 
 class Planner:
-    """Plans one graph; the costs that it learns serve further plans of it.
+    """Plans one graph of whole tensors; the costs that it learns serve further plans of it.
 
     Args:
-        graph: a graph with whole tensors.
-        degree: number of ranks.
+        graph: the graph.
+        degree: the number of ranks.
         costs: costs of nodes and messages.
         trains: True if there is a backward.
         token_nodes: names of nodes that ranks may run on shards of the tokens.

@@ -18,9 +18,7 @@ from pcg.parallel.costs.layer_costs import backward_of
 def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
     """Inputs of nodes, by the node's name and their place, that backward needs.
 
-    Args:
-        graph: a graph of whole tensors.
-        active: values that a gradient may flow back to.
+    A gradient may flow back to the `active` values.
     """
     needed: set[str] = set()
     found: set[tuple[str, int]] = set()

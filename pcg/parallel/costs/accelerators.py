@@ -129,13 +129,8 @@ def _gpu(
 ) -> DeviceSheet:
     """A GPU's data sheet.
 
-    Args:
-        half_tflops: peak of dense bf16 and fp16 on tensor cores.
-        fp32_tflops: peak of fp32 without tensor cores.
-        memory_gb_per_s: bandwidth of the memory.
-        links: links by name.
-        source: the data sheet and its words.
-        fp64_tflops: peaks of fp64 on tensor cores and without, where the data sheet has them.
+    Peaks are those of dense bf16 and fp16 on tensor cores, of fp32 without them, and of fp64 on
+    tensor cores and without, where the data sheet has them.
     """
     half, fp32 = half_tflops * TERA, fp32_tflops * TERA
     products = {"bf16": half, "f16": half, "f32": fp32}

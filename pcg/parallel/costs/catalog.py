@@ -20,7 +20,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
     Args:
         name_or_path: a name of `SHEETS` in any case, or a file of `pcg profile`.
-        link: name of one of the sheet's links; its first by default. A profile has its own.
+        link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
         CostModelError: there is neither; the closest names are named.
     """
@@ -53,9 +53,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
     """The name of the data sheet, or the path of the profile, that is asked for.
 
-    Args:
-        costs: a name or a path; None for the first of `gpus` that has a sheet, else an H100.
-        gpus: names of GPUs.
+    None asks for the first of the named `gpus` that has a sheet, else for an H100's.
     """
     if costs is None:
         return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
@@ -64,11 +62,7 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def own_sheet(device: torch.device) -> str:
-    """The name of the data sheet of a device that is there.
-
-    Raises:
-        CostModelError: it has none.
-    """
+    """The name of the data sheet of a device that is there; a CostModelError where it has none."""
     if device.type == "cpu":
         return "CPU"
     called = torch.cuda.get_device_name(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import sympy
 
@@ -60,8 +61,8 @@ class Work:
         is_product: True of a matrix product or attention.
         dtype: the dtype of its arithmetic.
         shapes: types of inputs and outputs, as text; of attention the context, too.
-        rows: leading size of its first output.
-        flops: number of operations.
+        rows: the leading size of its first output.
+        flops: the number of operations.
         moved_bytes: bytes read and written.
     """
 
@@ -89,11 +90,8 @@ def work_of(
     pairs = tuple(attributes.items())
     numbers = _numbers(op, inputs, outputs, pairs)
     flops, moved_bytes, *sizes = numbers(tokens, context)
-    left = iter(sizes)
-    texts = [
-        f"{type_.dtype}[{','.join(str(int(next(left))) for _ in type_.dims)}]"
-        for type_ in (*inputs, *outputs)
-    ]
+    left = map(str, map(int, sizes))
+    texts = [f"{t.dtype}[{','.join(islice(left, len(t.dims)))}]" for t in (*inputs, *outputs)]
     entry = operator(op)
     shapes = f"{' '.join(texts[: len(inputs)])} → {' '.join(texts[len(inputs) :])}"
     if entry.sees_sequences:
@@ -141,43 +139,39 @@ def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
     """The operator itself; of a fused or sharded one, the operators that it stands for."""
-    if op == ColumnNormPart.name:
-        yield ColumnNorm.name, inputs, outputs, {}
-        return
-    if op == ExpandAddPart.name:
-        whole, s, b = inputs
-        part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
-        degree = int(whole.shape[-1]) // int(b.shape[0])
-        yield ExpandAdd.name, (part, s, b), (part,), {}
-        yield PlacedPart.name, (part,), (whole,), {"dim": -1, "degree": degree}
-        return
-    if op == WindowAttentionBackward.name:
-        own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
-        whole_inputs = (*inputs[:4], *outputs[1:], *inputs[4:])
-        yield AttentionBackward.name, whole_inputs, outputs, own
-        return
-    if op == LinearCrossEntropy.name:
-        yield from _parts_of_loss(inputs, outputs, attributes)
-        return
-    if op in _ASKED:
-        own = {key: value for key, value in attributes.items() if key != "of"}
-        yield _ASKED[op], inputs, outputs, own
-        return
-    if op in (LoraLinearBackward.name, BottleneckBackward.name):
-        yield from _parts_of_gradients(op, inputs, outputs, attributes)
-        return
-    if op != LoraLinear.name:
-        yield op, inputs, outputs, attributes
-        return
-    count, x = len(outputs), inputs[0]
-    adapted = LoraLinear.adapted(attributes)
-    bases = len(inputs) - 2 * len(adapted)
-    for i, out in enumerate(outputs):
-        yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
-    for i, a, b in zip(adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False):
-        (s,) = Shrink().infer((x, a), {})
-        yield Shrink.name, (x, a), (s,), {}
-        yield ExpandAdd.name, (outputs[i], s, b), (outputs[i],), {}
+    match op:
+        case ColumnNormPart.name:
+            yield ColumnNorm.name, inputs, outputs, {}
+        case ExpandAddPart.name:
+            whole, s, b = inputs
+            part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
+            degree = int(whole.shape[-1]) // int(b.shape[0])
+            yield ExpandAdd.name, (part, s, b), (part,), {}
+            yield PlacedPart.name, (part,), (whole,), {"dim": -1, "degree": degree}
+        case WindowAttentionBackward.name:
+            own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
+            yield AttentionBackward.name, (*inputs[:4], *outputs[1:], *inputs[4:]), outputs, own
+        case LinearCrossEntropy.name:
+            yield from _parts_of_loss(inputs, outputs, attributes)
+        case InnerRequest.name | OuterRequest.name | SumTokensRequest.name:
+            own = {key: value for key, value in attributes.items() if key != "of"}
+            yield _ASKED[op], inputs, outputs, own
+        case LoraLinearBackward.name | BottleneckBackward.name:
+            yield from _parts_of_gradients(op, inputs, outputs, attributes)
+        case LoraLinear.name:
+            count, x = len(outputs), inputs[0]
+            adapted = LoraLinear.adapted(attributes)
+            bases = len(inputs) - 2 * len(adapted)
+            for i, out in enumerate(outputs):
+                yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
+            for i, a, b in zip(
+                adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False
+            ):
+                (s,) = Shrink().infer((x, a), {})
+                yield Shrink.name, (x, a), (s,), {}
+                yield ExpandAdd.name, (outputs[i], s, b), (outputs[i],), {}
+        case _:
+            yield op, inputs, outputs, attributes
 
 
 def _parts_of_loss(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -80,12 +80,9 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """A group of processes, over a process group of torch.
+    """A group of processes, over a process group of torch: NCCL's for a GPU, else gloo's.
 
-    Args:
-        group: NCCL's where the device is a GPU, else gloo's.
-        device: the device of the tensors that they exchange.
-        store: the store in which ranks leave word that they are there; None where there is none.
+    In the store, where there is one, ranks leave word that they are there.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
@@ -97,16 +94,13 @@ class ProcessRanks(Ranks):
         self._store = store
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        total: Tensor = self._begin("all_reduce", x, False)()
-        return total
+        return cast("Tensor", self._begin("all_reduce", x, False)())
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        parts: list[Tensor] = self._begin("all_gather", x, False)()
-        return parts
+        return cast("list[Tensor]", self._begin("all_gather", x, False)())
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        own: Tensor = self._begin("reduce_scatter", parts, False)()
-        return own
+        return cast("Tensor", self._begin("reduce_scatter", parts, False)())
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)
@@ -217,9 +211,9 @@ def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
 
     Args:
         store: a store that all ranks share.
-        rank: number of this rank.
-        size: number of ranks.
-        uuid: the UUID of its GPU.
+        rank: the number of this rank.
+        size: the number of ranks.
+        uuid: the UUID of this rank's GPU.
     Raises:
         ParallelError: on every rank; names those that share one.
     """
