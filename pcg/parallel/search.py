@@ -48,9 +48,8 @@ class Candidate:
 
     Attributes:
         strategy: the way's name; see `strategy_name`.
-        layouts: layouts of the site's weights, by name.
         gathered: weights that are gathered where they are read.
-        added: the cost that it adds to the layer.
+        added: the cost that the way adds to the layer.
         layer: the layer's cost with it.
     """
 
@@ -87,8 +86,6 @@ class Search:
 
     Args:
         graph: the layer's graph with bypass networks, of whole tensors.
-        degree: the number of ranks.
-        costs: costs of nodes and messages.
         layouts: layouts of the base's weights.
         base: ways of the base's nodes, by name.
         trains: True if there is a backward, and each adapter's weight is one tensor, which may be

@@ -27,12 +27,7 @@ class ListFunctions(Pass[Trained, Functions]):
 
 @dataclass(frozen=True)
 class Emit(Pass[Functions, Emitted]):
-    """Write the functions as Python.
-
-    Attributes:
-        model: the model's name.
-        backend: "torch" or "triton".
-    """
+    """Write the functions of a model as Python, for a backend, "torch" or "triton"."""
 
     name = "emit"
     model: str

@@ -223,7 +223,6 @@ def _carried_names(carried: Sequence[str]) -> dict[str, str]:
 
 
 def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:
-    """A layer's parameter by its path within the layer."""
     if not parameter.source.startswith(prefix + "."):
         return parameter
     name = parameter.name.removeprefix(prefix + ".")

@@ -52,12 +52,7 @@ class LayerPass(Pass[TrainingGraph, TrainingGraph]):
 
 @dataclass(frozen=True)
 class On(Pass[Whole, Whole], Generic[Whole, Part]):
-    """A pass over some parts of a stage.
-
-    Attributes:
-        lens: the method of the stage that changes these parts by a function.
-        inner: the pass over each of them.
-    """
+    """A pass over some parts of a stage; a method of the stage, the lens, has these changed."""
 
     lens: Callable[[Whole, Callable[[Part], Part]], Whole]
     inner: Pass[Part, Part]

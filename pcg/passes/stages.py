@@ -84,8 +84,7 @@ class Attached:
 class Prepared(Attached):
     """Models whose base is planned over ranks, with products and heads that ranks can divide.
 
-    Attributes:
-        layouts: for each block, the layouts of the base's weights by name.
+    `layouts` has for each block the layouts of the base's weights by name.
     """
 
     layouts: tuple[Mapping[str, Layout], ...]
@@ -99,10 +98,8 @@ class Prepared(Attached):
 class Sharded(Prepared):
     """Models over ranks: first with layouts in their types, then the graphs of one rank.
 
-    Attributes:
-        typed: the model with layouts that is trained; where nothing is, the one that serves.
-        searches: the search for the bypass networks of each of its blocks.
-        plans: the plan of each of its blocks.
+    `typed` is the model with layouts that is trained, or serves where none is, `searches` and
+    `plans` are those of its blocks.
     """
 
     typed: ModelGraph
@@ -133,7 +130,7 @@ class ModelGradients:
 
     Attributes:
         model: the model.
-        kinds: its layers, those that are differentiated alike together.
+        kinds: the model's layers, those that are differentiated alike together.
         prologue: the prologue and its backward; None where it trains nothing.
         loss: the epilogue with the loss, and its backward.
     """
@@ -267,12 +264,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a program, each a graph and how its source hands values in and out.
+    """The functions that serve and train, each a graph and how its source hands values in and out.
 
-    Attributes:
-        trained: the graphs that the program keeps.
-        serving: the functions that serve.
-        training: the functions that train; none where nothing is trained.
+    `trained` has the graphs that the program keeps.
     """
 
     trained: Trained
@@ -294,13 +288,7 @@ class Functions:
 
 @dataclass(frozen=True)
 class Emitted:
-    """The result of a compilation: graphs with their source.
-
-    Attributes:
-        functions: the functions as they were emitted.
-        serving: the program that serves.
-        training: the program that trains; None where nothing is trained.
-    """
+    """The result of a compilation: programs that serve and train, and their functions."""
 
     functions: Functions
     serving: Serving

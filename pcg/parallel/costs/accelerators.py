@@ -7,7 +7,7 @@ that programs can be fit to, but no cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -234,9 +234,14 @@ def find_accelerator(name: str) -> Accelerator:
     Raises:
         UnsupportedError: pcg knows none of that name; lists them.
     """
-    for known, device in ACCELERATORS.items():
-        if known.lower() == name.lower():
-            return device
+    known = known_name(name, ACCELERATORS)
+    if known is not None:
+        return ACCELERATORS[known]
     close = get_close_matches(name.upper(), ACCELERATORS, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")
+
+
+def known_name(name: str, among: Iterable[str]) -> str | None:
+    """A known name as it is written, in whatever case it was asked for."""
+    return next((known for known in among if known.lower() == name.lower()), None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS
+from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS, known_name
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, ProfileModel
 
@@ -25,7 +25,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
         CostModelError: there is neither; the closest names are named.
     """
     wanted = str(name_or_path)
-    name = _known(wanted, SHEETS)
+    name = known_name(wanted, SHEETS)
     if name is not None:
         return SheetModel(name, SHEETS[name], link)
     path = Path(name_or_path).expanduser()
@@ -34,7 +34,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
             raise CostModelError(f"{path} is a profile, which has its own link, not {link!r}")
         return ProfileModel(DeviceProfile.load(path))
     known = ", ".join(SHEETS)
-    accelerator = _known(wanted, ACCELERATORS)
+    accelerator = known_name(wanted, ACCELERATORS)
     if accelerator is not None:
         raise CostModelError(
             f"{accelerator} has no data sheet here, so no cost; use one of {known}, or a profile "
@@ -74,8 +74,3 @@ def own_sheet(device: torch.device) -> str:
         f"{called} has no data sheet here, so no cost; measure it with pcg profile -o FILE --tp N, "
         "and say costs=FILE"
     )
-
-
-def _known(name: str, among: Mapping[str, object]) -> str | None:
-    """A known name as it is written, in whatever case it was asked for."""
-    return next((known for known in among if known.lower() == name.lower()), None)

@@ -57,14 +57,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Measurements of one device.
+    """Measurements of one device, with the versions of pcg and torch that made them.
 
-    Attributes:
-        device: the device's name.
-        versions: versions of pcg and torch.
-        points: times of operators.
-        exchanges: times of collectives; none where one rank was measured.
-        backend: the backend of torch.distributed that made them.
+    `exchanges` are times of collectives over a backend of torch.distributed; none of one rank.
     """
 
     device: str

@@ -102,9 +102,6 @@ class DeviceCosts(LayerCosts):
     """Seconds of a layer's forward and backward on one rank.
 
     Args:
-        model: the cost model of the device and its links.
-        degree: the number of ranks.
-        tokens: the number of tokens of a step.
         context: the number of tokens that a token attends to.
         gradient_accumulation_steps: batches an optimizer step, which share the sums of gradients.
     """

@@ -21,15 +21,7 @@ CARRIED: Mapping[str, Attribute] = {"target": "aten.elu.default", "arguments": "
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that are measured.
-
-    Attributes:
-        tokens: numbers of tokens of a step.
-        widths: features of a layer, multiples of 64.
-        ranks: ranks of adapters.
-        vocabulary: number of rows of the embedding.
-        budget_s: time for one measurement.
-    """
+    """The sizes that are measured, `budget_s` long each; widths of layers are multiples of 64."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -93,7 +85,6 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
 
 
 def _integers() -> Iterator[Case]:
-    """Operators of positions and ids."""
     ids = tensor("i64", TOKENS)
     for op in ("add", "sub", "mul"):
         yield Case(op, (ids,), {"scalar": 2})

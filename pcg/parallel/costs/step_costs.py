@@ -34,15 +34,10 @@ from pcg.parallel.costs.work import Work, is_free, parts_of, size_bytes, with_ra
 
 
 class SequenceChunk(NamedTuple):
-    """Tokens of one sequence in a step.
+    """Tokens of one sequence in a step, behind `context` others.
 
-    Attributes:
-        tokens: number of tokens.
-        context: number of tokens before them.
-        is_sampled: True if logits of the last one are wanted.
-        is_trained: True if the loss of all of them is wanted.
-        adapter: the adapter that they use; None for the base.
-        rank: the adapter's rank.
+    Logits of the last one are wanted where they are sampled, the loss of all where they are
+    trained. The adapter, of a rank, is None for the base.
     """
 
     tokens: int
@@ -55,17 +50,15 @@ class SequenceChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step that its time depends on.
+    """The sizes of a step that its time depends on, numbers of tokens where nothing else is said.
 
     Attributes:
-        tokens: number of tokens of all chunks.
-        pairs: number of keys that each token attends to, summed over tokens.
-        cached: number of tokens whose keys and values are read, summed over chunks.
-        sampled: number of rows of logits.
-        trained: number of tokens whose loss is wanted.
-        adapted: number of tokens that use an adapter.
+        pairs: the number of keys that each token attends to, summed over tokens.
+        cached: tokens whose keys and values are read, summed over chunks.
+        sampled: rows of logits.
+        adapted: tokens that use an adapter.
         adapted_ranks: ranks of these tokens' adapters, summed over tokens.
-        adapters: number of different adapters.
+        adapters: the number of different adapters.
         ranks: ranks of the different adapters, summed.
     """
 
@@ -104,8 +97,7 @@ class StepShape:
 class StepCosts(Protocol):
     """Seconds of a device's work for an engine.
 
-    Attributes:
-        layers: number of layers of the model; those below all trained ones have a backward, too.
+    All layers of the model have a backward, those below all trained ones, too.
     """
 
     layers: int

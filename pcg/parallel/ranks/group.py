@@ -217,20 +217,16 @@ def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
     Raises:
         ParallelError: on every rank; names those that share one.
     """
-    store.set(_gpu(rank), uuid)
+    store.set(f"pcg/gpu/{rank}", uuid)
     owners: dict[str, list[int]] = {}
     for other in range(size):
-        owners.setdefault(store.get(_gpu(other)).decode(), []).append(other)
+        owners.setdefault(store.get(f"pcg/gpu/{other}").decode(), []).append(other)
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if shared:
         raise ParallelError(
             f"{size} ranks need a GPU each, and ranks {', '.join(map(str, shared[0]))} have the "
             'same one; use device="cuda", which gives each its own by torchrun\'s LOCAL_RANK'
         )
-
-
-def _gpu(rank: int) -> str:
-    return f"pcg/gpu/{rank}"
 
 
 def started_ranks() -> int:
@@ -241,8 +237,8 @@ def started_ranks() -> int:
 def own_device(device: torch.device) -> torch.device:
     """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
 
-    A GPU that is named by its number, as "cuda:1", is taken as it is; `join` refuses one that two
-    ranks have named.
+    A GPU that is named by its number, as "cuda:1", is taken as it is; `join_group` refuses one that
+    two ranks have named.
 
     Raises:
         ParallelError: the machine has fewer GPUs than ranks.

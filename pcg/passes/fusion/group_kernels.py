@@ -43,11 +43,7 @@ class GroupKernels(GraphPass):
 
 
 def grouped(graph: Graph, name: str) -> KernelGraph:
-    """The graph, for a pass that runs behind `group_kernels`.
-
-    Raises:
-        PassError: its nodes are not grouped.
-    """
+    """The graph, for a pass that runs behind `group_kernels`; a PassError where none has."""
     if not isinstance(graph, KernelGraph):
         raise PassError(f"pass {name!r} runs behind 'group_kernels'; put that before it")
     return graph

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import networkx
 
-from pcg.ir.graph import Graph, KernelGraph
-from pcg.ir.kernel_group import KernelGroup, items_of
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.kernel_group import KernelGroup, group_of
 from pcg.passes.fusion.group_kernels import grouped
 from pcg.passes.pass_base import GraphPass
 
@@ -19,12 +20,23 @@ class OrderKernels(GraphPass):
 
     def run(self, before: Graph) -> KernelGraph:
         graph = grouped(before, self.name)
-        items = [i.nodes if isinstance(i, KernelGroup) else (i,) for i in items_of(graph)]
-        maker = {v.name: i for i, nodes in enumerate(items) for n in nodes for v in n.outputs}
-        before_of: networkx.DiGraph[int] = networkx.DiGraph()
-        before_of.add_nodes_from(range(len(items)))
-        for place, nodes in enumerate(items):
-            made = {maker[name] for node in nodes for name in node.inputs if name in maker}
-            before_of.add_edges_from((other, place) for other in made - {place})
-        order = networkx.lexicographical_topological_sort(before_of)
-        return dataclasses.replace(graph, nodes=tuple(n for place in order for n in items[place]))
+        groups = [group_of(graph, parts) for parts in graph.kernels]
+        items: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in graph.nodes}
+        items |= {group.nodes[0].name: group.nodes for group in groups}
+        places = {node.name: place for place, node in enumerate(graph.nodes)}
+        order = networkx.lexicographical_topological_sort(
+            dependencies(graph, groups), key=places.__getitem__
+        )
+        return dataclasses.replace(graph, nodes=tuple(n for first in order for n in items[first]))
+
+
+def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
+    """The groups and other nodes, by the name of their first node, each with those that read it."""
+    first = {value.name: node.name for node in graph.nodes for value in node.outputs}
+    first |= {name: group.nodes[0].name for group in groups for name in group.made}
+    found: networkx.DiGraph[str] = networkx.DiGraph()
+    found.add_nodes_from(first[node.name] for node in graph.nodes)
+    for node in graph.nodes:
+        made = {first[name] for name in node.inputs if name in first} - {first[node.name]}
+        found.add_edges_from((maker, first[node.name]) for maker in made)
+    return found

@@ -76,8 +76,7 @@ def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
 def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Graph:
     """The prologue's backward, which recomputes all that it reads of the forward: that is little.
 
-    It takes the prologue's inputs, then the gradient of each value that the first layer is given:
-    of `carried`.
+    It takes the prologue's inputs, then the gradients of what the first layer is given.
     """
     graph = gradients.graph
     backward = _recomputing(gradients, set(), f"{graph.name}_backward")

@@ -90,11 +90,7 @@ class SaveProblem:
         self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
 
     def choose(self, byte_weight: int, flop_weight: int | None) -> Choice:
-        """The best choice at these weights; a flop weight of None forbids products.
-
-        Raises:
-            networkx.NetworkXUnbounded: something that cannot be saved is needed (cannot happen).
-        """
+        """The best choice at these weights; a flop weight of None forbids products."""
         cut: networkx.DiGraph[str] = networkx.DiGraph()
         for storage in self._given:
             cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))

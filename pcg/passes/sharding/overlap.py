@@ -40,10 +40,8 @@ MORE = 0.02
 class Overlap(GraphPass):
     """Put a rank's nodes in an order in which collectives have something to run beside them.
 
-    A graph with sizes that are open, as a served prompt's, stays as it is.
-
-    Attributes:
-        counted: values whose memory is counted elsewhere.
+    A graph with sizes that are open, as a served prompt's, stays as it is. The memory of `counted`
+    values is counted elsewhere.
     """
 
     name = "overlap"
@@ -85,8 +83,6 @@ def _overlapped(graph: Graph, counted: frozenset[str]) -> Graph:
 
 
 class _Order:
-    """An order of a graph's nodes."""
-
     def __init__(self, graph: Graph, counted: frozenset[str]) -> None:
         self.nodes = list(graph.nodes)
         self._alive = Alive(graph, counted)

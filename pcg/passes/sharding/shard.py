@@ -30,7 +30,7 @@ class PlanBase(Pass[Attached, Prepared]):
     """Choose the layouts of the base's weights, from each layer's own graph or as the user says.
 
     Attributes:
-        degree: number of ranks.
+        degree: the number of ranks.
         styles: the user's plan, a style by module path; empty to read Megatron's off the graph.
     Raises:
         ParallelError: the degree divides neither heads nor products; those that do are named.
@@ -50,7 +50,7 @@ class Shard(Pass[Prepared, Sharded]):
     """Search for the layouts of bypass networks, and write all layouts into the graphs.
 
     Attributes:
-        degree: number of ranks.
+        degree: the number of ranks.
         costs: the costs that bypass networks are parallelized by; bytes between ranks by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
     """
@@ -74,11 +74,7 @@ class Shard(Pass[Prepared, Sharded]):
     ) -> Search:
         """The search for a layer's bypass networks, under the plan of the base's own layer.
 
-        Args:
-            block: the layer, with products and heads that ranks can divide.
-            plain: the same layer without bypass networks.
-            layouts: the layouts of the base's weights.
-            trains: as for `Search`.
+        `plain` is the same layer without bypass networks, with the layouts of its weights.
         """
         sequence, degree = self.sequence_parallel, self.degree
         ends = token_sharded_ends(plain) if sequence else Constraints()
@@ -96,7 +92,6 @@ class Shard(Pass[Prepared, Sharded]):
     def _over_ranks(
         self, model: ModelGraph, given: Prepared, trains: bool
     ) -> tuple[ModelGraph, tuple[Search, ...], tuple[ParallelPlan, ...]]:
-        """A model with layouts, and the searches and plans of its layers."""
         searches = self.searches(model, given, trains)
         plans = tuple(search.plan() for search in searches)
         blocks = tuple(
