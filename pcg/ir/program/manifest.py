@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.ir.program.files import json_object
 from pcg.version import __version__
 
 FORMAT = 1
@@ -40,6 +40,11 @@ class Manifest:
     weights: str | None
     recipes: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, str]
+
+
+def is_program_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a compiled program is there, be it a damaged one."""
+    return (Path(path).expanduser() / MANIFEST).is_file()
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -108,3 +113,37 @@ def read_bytes(path: Path) -> bytes:
 def compile_again(folder: Path) -> str:
     """The fix that ends a message."""
     return f"compile it: pcg compile MODEL -o {folder}"
+
+
+def json_text(value: object, what: str = "it") -> str:
+    """JSON as it stands in the folder.
+
+    Raises:
+        ProgramError: it holds what JSON cannot.
+    """
+    try:
+        return json.dumps(value, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error
+
+
+def json_object(content: bytes, name: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ProgramError: it is damaged, or holds something else; says where.
+    """
+    try:
+        value = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ProgramError(
+            f"{name} is damaged at line {error.lineno}, column {error.colno}: {error.msg}; "
+            "compile again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ProgramError(
+            f"{name} is damaged: byte {error.start} is not UTF-8; compile again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ProgramError(f"{name} holds a {type(value).__name__}, not an object; compile again")
+    return value
