@@ -6,7 +6,7 @@
     constants.safetensors                 tensors computed from the configuration
     config.json                           the model's
 
-The rest of a program, such as its name and recipes, is in manifest.json (`pcg.ir.program.manifest`).
+The rest, such as the name and the recipes, is in manifest.json (`pcg.ir.program.manifest`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import sympy
 
 from pcg.errors import IrError, ProgramError
+from pcg.files import json_object
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
-from pcg.ir.program.manifest import Manifest, json_object, json_text
+from pcg.ir.program.manifest import AGAIN, Manifest, json_text
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.options import CompileOptions, MemoryBudget
@@ -72,13 +73,13 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
     """
     import safetensors.torch
 
-    plan = json_object(files[PLAN], PLAN)
+    plan = json_object(files[PLAN], PLAN, ProgramError, AGAIN)
     try:
         layers = tuple(map(int, plan["layers"]))
         serving = Serving(_model(_graphs(files, SERVING_IR), layers), _text(files, SERVING))
         return Program(
             manifest.model,
-            json_object(files[CONFIG], CONFIG),
+            json_object(files[CONFIG], CONFIG, ProgramError, AGAIN),
             _model(_graphs(files, BASE_IR), layers),
             serving,
             None if plan["training"] is None else _training(files, layers, plan["training"]),

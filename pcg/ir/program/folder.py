@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
+from pcg.files import json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
@@ -31,11 +32,11 @@ from pcg.ir.program.files import (
     program_from,
 )
 from pcg.ir.program.manifest import (
+    AGAIN,
     FORMAT,
     MANIFEST,
     Manifest,
     compile_again,
-    json_object,
     json_text,
     read_bytes,
     read_manifest,
@@ -63,7 +64,7 @@ def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
         ProgramError: its manifest or its plan cannot be read.
     """
     path = Path(directory).expanduser() / PLAN
-    plan = json_object(read_bytes(path), str(path))
+    plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     return options_from(plan, read_manifest(directory).dtype)
 
 
@@ -175,10 +176,8 @@ def _versions() -> dict[str, str]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
 def _replace(target: Path, new: Path) -> None:

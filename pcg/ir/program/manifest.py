@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
+from pcg.files import json_object
 from pcg.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+AGAIN = "; compile again"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ProgramError(f"{folder} is {kind}; {again}")
     if not path.is_file():
         raise ProgramError(f"{folder} has no {MANIFEST}: it is not a program; {again}")
-    content = json_object(read_bytes(path), str(path))
+    content = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     version = content.get("format")
     if type(version) is not int or version < 1:
         raise ProgramError(f'{path} has "format": {version!r}; {again}')
@@ -125,25 +127,3 @@ def json_text(value: object, what: str = "it") -> str:
         return json.dumps(value, indent=2) + "\n"
     except (TypeError, ValueError) as error:
         raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error
-
-
-def json_object(content: bytes, name: str) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ProgramError: it is damaged, or holds something else; says where.
-    """
-    try:
-        value = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ProgramError(
-            f"{name} is damaged at line {error.lineno}, column {error.colno}: {error.msg}; "
-            "compile again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ProgramError(
-            f"{name} is damaged: byte {error.start} is not UTF-8; compile again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ProgramError(f"{name} holds a {type(value).__name__}, not an object; compile again")
-    return value
