@@ -44,6 +44,17 @@ def json_object(
     return value
 
 
+def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
+    """Refuse a pointer of Git LFS in the place of a file of weights."""
+    with path.open("rb") as stream:
+        start = stream.read(24)
+    if start.startswith(b"version https://git-lfs"):
+        raise error_type(
+            f"{path} is a Git LFS pointer of {path.stat().st_size} bytes, not the weights; "
+            "run `git lfs pull` in its directory"
+        )
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content is on the disk."""
     handle = os.open(path, os.O_RDONLY)

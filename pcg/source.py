@@ -21,7 +21,7 @@ from pcg.errors import (
     PickleWeightsError,
     WeightsError,
 )
-from pcg.files import read_json
+from pcg.files import check_no_lfs_pointer, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -306,7 +306,7 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
             )
         return ()
     for file in files:
-        _refuse_lfs_pointer(file)
+        check_no_lfs_pointer(file, WeightsError)
     return tuple(files)
 
 
@@ -326,13 +326,3 @@ def _shards(directory: Path) -> list[Path]:
             f"that {INDEX} names are not there; download them again"
         )
     return [directory / name for name in names]
-
-
-def _refuse_lfs_pointer(file: Path) -> None:
-    with file.open("rb") as stream:
-        start = stream.read(24)
-    if start.startswith(b"version https://git-lfs"):
-        raise WeightsError(
-            f"{file} is a Git LFS pointer of {file.stat().st_size} bytes, not the weights; "
-            "run `git lfs pull` in its directory"
-        )
