@@ -374,9 +374,12 @@ class _Specialiser:
         return training
 
     @staticmethod
-    def _emitted(program: Program, recipes: Sequence[Recipe], **changes: bool) -> Emitted:
+    def _emitted(
+        program: Program, recipes: Sequence[Recipe], *, trains: bool = True, windows: bool = False
+    ) -> Emitted:
         settings = _settings(program.name, program.config, recipes, program.options)
-        return pipeline(dataclasses.replace(settings, **changes)).emitted(Base(program.base))
+        settings = dataclasses.replace(settings, trains=trains, windows=windows)
+        return pipeline(settings).emitted(Base(program.base))
 
 
 SPECIALISER = _Specialiser()
