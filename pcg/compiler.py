@@ -30,8 +30,7 @@ from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
-from pcg.runtime.model.random_weights import RandomWeights
-from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
+from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel
