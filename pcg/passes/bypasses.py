@@ -69,7 +69,6 @@ def bypasses_of(
     Raises:
         AdapterError: a recipe fits no module of the model.
     """
-    modules = tuple(model.linear_modules())
     layers = range(len(model.layers))
     templates = {site.format(layer=n): site for site in model.linear_sites() for n in layers}
     others = {WHOLE_MODEL: WHOLE_MODEL, **{layer_path(n): EACH_LAYER for n in layers}}
@@ -78,7 +77,7 @@ def bypasses_of(
     biases: set[str] = set()
     dropout = 0.0
     for recipe in sorted(recipes, key=lambda recipe: order.index(recipe.peft_type)):
-        adapted = recipe.bypasses(modules, model.output_module, model_type)
+        adapted = recipe.bypasses_in(model, model_type)
         for path, bypass in adapted.items():
             found.setdefault((templates | others)[path], []).append(bypass)
         biases |= _biases(model, recipe, {templates[path] for path in adapted if path in templates})

@@ -107,7 +107,7 @@ class Sharded(Prepared):
     plans: tuple[ParallelPlan, ...]
 
     @property
-    def parts_tokens(self) -> bool:
+    def is_sequence_parallel(self) -> bool:
         """True if ranks hold parts of the tokens between the base's products."""
         return layout_of(self.typed.epilogue.inputs[0].type).dim != 0
 

@@ -76,7 +76,7 @@ class Ranks:
         return partial(getattr(self, collective), x)
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
 class ProcessRanks(Ranks):
@@ -176,7 +176,7 @@ def join_group(degree: int, device: torch.device) -> Ranks:
         ParallelError: this process is not one of so many, or another one has its GPU.
     """
     if degree == 1:
-        return ALONE
+        return SINGLE_RANK
     store: Any = None
     if not dist.is_initialized():
         check_started(degree)
