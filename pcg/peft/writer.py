@@ -4,7 +4,6 @@ The keys are those of `reader`, the configuration's fields those of the recipe. 
 README.md, is not written.
 """
 
-import contextlib
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
+from pcg.files import sync, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
 from pcg.peft.weights import ModuleWeights
@@ -56,7 +56,7 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
             if not _holds(directory / CONFIG, text):
                 state = f"{WEIGHTS} there is the new one, {CONFIG} is not: save again"
                 (beside / CONFIG).replace(directory / CONFIG)
-        sync_directory(parent)
+        sync_names(parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -124,7 +124,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file, and wait until it is on the disk."""
     save_file({key: _own_copy(tensor) for key, tensor in tensors.items()}, file, metadata)
-    _sync(file)
+    sync(file)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -136,18 +136,4 @@ def _own_copy(tensor: Tensor) -> Tensor:
 def write_text(file: Path, text: str) -> None:
     """Write a text in UTF-8, and wait until it is on the disk."""
     file.write_text(text, encoding="utf-8")
-    _sync(file)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames last through a power failure; not every file system can."""
-    with contextlib.suppress(OSError):
-        _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(file)

@@ -33,9 +33,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
+from pcg.files import sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import read_adapter
-from pcg.peft.writer import sync_directory, write_adapter, write_tensors, write_text
+from pcg.peft.writer import write_adapter, write_tensors, write_text
 from pcg.tensor_file import read_header
 
 LATEST = "latest"
@@ -198,7 +199,7 @@ class CheckpointStore:
             _write(checkpoint, beside)
             path = self._free_path(step)
             beside.rename(path)
-            sync_directory(self.directory)
+            sync_names(self.directory)
             self._point_to(path)
         except (OSError, SafetensorError, AdapterError) as error:
             cause = error.__cause__ if isinstance(error, AdapterError) else error
@@ -250,7 +251,7 @@ class CheckpointStore:
             beside.replace(self.directory / LATEST)
         finally:
             beside.unlink(missing_ok=True)
-        sync_directory(self.directory)
+        sync_names(self.directory)
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
@@ -267,7 +268,7 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
         "state": dataclasses.asdict(checkpoint.state),
     }
     write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
-    sync_directory(path)
+    sync_names(path)
 
 
 def _write_adapter(adapter: Adapter, path: Path) -> None:
