@@ -34,9 +34,6 @@ from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.memory.plan import MemoryPlan
 
-LOSS_CHUNK_BYTES = 16 * 2**20
-"""The fp32 logits of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
-
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
     """Return the bytes of each kind of memory and their total."""
@@ -192,14 +189,11 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    head, setup = planned.base.epilogue, planned.setup
-    tokens, vocabulary = (
-        setup.options.batch * setup.options.seq,
-        int(head.types[head.outputs[0]].shape[-1]),
-    )
-    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    options = planned.setup.options
+    tokens = options.batch * options.seq
+    chunk = min(tokens, planned.base.loss_chunk)
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    found = transient(planned.training.epilogue, chunk, setup.options.seq)
+    found = transient(planned.training.epilogue, chunk, options.seq)
     return found.formula(symbol) + carried_bytes(planned.base)
 
 

@@ -6,24 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
 
 
-class SimulatedForward(Forward):
-    """The tokens of a step that have not gone forward.
+class SimulatedPass(WindowedPass):
+    """A forward pass in windows of tokens, and a backward layer by layer over the windows.
 
     Attributes:
         windows: the windows that went forward, each as the chunks of its sequences.
     """
 
     def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
+        """Begin before the first token; an object stands for the adapter."""
         self.windows: list[list[SequenceChunk]] = []
+        self.layers = layers
+        self.layer = layers - 1
         self._lengths = list(lengths)
-        self._layers = layers
-        self._adapter = adapter
-        self._rank = rank
         self._place = 0
         self._context = 0
+        self._window: int | None = None
+        self._adapter = adapter
+        self._rank = rank
 
     @property
     def remaining(self) -> int:
@@ -34,10 +37,20 @@ class SimulatedForward(Forward):
         return self._context
 
     @property
-    def layers(self) -> int:
-        return self._layers
+    def is_done(self) -> bool:
+        """True if all layers of all windows went back."""
+        return self.layer < 0
 
-    def run(self, tokens: int) -> None:
+    @property
+    def next_window(self) -> list[SequenceChunk]:
+        """The window whose backward comes next: the last one first."""
+        return self.windows[self._index]
+
+    @property
+    def load(self) -> Load:
+        return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
+
+    def forward(self, tokens: int) -> None:
         window: list[SequenceChunk] = []
         while tokens and self._place < len(self._lengths):
             count = min(tokens, self._lengths[self._place] - self._context)
@@ -49,24 +62,17 @@ class SimulatedForward(Forward):
                 self._place, self._context = self._place + 1, 0
         self.windows.append(window)
 
-
-class SimulatedBackward(Backward):
-    """A layer of a window, backward."""
-
-    def __init__(self, layer: int, window: list[SequenceChunk]) -> None:
-        self.window = window
-        self._layer = layer
-
-    @property
-    def layer(self) -> int:
-        return self._layer
+    def backward(self) -> None:
+        index = self._index
+        if index:
+            self._window = index - 1
+        else:
+            self._window = None
+            self.layer -= 1
 
     @property
-    def load(self) -> Load:
-        return sum((Load.of(one.tokens, one.context) for one in self.window), Load())
-
-    def run(self) -> None:
-        """Do nothing: there are no tensors."""
+    def _index(self) -> int:
+        return len(self.windows) - 1 if self._window is None else self._window
 
 
 def simulated_steps(
@@ -76,21 +82,22 @@ def simulated_steps(
     on_step: Callable[[int], None],
     rank: int = 16,
 ) -> Work[int]:
-    """Yield the units of a job that trains on a batch a step; returns the number of steps.
+    """Yield the units of a job that trains on a batch a step.
 
     Args:
         batches: the lengths of each step's sequences.
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
+    Returns:
+        The number of steps.
     """
     steps, adapter = 0, object()
     for lengths in batches:
         yield Pages(lengths)
-        forward = SimulatedForward(lengths, layers, adapter, rank)
-        yield forward
-        for layer in reversed(range(layers)):
-            for window in reversed(forward.windows):
-                yield SimulatedBackward(layer, window)
+        whole = SimulatedPass(lengths, layers, adapter, rank)
+        yield Forward(whole)
+        while not whole.is_done:
+            yield Backward(whole)
         yield Release()
         update()
         steps += 1
