@@ -44,11 +44,6 @@ def adapter_use(
 ) -> AdapterUse:
     """The use that recipes, by adapter name, make of a folded model without bypass networks.
 
-    Args:
-        model: the model.
-        recipes: the adapters'.
-        model_type: of config.json, for recipes that name no targets.
-        dtype: dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
@@ -58,7 +53,11 @@ def adapter_use(
     trained: list[Shape] = []
     for recipe in recipes.values():
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
-        trained += _bias_shapes(model, biases)
+        trained += {
+            parameter.source.format(layer=layer): parameter.type.features
+            for parameter, layer in model.parameters()
+            if parameter.source in biases
+        }.values()
         found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)
         for path, bypass in found.items():
@@ -70,14 +69,3 @@ def adapter_use(
     at = {path: tuple(found.values()) for path, found in largest.items()}
     unknown = dict.fromkeys(r.method for r in recipes.values() if not r.has_eager_account)
     return AdapterUse(bypasses, at, tuple(trained), tuple(unknown))
-
-
-def _bias_shapes(model: ModelGraph, sources: frozenset[str]) -> list[Shape]:
-    if not sources:
-        return []
-    shapes = {
-        parameter.source.format(layer=layer): parameter.type.features
-        for parameter, layer in model.parameters()
-        if parameter.source in sources
-    }
-    return [*shapes.values()]

@@ -24,7 +24,6 @@ from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
-    has_attention_marker,
     register_markers,
 )
 from pcg.trace.model_config import check_module, parse_config
@@ -87,9 +86,8 @@ def export(
         if isinstance(model, nn.Module):
             return _export_module(model, None if dtype is None else getattr(torch, dtype), whole)
         config = parse_config(model)
-        dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
-        config.dtype = getattr(torch, dtype)
-        with _torch_dtype(dtype):
+        config.dtype = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+        with _torch_dtype(config.dtype):
             return _first_way(
                 config.model_type,
                 lambda way: _export_with(way, _build(config, way), whole),
@@ -124,19 +122,20 @@ def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> 
 def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported:
     path, kinds = layer_kinds(model)
     schedule, chosen = schedule_of(kinds)
-    if whole or len(chosen) == len(kinds):
-        schedule = tuple(range(len(kinds)))
-        chosen = list(schedule)
+    if whole:
+        chosen = list(range(len(kinds)))
+        schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     with attention_marked, with_layers(model, path, chosen):
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)
         program = _export(model)
-    if implementation == IMPLEMENTATION and not has_attention_marker(program):
-        raise _NotThisWay("the model does not call it")
     prefix = str(getattr(model, "base_model_prefix", ""))
-    kind = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    attention = kind if implementation == IMPLEMENTATION else f"own-{kind}"
+    attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if implementation != IMPLEMENTATION:
+        attention = f"own-{attention}"
+    elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
+        raise _NotThisWay("the model does not call it")
     return Exported(path, schedule, prefix, attention, program, constants, names)
 
 
@@ -230,9 +229,9 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _torch_dtype(name: str) -> Iterator[None]:
+def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

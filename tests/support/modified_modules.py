@@ -208,8 +208,8 @@ def epsilon_of_one_norm(model: Any) -> None:
 
 
 @_case()
-def norm_of_values(model: Any) -> None:
-    projection = _layers(model)[0].self_attn.v_proj
+def norm_of_the_attention(model: Any) -> None:
+    projection = _layers(model)[0].self_attn.o_proj
     norm = _perturbed(nn.LayerNorm(projection.out_features)).requires_grad_(False)
     projection.register_forward_hook(lambda _, __, out: norm(out))
 

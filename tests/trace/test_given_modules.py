@@ -120,6 +120,23 @@ def test_an_architecture_that_transformers_does_not_know(registered: bool) -> No
         assert str(traced.graph) == str(compiler.trace(model).graph)
 
 
+@pytest.mark.parametrize("hook", ["before", "behind"])
+def test_an_adapter_at_a_module_that_does_more_is_refused(hook: str) -> None:
+    """peft would add the adapter's product to what the hook gives, from what it does not see."""
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    projection = model.model.layers[1].self_attn.v_proj
+    if hook == "before":
+        projection.register_forward_pre_hook(lambda _, given: (given[0] * 2.0,))
+    else:
+        projection.register_forward_hook(lambda _, __, out: out * 2.0)
+    with pytest.raises(PcgError, match=r"self_attn.v_proj computes mul beside its product"):
+        compiler.compile(model, "lora")
+    recipe = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (prompt,) = prompts((9,))
+    found = compiler.compile(model, recipe).logits(prompt)
+    assert relative(found, oracle.logits(model, prompt)) < 1e-5
+
+
 def test_a_large_module_is_verified_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(m for m in MODIFICATIONS if m.name == "llama3: a_count_of_calls")
     monkeypatch.setattr(compiler, "VERIFIED_PARAMETERS", 10)

@@ -29,7 +29,6 @@ class Batch(ProgramBatch):
 
     Attributes:
         positions: position of each token in its sequence, [T], int64.
-        dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Batch(ProgramBatch):
         return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
-        """Return the rows of the tokens in the cache, [T]."""
         rows = positions + self._first_rows.repeat(self._lengths)
         for i in np.flatnonzero(self._first_rows < 0):
             span = self.spans[i]
@@ -92,12 +90,9 @@ class Batch(ProgramBatch):
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """Return the parts that a random operator of the layer draws for, always the same.
+        """Return the parts of all tokens that a random operator draws for, by its key in the layer.
 
-        Args:
-            key: the operator's key in its layer.
-        Returns:
-            Parts that cover all tokens in order; none if nothing is dropped.
+        There are none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -187,14 +182,7 @@ def whole_sequences(
     *,
     keeps: bool = False,
 ) -> Batch:
-    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
-
-    Args:
-        sequences: token ids.
-        device: the device of the batch.
-        virtual: number of virtual tokens before each sequence; none by default.
-        keeps: whether they are trained on.
-    """
+    """Make a batch of whole sequences without a KV cache, `virtual` tokens before each."""
     spans: list[Span] = []
     ids: list[int] = []
     for sequence, count in zip(sequences, virtual or (0,) * len(sequences), strict=True):

@@ -22,7 +22,7 @@ from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -44,16 +44,6 @@ class ModelState:
 
     Over ranks there is one on each, and all of them are called alike, in the same order; adapters
     are whole in each one's memory.
-
-    Args:
-        weights: the source of the base's weights.
-        specialiser: compiles the program anew for adapters at other sites.
-        tokenizer: the model's tokenizer; None without one.
-        eos_ids: the tokens that end a sequence.
-
-    Attributes:
-        serving: the program that serves now.
-        weight_store: the base's weights.
     """
 
     def __init__(
@@ -97,7 +87,6 @@ class ModelState:
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions of the model; None if its configuration names no bound."""
         config = self.program.config
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if isinstance(config.get(name), int):
@@ -106,7 +95,6 @@ class ModelState:
 
     @property
     def adapter_dtype(self) -> str:
-        """Dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
         return self.program.base.adapter_dtype
 
     @property
@@ -267,11 +255,7 @@ class ModelState:
     # ------------------------------------------------------------------------------- training
 
     def training(self, adapter: Adapter, windows: bool) -> Training:
-        """Return the program that trains an adapter, for windows or for whole sequences.
-
-        Raises:
-            UnsupportedError: the adapter's encoder was not saved with it.
-        """
+        """Return the program that trains an adapter, for windows or for whole sequences."""
         recipe = adapter.recipe
         if recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(

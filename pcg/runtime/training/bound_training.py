@@ -19,15 +19,12 @@ from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.adapters.binding import bind
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
 _ALL_TOKENS = 2**31
 
 
@@ -35,10 +32,6 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        training: the compiled program.
-        weights: the base's weights.
-        adapter: the adapter that is trained.
-        ranks: the group.
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
     """
@@ -55,20 +48,19 @@ class BoundTraining:
         model = training.model
         self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
-            bind(model.blocks[block].parameters, shards, layer, weights.layers[layer])
+            shards.bind(model.blocks[block].parameters, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
         self._is_sequence_parallel = is_sequence_parallel(model)
-        self._first = bind(model.prologue.parameters, shards, 0, weights.prologue)
-        self._outer = bind(model.epilogue.parameters, shards, 0, weights.epilogue)
+        self._first = shards.bind(model.prologue.parameters, 0, weights.prologue)
+        self._outer = shards.bind(model.epilogue.parameters, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = shards.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
-        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
 
@@ -177,10 +169,9 @@ class BoundTraining:
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
     ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward; `saved` and `gradients` are emptied.
+        """Run a layer backward, which empties `saved` and `gradients`.
 
-        Returns:
-            The gradients of the layer's inputs; none if nothing below is trained.
+        Returns the gradients of the layer's inputs; none if nothing below is trained.
         """
         plan = self.training.plans[self.training.layers[layer]]
         if plan.backward is None:
