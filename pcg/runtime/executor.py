@@ -47,8 +47,6 @@ class Executor:
     def __init__(self, state: ModelState) -> None:
         self.state = state
 
-    # ------------------------------------------------------------------------------- facts
-
     @property
     def program(self) -> Program:
         """The compiled program."""

@@ -48,7 +48,11 @@ class Engine(EngineLoop):
         # Triton kernels follow block tables, so adapters can lie in pages of the cache.
         in_pages = state.program.options.backend == "triton"
         cache = KvCache(types, pages, state.device, in_pages=in_pages)
-        adapters = AdapterCache(cache.pool, functools.partial(_pages_of, state, page_bytes))
+
+        def pages_of(adapter: ServedAdapter) -> int:
+            return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
+
+        adapters = AdapterCache(cache.pool, pages_of)
         self.state = state
         state.add_listener(self)
         limits = given.limits or Limits()
@@ -113,7 +117,3 @@ class Engine(EngineLoop):
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(state, EngineArguments(kv_cache_bytes=pages * page_bytes, log=EventLog(0)))
-
-
-def _pages_of(state: ModelState, page_bytes: int, adapter: ServedAdapter) -> int:
-    return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)

@@ -322,8 +322,6 @@ class EngineLoop:
             job.advance()
             self.jobs.settle(job)
 
-    # ------------------------------------------------------------------------------- the rest
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()

@@ -314,8 +314,6 @@ class Scheduler:
         if there:
             self.prefetch(list(there.values()))
 
-    # ------------------------------------------------------------------------------- integrity
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
         self.pool.check_integrity()

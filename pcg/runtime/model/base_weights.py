@@ -108,8 +108,6 @@ class WeightStore:
         shape, dtype = whole.type.features, _dtype(whole)
         return self._source.load(name, shape, dtype, whole.transposed, device, ranges)
 
-    # ------------------------------------------------------------------------- whole tensors
-
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""
         for parameter, layer in self._program.base.parameters():

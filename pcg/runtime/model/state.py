@@ -235,8 +235,6 @@ class ModelState:
         for listener in self._listeners:
             listener.forget(adapter)
 
-    # ------------------------------------------------------------------------------- where they lie
-
     def on_host(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the adapters' dtype, in host memory."""
         return self._moved(adapter, torch.device("cpu"))
@@ -251,8 +249,6 @@ class ModelState:
         if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
             return dataclasses.replace(adapter)
         return adapter.map(lambda tensor: tensor.to(device, dtype))
-
-    # ------------------------------------------------------------------------------- training
 
     def training(self, adapter: Adapter, windows: bool) -> Training:
         """Return the program that trains an adapter, for windows or for whole sequences."""

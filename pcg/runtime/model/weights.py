@@ -113,8 +113,6 @@ class Weights(ABC):
         self.read_bytes += tensor.nbytes
         return tensor
 
-    # ------------------------------------------------------------------------------------- names
-
     def _find(self, name: str) -> str | None:
         return next((other for other in self._names(name) if other in self.index), None)
 
@@ -152,8 +150,6 @@ class Weights(ABC):
                 self._check(name, part, part_shape)
                 rows.copy_(self._take(part))
         return fused
-
-    # ---------------------------------------------------------------------------------- messages
 
     def _check(self, name: str, found: str, shape: Shape) -> None:
         info = self.index[found]
