@@ -49,7 +49,6 @@ class Executor:
 
     @property
     def program(self) -> Program:
-        """The compiled program."""
         return self.state.program
 
     @property
@@ -59,7 +58,6 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        """The group of ranks that run the program."""
         return self.state.ranks
 
     @property

@@ -27,7 +27,6 @@ from pcg.runtime.adapters.row_allocator import (
     pages_of_rows,
 )
 from pcg.runtime.adapters.row_memory import RowMemory
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import (
     GraphSites,
     JoinedSite,
@@ -35,6 +34,7 @@ from pcg.runtime.adapters.sites import (
     model_sources,
     served_sources,
 )
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.memory.pool import PageTable
 
 

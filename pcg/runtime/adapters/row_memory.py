@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -56,11 +56,8 @@ class RowMemory:
         self._stacker = stacker
         self._device = device = stacker.device
         self._allocator = allocator
-        self._first: list[int] = []
-        matrices = 0
-        for site in self.sites:
-            self._first.append(matrices)
-            matrices += len(site.matrices)
+        counts = [len(site.matrices) for site in self.sites]
+        *self._first, matrices = accumulate(counts, initial=0)
         self._copies = AdapterCopies(device)
         self._slots: dict[int, int] = {}
         self._copying: dict[int, int] = {}

@@ -124,7 +124,6 @@ class EngineLoop:
         return sequence.id
 
     def cancel(self, request: str) -> None:
-        """Cancel a request, unless it is over."""
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, State.CANCELLED, Kind.CANCELLED)
@@ -218,7 +217,6 @@ class EngineLoop:
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(self, sequence: Sequence, state: State, kind: Kind) -> None:
-        """End a request before its last token."""
         self.scheduler.drop(sequence)
         del self._sequences[sequence.id]
         self._chunks.append(sequence.end(state))

@@ -28,7 +28,6 @@ class SharedPages:
 
     @property
     def unread(self) -> int:
-        """Number of pages without readers."""
         return len(self._unread)
 
     def add(self, page: int) -> None:

@@ -57,7 +57,6 @@ class WeightStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors that are kept."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:

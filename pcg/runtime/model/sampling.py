@@ -53,7 +53,7 @@ class Drawing:
     Attributes:
         greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
         draw: returns the tokens [R] drawn from logits [R, V] at temperatures [R] and numbers u [R],
-            and whether each could be drawn, [R].
+            and True for each that could be drawn, [R].
     """
 
     greedy: Callable[[Tensor], Tensor]

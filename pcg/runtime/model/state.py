@@ -21,8 +21,8 @@ from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms

@@ -74,7 +74,7 @@ class Weights(ABC):
         Args:
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
-            transposed: whether the checkpoint holds [in, out], and the result is [out, in].
+            transposed: True if the checkpoint holds [in, out], and the result is [out, in].
             ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
                 are read as a whole.
         Raises:
@@ -97,7 +97,6 @@ class Weights(ABC):
         return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
     def unused(self) -> tuple[str, ...]:
-        """Return the sorted names of the tensors that were not loaded so far."""
         return tuple(sorted(self.index.keys() - self._used))
 
     @abstractmethod

@@ -14,8 +14,8 @@ from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.row_memory import RowMemory
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME
