@@ -78,7 +78,7 @@ class PaddedTables:
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
-        """Return tables for an engine that gives adapters pages of its cache, by their `table`.
+        """Return tables for an engine that gives adapters pages of its cache, each its `table`.
 
         Stacks have memory of their own, so these are the tables themselves.
         """

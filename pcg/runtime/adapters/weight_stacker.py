@@ -30,7 +30,7 @@ class ServedWeights:
     def part(self, adapter: Adapter, path: str) -> Tensor | None:
         """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
 
-        The path ends in the parameter's kind. It is None if the adapter has no such weight.
+        The path ends in the parameter's kind. Without such a weight the result is None.
         """
         module, _, kind = path.rpartition(".")
         if kind == "bias":

@@ -90,7 +90,7 @@ class Engine(EngineLoop):
         return Job(adapter, FinetuneJob(publisher, given).work(stepped))
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on, and use the engine through it."""
+        """Have a thread run the steps from now on. UnsupportedError: the engine runs over ranks."""
         if self.state.ranks.size > 1:
             raise UnsupportedError(
                 f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "

@@ -93,6 +93,8 @@ class EngineLoop:
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         """Submit a request; returns its id. `step` returns its chunks.
 
+        Args:
+            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """

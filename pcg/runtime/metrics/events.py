@@ -80,7 +80,7 @@ class _Tokens(NamedTuple):
 
 
 class EventLog:
-    """The latest `kept` events in order of time, or all; listeners are called with each."""
+    """The latest `kept` events in order of time, or all of them; listeners get each."""
 
     def __init__(self, kept: int | None = None) -> None:
         self._kept = kept

@@ -24,7 +24,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objectives of a request: longest seconds, of which None is any."""
+    """Service level objectives of a request: the longest times, in seconds; None for any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -251,7 +251,11 @@ class ModelState:
         return adapter.map(lambda tensor: tensor.to(device, dtype))
 
     def training(self, adapter: Adapter, windows: bool) -> Training:
-        """Return the program that trains an adapter, for windows or for whole sequences."""
+        """Return the program that trains an adapter, for windows or for whole sequences.
+
+        Raises:
+            UnsupportedError: the adapter's encoder was not saved with it.
+        """
         recipe = adapter.recipe
         if recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(

@@ -233,7 +233,11 @@ class Checkpoint(Weights):
 
 
 class StateDictCheckpoint(Weights):
-    """The weights of a module in memory, shared where neither dtype, device nor layout differ."""
+    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
+
+    Raises:
+        WeightsError: a tensor has no data.
+    """
 
     def __init__(
         self,
