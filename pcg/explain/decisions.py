@@ -14,7 +14,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 
 
 def decisions(
