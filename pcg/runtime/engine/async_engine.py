@@ -110,8 +110,8 @@ class AsyncEngine:
         """Load an adapter while steps go on; it is read, and a program for it compiled, meanwhile.
 
         Returns:
-            The adapter, once requests may name it, or the error: those of `Executor.add_adapter`, and
-                EngineError.
+            The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
+                and EngineError.
         """
         self._check_open()
         state = self._state

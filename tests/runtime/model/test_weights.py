@@ -74,7 +74,6 @@ def test_checkpoints_without_their_head(model_type: str, headless: bool, tmp_pat
     for name, parameter in other.named_parameters():
         if name == "lm_head.weight":
             continue
-        assert name in weights
         assert torch.equal(weights.load(name, tuple(parameter.shape), torch.float32), parameter)
 
 
