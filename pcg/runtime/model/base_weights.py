@@ -61,20 +61,16 @@ class WeightStore:
 
     def bind(self, model: ModelGraph) -> BaseWeights:
         """Return a model's weights, read once. WeightsError: one is missing or damaged."""
-        with self._binding:  # several threads may prepare jobs and adapters
-            return self._bind(model)
-
-    def _bind(self, model: ModelGraph) -> BaseWeights:
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
-        base = self._program.base
-        wholes = zip(weights.holders(model), weights.holders(base), strict=True)
-        for (graph, layer, holder), (plain, _, _) in wholes:
-            whole = {p.source: p for p in plain.parameters}
-            for parameter in graph.parameters:
-                if parameter.role != "adapter":
-                    tensor = self._shard(parameter, whole[parameter.source], layer)
-                    setattr(holder, python_name(parameter.name), tensor)
+        wholes = zip(weights.holders(model), weights.holders(self._program.base), strict=True)
+        with self._binding:  # several threads may prepare jobs and adapters
+            for (graph, layer, holder), (plain, _, _) in wholes:
+                whole = {p.source: p for p in plain.parameters}
+                for parameter in graph.parameters:
+                    if parameter.role != "adapter":
+                        tensor = self._shard(parameter, whole[parameter.source], layer)
+                        setattr(holder, python_name(parameter.name), tensor)
         return weights
 
     def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
