@@ -1,8 +1,8 @@
 """The inner activation of bottleneck adapters, of many in one launch.
 
-    segmented_activate:          z[j, p, k] = σ(s[j, p, k] + scale b[j, k])
-    segmented_activate_backward: ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
-    segment_sum:                 db[j, k] = scale Σ_p ds[j, p, k]
+    segmented_activate: z[j, p, k] = σ(s[j, p, k] + scale b[j, k]), or given dz
+                        ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
+    segment_sum:        db[j, k] = scale Σ_p ds[j, p, k]
 
 s and dz are partial sums, [parts, slices, places, most_rank] in fp32, as `shrink` makes them; z and
 ds are such of one part. A slot has as many k as its width says, the ranks of its matrices; behind
@@ -113,46 +113,23 @@ def segmented_activate(
     tiles: TokenTiles,
     function: str,
     scales: Tensor | None = None,
+    dz: Tensor | None = None,
 ) -> Tensor:
-    """σ(s + scale · b) of each token's own adapter.
+    """σ(s + scale · b) of each token's own adapter; with dz, ds = dz · σ'(s + scale · b).
 
     Args:
-        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32.
+        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32; dz likewise.
         biases: one row of `width` elements for each slot that has one; their sizes are not read.
         widths: ranks of the matrices that made s, [slices, slots], int32.
-        tiles: as for s.
+        tiles: those that s was made with.
         function: σ's name.
-        scales: factors of the biases, [slices, slots], fp32.
+        scales: factors on the biases, [slices, slots], fp32.
+        dz: the gradient by the activation.
     Returns:
         [1, slices, places, most_rank], fp32.
     Raises:
         CodegenError: no such function.
     """
-    return _activate(s, None, biases, widths, tiles, function, scales)
-
-
-def segmented_activate_backward(
-    dz: Tensor,
-    s: Tensor,
-    biases: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    function: str,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """ds = dz · σ'(s + scale · b); dz as s, the rest and what comes out as of the forward."""
-    return _activate(s, dz, biases, widths, tiles, function, scales)
-
-
-def _activate(
-    s: Tensor,
-    dz: Tensor | None,
-    biases: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    function: str,
-    scales: Tensor | None,
-) -> Tensor:
     if function not in FUNCTIONS:
         raise CodegenError(f"activation {function!r}; there are {', '.join(FUNCTIONS)}")
     _, slices, places, most_rank = s.shape
@@ -209,12 +186,9 @@ def segment_sum(
 ) -> None:
     """Write scale · Σ ds over each segment's places; slots without any are left as they are.
 
-    Args:
-        ds: the result of `segmented_activate_backward`.
-        gradients: where the biases' gradients lie, in fp32.
-        widths: as of the activation.
-        tiles: as for ds.
-        scales: factors of the biases, [slices, slots], fp32.
+    `gradients` is where the biases' gradients lie, in fp32; widths, tiles and scales are those of
+    the `segmented_activate` that made ds.
+
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.
     """
