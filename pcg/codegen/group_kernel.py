@@ -22,13 +22,9 @@ from pcg.ir.program.program import python_name
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A kernel's source, and the facts that its launch needs.
+    """A kernel's Triton source, with that of its parts, and the facts that its launch needs.
 
     Attributes:
-        name: the function's name.
-        source: the Triton source, from its decorator on, with that of its parts.
-        inputs: values that it reads, in order.
-        outputs: values that it makes, in order.
         scope: path of the innermost module that holds all nodes.
         appends: True if some outputs go to the KV cache; it then reads the batch, too.
     """

@@ -59,12 +59,9 @@ class TileWriter:
     """Writes one function.
 
     Attributes:
-        group: the nodes that it runs.
-        name: the function's name.
-        shape: the shape of its tiles.
         is_part: True if a kernel calls it with the number of one of its programs.
         lines: lines of its body so far.
-        variables: variables by what they hold: a value at a position, an expression, a sum.
+        variables: variables by what they hold: a value at a position, or an expression.
         taken: names in use.
     """
 
@@ -85,8 +82,6 @@ class TileWriter:
         """The function's Triton source, from its decorator on."""
         stored = [line for name in self.group.outputs for line in self._stored(name)]
         return "\n".join(self._head() + self.lines + stored)
-
-    # ------------------------------------------------------------------------- the function
 
     def _head(self) -> list[str]:
         shape = self.shape
@@ -167,8 +162,6 @@ class TileWriter:
                 8,
             ),
         ]
-
-    # ------------------------------------------------------------------------- values
 
     def main(self, type_: TensorType) -> TilePosition:
         """The position of a program's own elements among a value's features."""

@@ -38,12 +38,11 @@ class GatheredRows(NamedTuple):
 class Segments:
     """The tokens of each adapter.
 
-    Segments of the size that most have are one batched product, whose weights are read where they
-    lie; what it computes for the slots of others is dropped. The others are products of their own.
+    Segments of the size that most have are one batched product, whose results for the slots of
+    others are dropped. The others are products of their own.
 
     Attributes:
-        start: first token that uses any.
-        stop: end of these tokens.
+        start: first token that uses any; stop is the end of these.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
         size: tokens of each segment in the batched product; 0 where there is none.
         gathered: rows of the batched product, tokens counting from start; None where there is none,
@@ -99,7 +98,7 @@ class SegmentedWeight:
         weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
             view: what one output is made of lies together.
         segments: the tokens of each.
-        present: for each adapter, whether it has a weight here; else its part of the stack is
+        present: for each adapter, True if it has a weight here; else its part of the stack is
             zeros, or ones where the program scales by it.
     """
 
@@ -135,7 +134,6 @@ class JoinedLora:
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
         runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
         parts: the same without such zeros.
-        segments: the tokens of each adapter.
     """
 
     column: int
@@ -148,12 +146,7 @@ class JoinedLora:
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The adapter of each token, by its slot in the tables of rows.
-
-    Attributes:
-        spans: first token, tokens and slot of neighbours with one adapter.
-        known: tables that kernels make of it, for all layers.
-    """
+    """First token, tokens and slot of neighbours with one adapter; `known` holds kernels' tables."""
 
     spans: tuple[tuple[int, int, int], ...]
     known: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +166,6 @@ class LoraRows:
         out_sizes: columns of each output.
         bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
         biases: number of a bottleneck's biases, [1, slots].
-        tokens: the adapter of each token.
         known: tables that kernels make of these, for all steps.
     """
 

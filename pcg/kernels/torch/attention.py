@@ -76,9 +76,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention: shapes and arguments as there.
 
-    Of a window of sequences in the cache, k and v are read there, and dk and dv are final: later
-    windows have added theirs to the batch's gradients, and the window adds its own to those of all
-    tokens that it saw.
+    For a window of sequences in the cache, k and v are read there, and dk and dv are final: later
+    windows have added theirs to the batch's gradients, and this one adds its own.
     """
     scoring = Scoring(**scores)
     cache = batch.cached
@@ -143,10 +142,8 @@ def _decode(
 ) -> None:
     """One token of each sequence against its own rows; heads that share a KV head are one product.
 
-    Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on
-    into rows that the mask hides. What lies elsewhere is gathered.
-
-    q: [T, H, D]; keys, values: [K, rows, D]; written to out: [T, H, D].
+    Sequences whose rows lie at equal distances are one call, in which the shorter ones read on into
+    rows that the mask hides. What lies elsewhere is gathered.
     """
     kv_heads, _, size = keys.shape
     (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()

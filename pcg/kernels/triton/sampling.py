@@ -8,7 +8,7 @@ to the host whether a row can be drawn from. Filters (top-k, top-p, min-p) and p
 before; what they remove is -inf here.
 
 Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
-Grid: a program a row. What several of them found of one would take a second launch.
+Grid: a program a row; several for one would take a second launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -15,13 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pcg.kernels.triton.adapters.lookups import (
-    COUNTS,
-    columns_of,
-    rows_at,
-    segment_of,
-    tokens_at,
-)
+from pcg.kernels.triton.adapters.lookups import COUNTS, columns_of, rows_at, segment_of, tokens_at
 from pcg.kernels.triton.adapters.wide_product import sum_of_parts, wide_product
 
 
@@ -30,25 +24,10 @@ def shrink_width(
     x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s, most_rank,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """s for some places and ranks, summed over the columns low to high.
+    """s for places [M] and ranks k [R], summed over the columns low to high of a slice.
 
-    Args:
-        x: first token.
-        token: first element in x of each place's, [M].
-        place: [M].
-        taken: whether there is one, [M].
-        start: first column of the slice, in x.
-        size: columns of the slice.
-        memory: the rows' memory.
-        row: first element of each row, [R].
-        k: rank of each row, [R].
-        rank: the matrix's rank.
-        low: first column.
-        high: end of the columns.
-        scale: factor of s.
-        s: s of the part, slice and place 0.
-        most_rank: elements of s from a place to the next.
-        BLOCK_K: columns of a step.
+    `token` is the first element of each place's token in x, `row` that of each row in the memory;
+    `s` is that of the part, the slice and place 0.
     """
     kept = (k < rank)[:, None]
     total = tl.zeros((token.shape[0], k.shape[0]), tl.float32)
@@ -130,21 +109,7 @@ def expand_matrix(
 ):  # fmt: skip
     """total + scale · Bᵀ sᵀ of one matrix, [N, M].
 
-    Args:
-        total: [N, M].
-        memory: the rows' memory.
-        rows: first element of the matrix's row 0.
-        row: first element of the first 16 rows, [16].
-        rank: the matrix's rank.
-        n: columns, [N].
-        inside: which there are, [1, N].
-        s: s of part 0.
-        at: element of s of each place's rank 0, [1, M].
-        part_stride: elements from a part to the next.
-        taken: which places there are, [1, M].
-        scale: factor of s.
-        most_rank: rows that the table takes.
-        PARTS: the number of parts of s.
+    `row` is the first element of the first 16 rows, `at` the element of s of each place's rank 0.
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)

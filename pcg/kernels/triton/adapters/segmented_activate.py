@@ -178,11 +178,7 @@ def sum_kernel(
 
 
 def segment_sum(
-    ds: Tensor,
-    gradients: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    scales: Tensor | None = None,
+    ds: Tensor, gradients: RankRows, widths: Tensor, tiles: TokenTiles, scales: Tensor | None = None
 ) -> None:
     """Write scale · Σ ds over each segment's places; slots without any are left as they are.
 

@@ -22,12 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.lookups import (
-    columns_of,
-    rows_at,
-    segment_of,
-    tokens_at,
-)
+from pcg.kernels.triton.adapters.lookups import columns_of, rows_at, segment_of, tokens_at
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.segmented_lora import check_gradients, check_tokens
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
@@ -79,8 +74,6 @@ def segmented_scale(
         vectors: matrices of rank 1, or 0 where a slot has none.
         tiles: the tokens by slot, on the device.
         base: [columns].
-    Returns:
-        y.
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, or y or base has too few columns.
     """
@@ -90,10 +83,7 @@ def segmented_scale(
 def segmented_bias_add(
     y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None = None
 ) -> Tensor:
-    """y + v - base, each token with its own adapter's vector, written over y.
-
-    Arguments, result and errors are those of `segmented_scale`.
-    """
+    """y + v - base, written over y; arguments and errors are those of `segmented_scale`."""
     return _change(y, vectors, tiles, base, True)
 
 
@@ -172,15 +162,9 @@ def segment_inner(
 ) -> None:
     """Write scale · Σ dy ⊙ (y - base) over each segment's tokens; without y, scale · Σ dy.
 
-    Slots without tokens in the batch are left as they are.
+    Slots without tokens in the batch are left as they are. `gradients` is where the vectors'
+    gradients lie, in fp32, and scales are [slices, slots], in fp32.
 
-    Args:
-        dy: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        y: likewise; what was scaled.
-        gradients: where the vectors' gradients lie, in fp32.
-        tiles: the tokens by slot, on the device.
-        base: [columns]; only with y.
-        scales: [slices, slots], fp32.
     Raises:
         CodegenError: dy or y cannot be loaded 16 bytes at once, or gradients are not fp32.
     """

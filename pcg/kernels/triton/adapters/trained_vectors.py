@@ -101,11 +101,7 @@ class VectorGradient(Product):
 
 
 def _sums(
-    counts: Sequence[int],
-    dz: Tensor,
-    y: Tensor | None,
-    base: Tensor | None,
-    scales: Tensor | None,
+    counts: Sequence[int], dz: Tensor, y: Tensor | None, base: Tensor | None, scales: Tensor | None
 ) -> Sequence[Tensor]:
     """The sum over the tokens of each job, [n] each, in fp32."""
     sums = torch.zeros((len(counts), dz.shape[1]), dtype=torch.float32, device=dz.device)

@@ -9,11 +9,7 @@ from torch import Tensor
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import KvGradients
 from pcg.kernels.torch.attention_math import Scoring
-from pcg.kernels.triton.attention.backward_kernels import (
-    delta_rows,
-    key_gradients,
-    query_gradients,
-)
+from pcg.kernels.triton.attention.backward_kernels import delta_rows, key_gradients, query_gradients
 from pcg.kernels.triton.attention.blocks import architecture_of, key_blocks, query_blocks
 from pcg.kernels.triton.attention.cache_rows import KvRows
 from pcg.kernels.triton.attention.forward import head_constants, score_constants
@@ -36,13 +32,13 @@ def paged_attention_backward(
     """dq, dk and dv of attention; see `paged_attention`, whose lse holds the sinks' weight.
 
     Args:
-        dout: gradient of out, [T, H, Dv], any strides but the last.
-        out: [T, H, Dv]; likewise.
+        dout: gradient by out, [T, H, Dv], any strides but the last.
+        out: [T, H, Dv], likewise.
         lse: [T, H], fp32.
         q: [T, H, D].
-        kv: as in forward.
+        kv: keys and values, as in forward.
         work: the batch's lists, built for backward.
-        scoring: as in forward.
+        scoring: the scores' options, as in forward.
         sums: the layer's gradients of all keys and values of the pass, in fp32, to which the
             batch's are added; where keys and values lie in a cache.
     Returns:

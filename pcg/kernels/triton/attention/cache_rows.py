@@ -31,12 +31,11 @@ class CacheRows:
     """One layer's keys or values.
 
     Attributes:
-        base: tensor whose first element all distances count from.
+        base: the tensor whose first element all distances count from.
         heads: KV heads, K.
         size: elements of a head, D, which are neighbours.
-        page_stride: elements from a page to the next one; 0 without pages.
-        head_stride: elements from a head to the next one.
-        token_stride: elements from a token to the next one of its page, or of the batch.
+        page_stride: elements from a page to the next one, 0 without pages; so are the others, of
+            heads, and of tokens of a page or the batch.
     """
 
     base: Tensor
@@ -62,7 +61,7 @@ class CacheRows:
 
     @classmethod
     def of_layer(cls, cached: Tensor) -> Self:
-        """A layer's cache, as the batch has it."""
+        """A layer's cache, of either kind."""
         return cls.of_pages(cached) if cached.dim() == 4 else cls.of_cache(cached)
 
     @classmethod
@@ -77,7 +76,6 @@ class CacheRows:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """The strides of pages, heads and tokens, as kernels take them."""
         return self.page_stride, self.head_stride, self.token_stride
 
 
@@ -124,8 +122,8 @@ def append(k: Tensor, v: Tensor, slots: Tensor, kv: KvRows) -> None:
     """Write the tokens' keys and values into the cache.
 
     Args:
-        k: [T, K, D]; v: [T, K, Dv]; strides as they are, a head's elements neighbours.
-        v: likewise.
+        k: [T, K, D], of any strides but the last.
+        v: [T, K, Dv], likewise.
         slots: row of the cache of each token, page · PAGE_TOKENS + row, [T], int64; negative for
             those that fill a captured graph's batch up, which are not written.
         kv: the layer's cache.

@@ -11,11 +11,7 @@ from pcg.kernels.sizes import HEAD_SIZES, PAGE_TOKENS
 from pcg.kernels.torch.attention_math import Scoring
 from pcg.kernels.triton.attention.blocks import split_blocks, tile_blocks
 from pcg.kernels.triton.attention.cache_rows import KvRows
-from pcg.kernels.triton.attention.forward_kernels import (
-    attend_splits,
-    attend_tiles,
-    reduce_splits,
-)
+from pcg.kernels.triton.attention.forward_kernels import attend_splits, attend_tiles, reduce_splits
 from pcg.kernels.triton.attention.work import SPLIT_KEYS, TILE_ROWS, AttentionWork
 
 
@@ -26,14 +22,13 @@ def paged_attention(
 
     Args:
         q: [T, H, D], any strides but the last.
-        kv: the layer's cache, the batch's own keys and values included; where there is no cache,
-            the batch's.
+        kv: the layer's cache, the batch's own keys and values included, or these alone.
         work: the batch's lists.
-        scoring: how scores are made.
-        keeps: whether backward will want the log-sum-exp.
+        scoring: the options of scores.
+        keeps: True if backward will want the log-sum-exp.
     Returns:
-        out [T, H, Dv] in q's dtype, and the log-sum-exp [T, H] in fp32 where it is wanted. Tokens
-        of no part have no defined values.
+        out [T, H, Dv] in q's dtype, undefined for tokens of no part, and the log-sum-exp [T, H] in
+        fp32 where it is wanted.
     Raises:
         UnsupportedError: the heads' sizes are not among `HEAD_SIZES`, or no KV head serves them, or
             one of keys and work knows pages and the other does not.
