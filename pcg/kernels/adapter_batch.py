@@ -146,7 +146,7 @@ class JoinedLora:
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """First token, tokens and slot of neighbours with one adapter; `known` holds kernels' tables."""
+    """First token, tokens and slot of neighbours with one adapter; `known` holds tables."""
 
     spans: tuple[tuple[int, int, int], ...]
     known: dict[str, Any] = field(default_factory=dict)

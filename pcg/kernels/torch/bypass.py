@@ -14,7 +14,7 @@ from pcg.kernels.batch import ProgramBatch
 
 
 def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
-    """x · mask / (1 - p), its mask drawn anew for each step, layer and key; x where not training."""
+    """x · mask / (1 - p), drawn anew for each step, layer and key; x where not training."""
     parts = list(batch.dropped_parts(key))
     if not parts:
         return x

@@ -100,7 +100,7 @@ class Fused:
         self._warps = warps
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it on its inputs, after the batch where it writes to the cache; returns the outputs."""
+        """Run it on its inputs, after the batch where it writes to the cache."""
         batch, inputs = (arguments[0], arguments[1:]) if self._appends else (None, arguments)
         cached = None if batch is None else batch.cached
         tokens, device = inputs[self._first].shape[0], inputs[self._first].device
