@@ -39,13 +39,15 @@ class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
     saves: ClassVar[tuple[int, ...]] = (0,)
-    """What autograd saves, as in `eager_saves`."""
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return self.saves
+    def gradient(self, context: Gradient) -> list[str | None]:
+        """The operator named `{name}_backward` of dy and what autograd saves."""
+        read = context.output() if self.saves == (~0,) else context.input(0)
+        op = f"{self.name}_backward"
+        return [context.add(op, context.incoming, read, **context.attributes)]
 
 
 class UnaryBackward(Elementwise):
@@ -145,10 +147,6 @@ class Clamp(Unary):
             x = f"tl.maximum({x}, {attributes['min']!r})"
         return f"tl.minimum({x}, {attributes['max']!r})" if "max" in attributes else x
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        dy, x = context.incoming, context.input(0)
-        return [context.add("clamp_backward", dy, x, **context.attributes)]
-
 
 class ClampBackward(UnaryBackward):
     """dx = dy where x was within the bounds."""
@@ -246,9 +244,7 @@ class PointwiseBackward(Operator):
 
     name = "pointwise_backward"
     inputs = (2, 2)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         function = f"lambda x: {Pointwise().source(['x'], attributes)}"

@@ -55,6 +55,8 @@ class Attention(Operator):
     inputs = (3, 5)
     suffixes = ("", "lse")
     sees_sequences = True
+    saves = (0, 1, 2, ~0, ~1)
+    computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         q, k, v = types[:3]
@@ -73,19 +75,13 @@ class Attention(Operator):
         yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        arguments = [context.input(i) for i in range(len(context.node.inputs))]
+        # The inputs first: the backward graph takes them in this order.
+        inputs = context.inputs
+        outputs = context.output(0), context.output(1)
         dq, dk, dv = context.add_many(
-            "attention_backward",
-            context.incoming,
-            context.output(0),
-            context.output(1),
-            *arguments,
-            **context.attributes,
+            "attention_backward", context.incoming, *outputs, *inputs, **context.attributes
         )
-        return [dq, dk, dv, None, None][: len(arguments)]
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (0, 1, 2, ~0, ~1)
+        return [dq, dk, dv, None, None][: len(inputs)]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Scores in fp32, once with a cap and once without, their weights and a copy of one.
@@ -95,9 +91,6 @@ class Attention(Operator):
         q, _, v = inputs[:3]
         keys = _mean_keys(attributes)
         return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
-
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(inputs[1:3])
@@ -111,6 +104,7 @@ class AttentionBackward(Operator):
     inputs = (6, 8)
     suffixes = ("", "dk", "dv")
     sees_sequences = True
+    computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return types[3], types[4], types[5]
@@ -127,9 +121,6 @@ class AttentionBackward(Operator):
         # The forward's scores and their weights again, and four products of the gradients.
         keys = _mean_keys(attributes)
         return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
-
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # The gradients of cached keys and values are added to: read and written.
@@ -189,12 +180,8 @@ def _cached_bytes(kv: Types) -> sympy.Expr:
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
     """Bytes of scores and masks that the PyTorch kernel makes, one sequence at a time.
 
-    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype.
-
-    Args:
-        q: [T, heads, d].
-        attributes: the node's.
-        copies: scores [heads, S, S] in fp32 that are alive at once where it is not fused.
+    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype; where it is not
+    fused, so many copies of scores [heads, S, S] in fp32 are alive at once.
     """
     pairs, heads = CONTEXT**2, int(q.shape[1])
     if attributes["softcap"] or attributes.get("sinks"):

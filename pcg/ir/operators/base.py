@@ -1,11 +1,10 @@
 """The base class of the table's operators, and the context in which gradients are built.
 
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
-expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
-gradient as nodes of the backward graph (`gradient`: the values that it reads are what backward
-needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save (`eager_saves`), how the
-ranks of a tensor-parallel group can share it (`aligned`, `linear_in`, `shardings`), and its cost
-(`flops`, `moved_bytes`). Operators that kernels fuse also state an element of theirs in Triton
+expression (`source`), its gradient as nodes of the backward graph (`gradient`: the values that it
+reads are what backward needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save
+(`eager_saves`), how the ranks of a tensor-parallel group can share it (`aligned`, `linear_in`,
+`shardings`), its cost (`flops`, `moved_bytes`), and an element in Triton, if kernels fuse it
 (`tile`).
 """
 
@@ -63,6 +62,12 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
+    saves: ClassVar[tuple[int, ...]] = ()
+    """The values that autograd saves, where `eager_saves` does not choose."""
+    made_like: ClassVar[int] = 0
+    """The input whose type the output has, where `infer` says no more."""
+    computes_in_first: ClassVar[bool] = False
+    """True if arithmetic is in the first input's dtype, whatever the others are."""
     has_kernel: ClassVar[bool] = False
     """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
     made_rows: ClassVar[tuple[bool, ...]] = ()
@@ -76,7 +81,7 @@ class Operator:
         Raises:
             TypeCheckError: the operator does not take these types.
         """
-        return (types[0],)
+        return (types[self.made_like],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
@@ -89,10 +94,7 @@ class Operator:
         return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The expression in a function that requests the base's products from its caller.
-
-        None if the operator has no such product (`pcg.kernels.torch.products`).
-        """
+        """The expression that requests a product of the base's (`pcg.kernels.torch.products`)."""
         return None
 
     def tiles(self, attributes: Attributes) -> bool:
@@ -110,12 +112,11 @@ class Operator:
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         """The values that PyTorch's autograd saves: i for input i, ~j for output j.
 
-        Args:
-            requires: for each input, whether it requires a gradient; at least one does.
-            attributes: the node's.
+        `requires` says for each input if it requires a gradient; at least one does.
+
         Source: torch's derivatives.yaml.
         """
-        return ()
+        return self.saves
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Feature dims along which it treats each entry alike, whatever the others are."""
@@ -124,8 +125,8 @@ class Operator:
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         """The ways in which ranks can run it without communication.
 
-        All whole, all replicated, parts of a dim along which it treats each entry alike, summands
-        of what it is linear in. Operators that sum over a dim add theirs.
+        All whole, all replicated, parts of an aligned dim, summands of what it is linear in.
+        Operators that sum over a dim add theirs.
         """
         outputs = self.infer(types, attributes)
         for layout in (WHOLE, REPLICATED):
@@ -153,26 +154,23 @@ class Operator:
         return sympy.Integer(0) if self.is_view else outputs[0].elements
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes that a kernel reads and writes at least, a formula in `T`.
-
-        Each input and each output once, but for operators that touch a part; a view moves none.
-        """
+        """Bytes that a kernel reads and writes at least, a formula in `T`; a view moves none."""
         if self.is_view:
             return sympy.Integer(0)
         return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
 
     def compute_dtype(self, inputs: Types) -> str:
         """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
-        floats = [type_.dtype for type_ in inputs if type_.is_float]
+        floats = [type_.dtype for type_ in inputs if type_.is_float and not self.computes_in_first]
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         """The measurements of an operator of adapters' parameters alone, for a profile.
 
         Args:
-            size: a module's inputs or outputs.
-            rank: the adapter's.
-            dtype: of its parameters.
+            size: the number of a module's inputs or outputs.
+            rank: the adapter's rank.
+            dtype: the dtype of its parameters.
         """
         return iter(())
 
@@ -246,7 +244,7 @@ class Gradient:
         forward: the graph that is differentiated.
         node: its node whose gradient is built.
         upstream: gradient of each output of the node; None where nothing flows back.
-        needs: for each input of the node, whether its gradient is needed.
+        needs: for each input of the node, True if its gradient is needed.
     """
 
     builder: GraphBuilder
@@ -277,6 +275,11 @@ class Gradient:
     def input(self, index: int) -> str:
         """An input of the forward node, read by the backward graph."""
         return self.saved(self.node.inputs[index])
+
+    @property
+    def inputs(self) -> list[str]:
+        """All inputs of the forward node, read by the backward graph."""
+        return [self.saved(name) for name in self.node.inputs]
 
     def output(self, index: int = 0) -> str:
         """An output of the forward node, read by the backward graph."""
@@ -332,11 +335,7 @@ def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:
-    """A dim counted from the end, checked to be no token dim.
-
-    Raises:
-        TypeCheckError: the dim is out of range, or the token dim.
-    """
+    """A dim counted from the end. TypeCheckError: it is out of range, or the token dim."""
     rank = len(type_.dims)
     if not -rank <= dim < 0 or counts_tokens(type_.shape[dim]):
         raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")

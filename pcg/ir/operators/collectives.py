@@ -47,9 +47,14 @@ class Transition(Operator):
     """Layouts of its input and output; None for parts of the dim that the attribute `dim` names."""
 
     def layouts(self, attributes: Attributes) -> tuple[Layout, Layout]:
-        """The layouts of its input and of its output."""
         dim = attributes.get("dim", 0)
         return self.before or partitioned(dim), self.after or partitioned(dim)
+
+    @classmethod
+    def between(cls, name: str, before: Layout | None, after: Layout | None) -> Transition:
+        """The transition of that name, of a class of its own."""
+        found: Transition = type(name, (cls,), {"name": name, "before": before, "after": after})()
+        return found
 
 
 class Replicate(Transition):
@@ -65,58 +70,19 @@ class Replicate(Transition):
         return [context.add("all_reduce", context.incoming)]
 
 
-class Reduce(Transition):
-    """The sum of what the ranks hold."""
-
-    name = "reduce"
-    before = PRE_REDUCE
-
-
-class Partition(Transition):
-    """An equal part for each rank of dim `dim`, counted from the end."""
-
-    name = "partition"
-    after = None
-
-
-class Combine(Transition):
-    """The ranks' parts of dim `dim`, joined."""
-
-    name = "combine"
-    before = None
-
-
-class Take(Transition):
-    """A rank's part of dim `dim` of what each holds a copy of."""
-
-    name = "take"
-    before = REPLICATED
-    after = None
-
-
-class Place(Transition):
-    """A rank's part of dim `dim` among zeros: a summand."""
-
-    name = "place"
-    before = None
-    after = PRE_REDUCE
-
-
-class Scatter(Transition):
-    """A rank's part of the tokens, dim `dim`, of the sum of what the ranks hold."""
-
-    name = "scatter"
-    before = PRE_REDUCE
-    after = None
-
-
-class Gather(Transition):
-    """The ranks' parts of the tokens joined: a copy on each, which has a part of the gradient."""
-
-    name = "gather"
-    before = None
-    after = REPLICATED
-
+TRANSITIONS = tuple(
+    Transition.between(name, before, after)
+    for name, before, after in (
+        ("reduce", PRE_REDUCE, WHOLE),
+        ("partition", WHOLE, None),
+        ("combine", None, WHOLE),
+        ("take", REPLICATED, None),
+        ("place", None, PRE_REDUCE),
+        ("scatter", PRE_REDUCE, None),
+        ("gather", None, REPLICATED),
+    )
+)
+"""The others, with the layouts of their input and output; None for parts of dim `dim`."""
 
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s

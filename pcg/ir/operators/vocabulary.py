@@ -29,6 +29,7 @@ class Embedding(Operator):
     name = "embedding"
     template = "F.embedding({1}, {0})"
     inputs = (2, 2)
+    saves = (1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types
@@ -45,9 +46,6 @@ class Embedding(Operator):
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows chosen
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (1,)
 
 
 class EmbeddingPart(Embedding):
@@ -87,9 +85,7 @@ class CrossEntropyBackward(Operator):
 
     name = "cross_entropy_backward"
     inputs = (3, 3)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[1])
