@@ -271,7 +271,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     from pcg.kernels.sizes import PAGE_TOKENS
     from pcg.kernels.torch.attention_math import Scoring
     from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
-    from pcg.kernels.triton.attention.forward import paged_attention
+    from pcg.kernels.triton.attention.paged_attention import paged_attention
     from pcg.kernels.triton.attention.work import AttentionWork
     from pcg.runtime.memory.pool import PageTable
 

@@ -55,8 +55,7 @@ def training_functions(
         model: the model with bypass networks.
         plans: the ways in which layers are trained.
         layers: for each layer, the index of its plan.
-        epilogue: the graph of loss and gradients.
-        loss: the graph of the loss alone.
+        epilogue: the graph of loss and gradients; `loss` is that of the loss alone.
         prologue: the backward graph of the prologue; None where it trains nothing.
     """
     yield Function(model.prologue, "prologue", _role(model, model.prologue))

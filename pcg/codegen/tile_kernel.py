@@ -19,7 +19,7 @@ from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
 from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Tile
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
 
@@ -235,7 +235,7 @@ class TileWriter:
 
 @dataclass(frozen=True)
 class _NodeTile:
-    """A node's output at a position; see `pcg.ir.operators.tile.Tile`."""
+    """A node's output at a position; see `pcg.ir.operators.base.Tile`."""
 
     writer: TileWriter
     node: Node

@@ -45,11 +45,7 @@ _MOST_NAMED = 3
 
 
 def emit_function(function: Function) -> str:
-    """The source of one function, behind its kernels.
-
-    Raises:
-        CodegenError: the nodes of its graph are not grouped to kernels.
-    """
+    """The source of one function, behind its kernels. CodegenError: its nodes are not grouped."""
     graph = function.graph
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")

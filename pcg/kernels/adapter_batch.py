@@ -21,13 +21,7 @@ from pcg.kernels.uploads import uploaded
 
 
 class GatheredRows(NamedTuple):
-    """The rows of a batched product that some tokens are not in, or not in order.
-
-    Attributes:
-        gather: [adapters · size], token of each row.
-        tokens: the tokens that are in the product.
-        places: the row of each of these.
-    """
+    """The token of each row of a batched product, [adapters · size]; its tokens, and their rows."""
 
     gather: Tensor
     tokens: Tensor
@@ -48,7 +42,7 @@ class Segments:
         gathered: rows of the batched product, tokens counting from start; None where there is none,
             or all tokens are in it, in order.
         loose: index in the stacks, first token and end, from start, of each other segment.
-        known: tables that kernels make of them, for all layers.
+        known: tables that kernels make of them.
     """
 
     start: int
@@ -86,7 +80,7 @@ class Segments:
 
     @property
     def is_batched(self) -> bool:
-        """True if all its tokens are in the batched product, in order."""
+        """True if all tokens are in the batched product, in order."""
         return bool(self.size) and self.gathered is None
 
 

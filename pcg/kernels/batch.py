@@ -15,9 +15,7 @@ from pcg.parallel.ranks.group import Ranks
 class BlockTable(Protocol):
     """The pages of a sequence in the KV cache.
 
-    Attributes:
-        pages: their numbers, in order.
-        replaced: how often a page was put in the place of another; else they only grow in number.
+    Pages only grow in number, but for those that are `replaced` by others so many times.
     """
 
     pages: list[int]
@@ -175,7 +173,4 @@ class ProgramBatch(Protocol):
         """The spans of one token, in groups; `window` limits the rows attended to, 0 does not."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
-        """Parts that cover all tokens in order, the same for each call with a dropout's key.
-
-        There are none without dropout.
-        """
+        """Parts that cover all tokens in order, the same for each call; none without dropout."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.arithmetic import Unary, UnaryBackward
-from pcg.ir.operators.base import Attributes, Operator, Types
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Attributes, Operator, Tile, Types
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654

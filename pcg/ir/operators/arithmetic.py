@@ -12,21 +12,19 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     broadcast_dims,
     same_dims,
 )
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
 class Elementwise(Operator):
-    """An operator whose element depends on the same element of each input.
-
-    `tile_template` is its element in Triton.
-    """
+    """An operator whose element depends on the same element of each input."""
 
     tile_template: ClassVar[str] = ""
+    """An element in Triton."""
 
     def tiles(self, attributes: Attributes) -> bool:
         return bool(self.tile_template) or type(self).tile is not Elementwise.tile

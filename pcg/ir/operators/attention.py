@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types, same_dims
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Tile, Types, same_dims
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
 
 
 class Append(Operator):
-    """Keys or values where attention reads them: in the layer's cache, where the batch keeps one.
+    """Keys or values (`to`) where attention reads them: in the layer's cache, where there is one.
 
-    Attribute `to`: `keys` or `values`. Only programs for Triton have it, whose kernels write keys
-    and values to the cache as they make them; without it attention appends its own.
+    Only programs for Triton have it, whose kernels write keys and values as they make them; without
+    it attention appends its own.
     """
 
     name = "append"
@@ -130,9 +129,7 @@ class AttentionBackward(Operator):
 class WindowAttentionBackward(AttentionBackward):
     """dq, dk, dv where keys and values are in the KV cache: from dout, out, lse and q.
 
-    dk and dv are final: they hold what later windows have added up.
-
-    Attributes: those of attention; `kv_heads`; `value_size`, d_v.
+    dk and dv are final: they hold what later windows have added up. `value_size` is d_v.
     """
 
     name = "window_attention_backward"
@@ -169,10 +166,7 @@ def _mean_keys(attributes: Attributes) -> sympy.Expr:
 
 
 def _cached_bytes(kv: Types) -> sympy.Expr:
-    """Bytes of keys and values that are read beside the tokens' own: the rest of one context.
-
-    At least as many tokens as a context has are whole sequences, which read no cache.
-    """
+    """Bytes of keys and values that are read beside the tokens' own: the rest of one context."""
     a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
     return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 

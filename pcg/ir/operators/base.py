@@ -10,7 +10,7 @@ reads are what backward needs, Algorithm 1's UPDATEINPUT), what PyTorch's own au
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -20,7 +20,6 @@ import sympy
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
 Types: TypeAlias = tuple[TensorType, ...]
@@ -214,6 +213,43 @@ def broadcast_dims(types: Types, output: TensorType) -> Iterator[Aligned]:
 
 def _has(type_: TensorType, dim: int, size: object) -> bool:
     return len(type_.features) >= -dim and type_.shape[dim] == size
+
+
+class Tile(Protocol):
+    """A tile of an operator's output: rows, along the last dim, and columns.
+
+    An element (`Operator.tile`) is made of what is read at the same place, at another column of the
+    same row, or summed over the row. Values are in the dtype of arithmetic: fp32 for half ones.
+    """
+
+    @property
+    def column(self) -> str:
+        """Expression of each element's place along the last dim."""
+
+    @property
+    def inputs(self) -> int:
+        """The number of the operator's inputs."""
+
+    def size(self, index: int) -> int:
+        """Size of an input's last dim."""
+
+    def dtype(self, index: int) -> str:
+        """An input's dtype, as `bf16`."""
+
+    def read(self, index: int, column: str | None = None, where: str = "") -> str:
+        """An input where the output is, or at another column, broadcast to it.
+
+        `where` is the condition of elements that have such a column; any number stands for others.
+        """
+
+    def let(self, name: str, expression: str) -> str:
+        """A variable with an expression's value; its name begins like that."""
+
+    def rounded(self, expression: str, dtype: str) -> str:
+        """The expression as a value of a dtype would hold it."""
+
+    def row_sum(self, name: str, summand: Callable[[Tile], str]) -> str:
+        """A variable with the sum of an expression over the row, for each row."""
 
 
 class GraphBuilder(Protocol):

@@ -1,8 +1,7 @@
 """Products of low-rank bypass networks.
 
-A bypass network's operators take *adapter* parameters. In a batch of many adapters each token uses
-its own adapter's weights (segmented products: Punica §4, S-LoRA §5.3), and the scale α/r belongs to
-the adapter, so it appears in no attribute.
+They take *adapter* parameters: in a batch of many adapters each token uses its own adapter's
+weights (segmented products: Punica §4, S-LoRA §5.3). The scale α/r is the adapter's, no attribute.
 """
 
 from __future__ import annotations
@@ -170,10 +169,7 @@ class Outer(Product):
 
 
 class OuterRequest(Outer):
-    """An outer product requested from the caller, for the value that `of` names; for Triton.
-
-    So the products of several jobs are one launch.
-    """
+    """An outer product requested from the caller, for the value that `of` names; for Triton."""
 
     name = "asked_outer"
     template = "yield from K.{name}(batch, {of!r}, {inputs})"
@@ -250,9 +246,8 @@ class LoraLinear(Product):
 class LoraLinearBackward(Product):
     """The gradients of a linear operator with LoRA, without A's; in programs for Triton.
 
-    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A
-
-    `dz: [T, out]`, `W: [out, in]`, `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
+    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A; `dz: [T, out]`, `W: [out, in]`,
+    `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
     """
 
     name = "lora_linear_backward"

@@ -12,11 +12,11 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     cast_bytes,
     widened,
 )
-from pcg.ir.operators.tile import Tile
 
 
 class Norm(Operator):

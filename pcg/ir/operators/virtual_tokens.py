@@ -16,8 +16,8 @@ from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
 class VirtualTokens(Operator):
     """x, with its adapter's own in each virtual row: embeddings, or a layer's keys or values.
 
-    `x: [T, …]`, `prompt: [n, h]` with h the features of x. What x has in a virtual row does not
-    matter; it keeps the rows of an adapter without a prompt here.
+    `x: [T, …]`, `prompt: [n, h]` with h the features of x, which keeps the rows of an adapter
+    without a prompt here.
     """
 
     name = "virtual_tokens"

@@ -56,10 +56,7 @@ class EmbeddingPart(Embedding):
 
 
 class CrossEntropy(Operator):
-    """loss = -log softmax(logits)[target] of each token, in fp32; 0 where the target is negative.
-
-    `logits: [T, V]`, `targets: [T]` give `[T]`.
-    """
+    """The loss, -log softmax(logits [T, V])[target] in fp32; 0 where the target is negative."""
 
     name = "cross_entropy"
     inputs = (2, 2)

@@ -31,15 +31,7 @@ class Scores(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The options of attention's scores of queries and keys; see the operator `attention`.
-
-    Attributes:
-        scale: factor of the logits.
-        window: keys seen, the token's own included; 0 for all.
-        softcap: bound of the logits; 0 for none.
-        alibi: slope of each head, [H].
-        sinks: logit of each head that takes weight and gives nothing, [H].
-    """
+    """The options of attention's scores of queries and keys; see the operator `attention`."""
 
     scale: float
     window: int = 0

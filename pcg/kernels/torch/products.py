@@ -2,9 +2,8 @@
 
 Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
 that run in the same step, such as the one that serves a batch and the window of a finetuning job,
-or the windows of several jobs on their way back, run the products that they have in common once,
-over the tokens of all of them: the base executor of Symbiosis, in one process. The base's weights
-are read once, whatever else the functions differ in.
+run the products that they have in common once, over the tokens of all of them: the base executor of
+Symbiosis, in one process.
 """
 
 from __future__ import annotations
@@ -119,13 +118,9 @@ class InputGradientTerm(ABC):
     def add(
         self, dy: Tensor, dx: Tensor, jobs: Sequence[Self], spans: Sequence[tuple[int, int]]
     ) -> None:
-        """Add the terms of several jobs to dx in one go.
+        """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
 
-        Args:
-            dy: [T, out].
-            dx: the base's gradient, [T, in]; written over.
-            jobs: the jobs' terms, this one included.
-            spans: first token and tokens of each.
+        `spans` are the first token of each and its number of tokens in dy [T, out].
         """
 
 
@@ -196,7 +191,7 @@ def product(
     *,
     whole: bool = False,
 ) -> ProductRequest[Any]:
-    """Request x by each of some weights.
+    """Request x [T, in] by each of some weights [out, in]; returns their outputs, [T, out] each.
 
     Args:
         batch: the step's batch.
@@ -205,8 +200,6 @@ def product(
         weights: [out, in] each.
         biases: one for each weight; empty for none.
         whole: give the outputs as one tensor, [T, outs], that may be written over.
-    Returns:
-        Their outputs, [T, out] each.
     """
     key = (batch.layer, name, len(weights), bool(biases))
     return LinearProduct(key, x, weights, biases, whole).requested()

@@ -15,8 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pcg.kernels.triton.adapters.lookups import COUNTS, columns_of, rows_at, segment_of, tokens_at
-from pcg.kernels.triton.adapters.wide_product import sum_of_parts, wide_product
+from pcg.kernels.triton.adapters.device_functions import (
+    COUNTS,
+    columns_of,
+    rows_at,
+    segment_of,
+    sum_of_parts,
+    tokens_at,
+    wide_product,
+)
 
 
 @triton.jit

@@ -22,10 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.lookups import COUNTS, segment_of
+from pcg.kernels.triton.adapters.device_functions import COUNTS, segment_of, sum_of_parts
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles
-from pcg.kernels.triton.adapters.wide_product import sum_of_parts
 
 FUNCTIONS = {"gelu": 0, "gelu_new": 1, "relu": 2, "silu": 3, "tanh": 4}
 """The kernels' numbers of the functions that `pcg.kernels.torch.bypass` knows by name."""

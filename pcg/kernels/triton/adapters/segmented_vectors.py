@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.lookups import columns_of, rows_at, segment_of, tokens_at
+from pcg.kernels.triton.adapters.device_functions import columns_of, rows_at, segment_of, tokens_at
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.segmented_lora import check_gradients, check_tokens
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles

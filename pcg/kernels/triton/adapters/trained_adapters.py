@@ -104,14 +104,8 @@ def lora_linear_backward(
 ) -> ProductRequest[Any]:
     """Request the gradients of a linear operator with LoRA: ds [T, r], dB [out, r], dx [T, in].
 
-    Args:
-        batch: the step's batch.
-        name: the weight's name in its layer.
-        dz: [T, out].
-        weight: the base's weight, [out, in].
-        a: the adapter's A [r, in].
-        b: its B [out, r], and scale.
-        s: x Aᵀ, [T, r].
+    `name` is that of the weight [out, in] in its layer; dz is [T, out], A [r, in], B [out, r], and
+    s = x Aᵀ [T, r].
     """
     a, b = as_weight(a), as_weight(b)
     known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ROW_ALIGNMENT
@@ -127,12 +121,7 @@ def lora_linear_backward(
 
 @dataclass(eq=False)
 class LoraGradients(InputGradientTerm):
-    """The gradients of one job's LoRA at a linear operator.
-
-    Attributes:
-        ds: [T, r], once it was added.
-        db: [out, r], likewise.
-    """
+    """ds [T, r] and dB [out, r] of one job's LoRA at a linear operator, once they are made."""
 
     _a: Any
     _b: Any
@@ -199,14 +188,8 @@ def bottleneck_backward(
 ) -> ProductRequest[Any]:
     """Request the gradients of a bottleneck adapter: ds [T, size], dU [out, size], dd [size].
 
-    Args:
-        batch: the step's batch.
-        name: the name of `up` in its layer.
-        dz: [T, out].
-        up: the adapter's U [out, size], and scale.
-        s: x Aᵀ, [T, size].
-        bias: the adapter's d [size], and scale.
-        function: σ's name.
+    `name` is that of `up`, the adapter's U [out, size], in its layer; dz is [T, out], s = x Aᵀ
+    [T, size], the bias d [size], and `function` names σ.
     """
     up, bias = as_weight(up), as_weight(bias)
     if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):

@@ -42,10 +42,7 @@ def is_column_wise(x: Tensor) -> bool:
 
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
-    """Matrices [r, n], each of a slot, as the rows of one memory, where they may lie already.
-
-    One matrix is read where it lies; several are joined.
-    """
+    """Matrices [r, n], each of a slot, as the rows of one memory, where they may lie already."""
     size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
     if memory is not None:
         assert memory.is_contiguous()

@@ -30,12 +30,8 @@ _APPENDED_TOKENS = 16
 class CacheRows:
     """One layer's keys or values.
 
-    Attributes:
-        base: the tensor whose first element all distances count from.
-        heads: KV heads, K.
-        size: elements of a head, D, which are neighbours.
-        page_stride: elements from a page to the next one, 0 without pages; so are the others, of
-            heads, and of tokens of a page or the batch.
+    `size` is that of a head; strides are in elements from the first one of `base`. Tokens are those
+    of a page, or of the batch, where there are no pages and their stride is 0.
     """
 
     base: Tensor

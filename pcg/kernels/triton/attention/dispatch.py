@@ -12,9 +12,8 @@ from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import HEAD_SIZES
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.attention_math import Scores, Scoring
-from pcg.kernels.triton.attention.backward import paged_attention_backward
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
-from pcg.kernels.triton.attention.forward import paged_attention
+from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
 
 
@@ -63,11 +62,7 @@ def attention_backward(
 
 
 def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
-    """Return whether attention's kernels know the sizes of heads, and the dtype.
-
-    Raises:
-        UnsupportedError: they do not, and nothing else reads the cache's pages.
-    """
+    """Return whether kernels know the heads. UnsupportedError: not, and all else needs no pages."""
     sizes = {q.shape[-1], value_size}
     known = sizes <= {*HEAD_SIZES} and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if not known and batch.cached is not None and batch.cached[0].dim() == 4:
