@@ -1,8 +1,7 @@
 """Write the Triton kernel of a group of nodes, and the decorator that launches it.
 
 A group is one function, of a grid of row blocks and column blocks. Where groups stand side by side
-each is a function of its own, and the kernel calls one of them: the programs of the first come
-first, then those of the second, and so on.
+each is a function of its own, and the kernel calls one of them:
 
     program = program_id        part i runs where first_i <= program < first_(i + 1)
 """

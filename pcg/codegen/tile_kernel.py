@@ -4,8 +4,7 @@ Each value is an expression over the position that is asked for, (group, column)
 features (`pcg.codegen.tile_layout`), so what reads a value at another column (rotary embedding) or
 with other features (a reshape) recomputes it there. Arithmetic is in fp32 at least; each operator's
 result is rounded to its dtype, as in PyTorch. What is appended to the KV cache is stored at its
-token's row there, slots[token], unless that is negative; without a cache it is a tensor like any
-other.
+token's row there, slots[token], unless that is negative.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Emit functions for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
 
 Kernels stand before the function that launches them. A node in no group is PyTorch, or a template
-kernel behind a function of `pcg.kernels.triton.ops`. The kernel that makes keys appends them to the
-cache.
+kernel behind a function of `pcg.kernels.triton.ops`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The adapters of a batch as emitted programs and kernels read them; the runtime makes them.
 
-A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`. Where adapters
-of several widths run, it is a tuple of these, with None for a width that has none at the site; it
-is None where no adapter of the batch has a weight there. In training it is the one
-adapter's `pcg.peft.weights.AdapterWeight`, or a tensor that the program made of some.
+A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`; None where no
+adapter of the batch has a weight at the site; or a tuple of these where adapters of several widths
+run. In training it is the one adapter's `pcg.peft.weights.AdapterWeight`, or a tensor made of some.
 """
 
 from __future__ import annotations

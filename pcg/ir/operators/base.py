@@ -63,6 +63,8 @@ class Operator:
     """Inputs that it takes for constants: no gradient flows back to them."""
     saves: ClassVar[tuple[int, ...]] = ()
     """The values that autograd saves, where `eager_saves` does not choose."""
+    adjoint: ClassVar[str] = ""
+    """The operator of its gradient, where that takes the upstream gradient and its attributes."""
     made_like: ClassVar[int] = 0
     """The input whose type the output has, where `infer` says no more."""
     computes_in_first: ClassVar[bool] = False
@@ -106,7 +108,9 @@ class Operator:
 
     def gradient(self, context: Gradient) -> list[str | None]:
         """Add the backward nodes; returns the gradient of each input, None where not needed."""
-        raise UnsupportedError(f"operator {self.name!r} has no gradient")
+        if not self.adjoint:
+            raise UnsupportedError(f"operator {self.name!r} has no gradient")
+        return [context.add(self.adjoint, context.incoming, **context.attributes)]
 
     def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
         """The values that PyTorch's autograd saves: i for input i, ~j for output j.

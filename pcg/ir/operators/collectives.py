@@ -13,10 +13,9 @@ their place, and their gradients in its backward:
     scatter      + → |d    reduce_scatter backward: all_gather
     gather       |d → =    gathered_copy  backward: reduce_scatter
 
-take and place move nothing: each rank can take its part of a tensor that all hold, and a part among
-zeros is a summand of the whole. scatter and gather are of the token dim alone, whose parts have as
-many rows on all ranks: where the number of ranks does not divide T, the last rows are zeros, which
-a whole tensor is without (`pcg.parallel.ranks.token_shards`).
+take and place move nothing: a part among zeros is a summand of the whole. scatter and gather are of
+the token dim alone, whose parts have as many rows on all ranks: where the number of ranks does not
+divide T, the last rows are zeros (`pcg.parallel.ranks.token_shards`).
 
 `coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
 each step of its ring, whatever it carries: all_reduces and all_gathers.
@@ -61,13 +60,11 @@ class Replicate(Transition):
     """x, of which each rank has a part of the gradient from here on."""
 
     name = "replicate"
+    adjoint = "all_reduce"
     template = "{0}"
     executable = True
     is_view = True
     after = REPLICATED
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("all_reduce", context.incoming)]
 
 
 TRANSITIONS = tuple(
@@ -104,7 +101,7 @@ class Collective(Operator):
         return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes
+        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
 
 
 class AllReduce(Collective):
@@ -126,6 +123,7 @@ class OwnPart(Operator):
     """
 
     name = "own_part"
+    adjoint = "all_gather"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if attributes.get("kept", True) is not True:
@@ -139,23 +137,19 @@ class OwnPart(Operator):
         kept = ", kept=True" if attributes.get("kept") else ""
         return f"K.own_part({_part_arguments(inputs, attributes)}{kept})"
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("all_gather", context.incoming, **context.attributes)]
-
 
 class TakenPart(OwnPart):
     """The rank's part of a copy: the other ranks' parts have gradients of their own."""
 
     name = "taken_part"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("placed_part", context.incoming, **context.attributes)]
+    adjoint = "placed_part"
 
 
 class AllGather(Collective):
     """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens."""
 
     name = "all_gather"
+    adjoint = "own_part"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (_joined(types, attributes),)
@@ -168,14 +162,12 @@ class AllGather(Collective):
         rows = attributes["degree"] * inputs[0].size_bytes
         return rows if attributes.get("tokens") else sympy.Integer(0)
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("own_part", context.incoming, **context.attributes)]
-
 
 class PlacedPart(AllGather):
     """The rank's part among zeros in the place of the others'."""
 
     name = "placed_part"
+    adjoint = "taken_part"
     is_product = False
     rounds = 0
 
@@ -184,9 +176,6 @@ class PlacedPart(AllGather):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.placed_part({_part_arguments(inputs, attributes)})"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("taken_part", context.incoming, **context.attributes)]
 
 
 class GatheredCopy(AllGather):
@@ -271,9 +260,6 @@ class JoinedCollective(Collective):
     """One message of several tensors of one dtype."""
 
     inputs = (2, MOST_JOINED)
-
-    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
 
     def _check(self, types: Types) -> None:
         dtypes = {type_.dtype for type_ in types}

@@ -43,7 +43,7 @@ class VirtualTokens(Operator):
 class WithoutVirtual(Operator):
     """x with zeros in each virtual row: the gradient of what a prompt replaced."""
 
-    name = "without_virtual"
+    name = adjoint = "without_virtual"
     template = "K.{name}(batch, {inputs})"
     sees_rows = True
 
@@ -51,9 +51,6 @@ class WithoutVirtual(Operator):
         if not types[0].is_token_wise:
             raise TypeCheckError(f"without_virtual of {types[0]}, which has no tokens")
         return (types[0],)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("without_virtual", context.incoming)]
 
 
 class VirtualTokensBackward(Operator):

@@ -1,8 +1,7 @@
 """Attention over ragged token-flat batches, on PyTorch alone: the reference of the kernels.
 
-A batch is a run of sequences, one behind the other. With a cache, the new keys and values are
-appended before they are attended to, so a token sees cached and new tokens alike and nothing is
-padded.
+With a cache, the new keys and values are appended before they are attended to, so a token sees
+cached and new tokens alike and nothing is padded.
 
 Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 """

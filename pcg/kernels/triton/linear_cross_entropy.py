@@ -5,9 +5,8 @@
     dz = dloss · (softmax(l) - onehot(target)) · dl/dz          dx = dz W
 
 The products are torch's. Between the two a kernel goes over each row of z, a block of columns at a
-time: for the maximum and the sum, and again to write dz over z. So what exists of [T, V] is z of
-one chunk. W is frozen and gets no gradient. That loss and gradient are taken together, in chunks
-and in place, is the idea of Liger Kernel (Hsu et al. 2024, section 3.2).
+time: for the maximum and the sum, and again to write dz over z. So only z of one chunk exists of
+[T, V]: the idea of Liger Kernel (Hsu et al. 2024, section 3.2). W is frozen.
 
 Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l, the sums and dz are computed
 in fp32, in fp64 of fp64. Sums are in a fixed order. Grid: a program a row.

@@ -25,10 +25,11 @@ COUNTS = ["slices", "slots", "places"]
 
 
 @triton.jit
-def segment_of(segments):
-    """Slot, first place and places of the program's segment, or tile of one."""
+def segment_of(segments, slots, ranks, j):
+    """Matrix of slice j, its rank, first place and places of the program's segment or tile."""
     segment = segments + 3 * tl.program_id(0)
-    return tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+    matrix = j * slots + tl.load(segment)
+    return matrix, tl.load(ranks + matrix), tl.load(segment + 1), tl.load(segment + 2)
 
 
 @triton.jit

@@ -62,11 +62,9 @@ def shrink_kernel(
     part = tl.program_id(1)
     j = tl.program_id(2) % slices
     first_rank = tl.program_id(2) // slices * BLOCK_R
-    slot, first_place, count = segment_of(tiles)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     if count == 0:
         return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
     scale = 1.0
     if HAS_SCALES:
         scale = tl.load(scales + matrix)
@@ -140,13 +138,11 @@ def expand_kernel(
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
     """
     j = tl.program_id(2) * SUMMED
-    slot, first_place, count = segment_of(tiles)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
     if (count == 0) | (first >= size):
         return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
     row = rows_at(rows + matrix * most_rank + tl.arange(0, 16), memory)
     scale = 1.0
     if HAS_SCALES:
@@ -201,14 +197,10 @@ def outer_kernel(
     """
     j = tl.program_id(2) % slices
     first_rank = tl.program_id(2) // slices * BLOCK_R
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (first_rank >= rank) | (first >= size):
+    if (count == 0) | (first_rank >= rank) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     k = first_rank + tl.arange(0, BLOCK_R)

@@ -80,13 +80,9 @@ def activate_kernel(
 ):  # fmt: skip
     """z, or ds with HAS_GRADIENT, for a tile and BLOCK_R of a slice's k."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(tiles)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    width = tl.load(widths + matrix)
+    matrix, width, first_place, count = segment_of(tiles, slots, widths, j)
     first = tl.program_id(1) * BLOCK_R
-    if first >= width:
+    if (count == 0) | (first >= width):
         return
     m = tl.arange(0, BLOCK_M)
     k = first + tl.arange(0, BLOCK_R)
@@ -153,14 +149,9 @@ def sum_kernel(
 ):  # fmt: skip
     """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    width = tl.load(widths + matrix)
-    rank = tl.load(ranks + matrix)
+    matrix, width, first_place, count = segment_of(segments, slots, widths, j)
     first = tl.program_id(1) * BLOCK_R
-    if (rank == 0) | (first >= width):
+    if (count == 0) | (tl.load(ranks + matrix) == 0) | (first >= width):
         return
     k = first + tl.arange(0, BLOCK_R)
     first_place += j * places

@@ -35,14 +35,10 @@ def vector_kernel(
 ):  # fmt: skip
     """y for a tile and BLOCK_N columns of a slice: v is added where it ADDS, else it scales."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(tiles)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (rank == 0) | (first >= size):
+    if (count == 0) | (rank == 0) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
@@ -117,14 +113,10 @@ def inner_kernel(
     Each of BLOCK_T lines adds up every BLOCK_T-th token, and then the lines are added.
     """
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (rank == 0) | (first >= size):
+    if (count == 0) | (rank == 0) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size

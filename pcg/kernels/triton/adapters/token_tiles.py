@@ -9,8 +9,8 @@ places: one program of a kernel takes one tile, and so reads one adapter (SGMV: 
     tiles    [tiles, 3]       the same of each tile
 
 All lie in one int32 tensor on the CPU, so a step copies once. Sizes can be given as `TileCapacity`:
-then one captured CUDA graph serves every step of that many tokens, whose ever they are. The rest of
-a capacity is empty: places that nothing reads, segments and tiles of no places.
+then one captured CUDA graph serves every step of that many tokens, whatever their adapters. The
+rest of a capacity is empty: places that nothing reads, segments and tiles of no places.
 """
 
 from __future__ import annotations

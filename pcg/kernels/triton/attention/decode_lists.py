@@ -10,8 +10,7 @@ that changes from step to step lies in one tensor, which one copy fills:
 Their sizes are a `DecodeCapacity`, rounded up, so that few graphs serve every batch. The rest of it
 is empty: tokens of no sequence have the id 0, no part, no place in the tiles and the row -1.
 
-A sequence's block table is written as it grows, not anew, and tiles where adapters have changed
-places: from a step to the next one most of both stays.
+A sequence's block table is written as it grows, and tiles where adapters have changed places.
 """
 
 from __future__ import annotations
