@@ -286,7 +286,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
         for i, own in enumerate(tables)
     ]
     lists = AttentionWork.build(parts, HEADS // KV_HEADS, q.device)
-    cache = KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
+    cache = KvRows(CacheRows.of_layer(k), CacheRows.of_layer(v))
     scale = HEAD**-0.5
 
     def ours() -> torch.Tensor:

@@ -42,23 +42,12 @@ class CacheRows:
     token_stride: int
 
     @classmethod
-    def of_cache(cls, rows: Tensor) -> Self:
-        """A layer's cache, [K, rows, D]."""
-        heads, _, size = rows.shape
-        head, token, _ = rows.stride()
-        return cls(rows, heads, size, PAGE_TOKENS * token, head, token)
-
-    @classmethod
-    def of_pages(cls, pages: Tensor) -> Self:
-        """A layer's cache whose pages lie apart, [pages, K, tokens of a page, D]."""
-        _, heads, _, size = pages.shape
-        page, head, token, _ = pages.stride()
-        return cls(pages, heads, size, page, head, token)
-
-    @classmethod
     def of_layer(cls, cached: Tensor) -> Self:
-        """A layer's cache, of either kind."""
-        return cls.of_pages(cached) if cached.dim() == 4 else cls.of_cache(cached)
+        """A layer's cache, [K, rows, D], or of pages that lie apart, [pages, K, tokens, D]."""
+        heads, _, size = cached.shape[-3:]
+        head, token, _ = cached.stride()[-3:]
+        page = cached.stride(0) if cached.dim() == 4 else PAGE_TOKENS * token
+        return cls(cached, heads, size, page, head, token)
 
     @classmethod
     def of_batch(cls, x: Tensor) -> Self:

@@ -164,14 +164,9 @@ class _Lists:
         return cls(rows, pages, tiles, splits, decodes, key_blocks)
 
     def capacity(self) -> WorkCapacity:
-        return WorkCapacity(
-            len(self.parts),
-            max(map(len, self.pages), default=0),
-            len(self.tiles),
-            len(self.splits),
-            len(self.decodes),
-            len(self.key_blocks),
-        )
+        pages = max(map(len, self.pages), default=0)
+        tokens = len(self.tiles), len(self.splits), len(self.decodes)
+        return WorkCapacity(len(self.parts), pages, *tokens, len(self.key_blocks))
 
     def check(self, capacity: WorkCapacity) -> None:
         """UnsupportedError: there are more than there is capacity for."""
@@ -186,14 +181,8 @@ class _Lists:
 
     def write(self, work: AttentionWork) -> None:
         """Write the lists where there are zeros, on the CPU."""
-        for rows, to in (
-            (self.parts, work.parts),
-            (self.tiles, work.tiles),
-            (self.splits, work.splits),
-            (self.decodes, work.decodes),
-            (self.key_blocks, work.key_blocks),
-        ):
-            put_rows(to.numpy(), rows)
+        for name in ("parts", "tiles", "splits", "decodes", "key_blocks"):
+            put_rows(getattr(work, name).numpy(), getattr(self, name))
         tables = work.pages.numpy()
         for table, pages in zip(tables, self.pages, strict=False):
             table[: len(pages)] = pages
