@@ -72,7 +72,7 @@ class Operator:
     has_kernel: ClassVar[bool] = False
     """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
     made_rows: ClassVar[tuple[bool, ...]] = ()
-    """Of a value made of weights alone: whether some rows of it are made of these of each input."""
+    """For each input, where all are weights: True if rows of the output are made of its rows."""
     executable: ClassVar[bool] = True
     """False if a program with this operator can only be explained."""
 

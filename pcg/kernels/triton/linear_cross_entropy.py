@@ -12,8 +12,6 @@ Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l, the sums
 in fp32, in fp64 of fp64. Sums are in a fixed order. Grid: a program a row.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

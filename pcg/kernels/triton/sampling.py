@@ -10,8 +10,6 @@ Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
 Grid: a program a row; several for one would take a second launch.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -13,8 +13,6 @@ one they also take from registers, and old ptxas can miscompile that where it co
 conversion (triton-lang/triton#9433).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

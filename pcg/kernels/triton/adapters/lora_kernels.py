@@ -8,8 +8,6 @@ absent tokens are not loaded, so it would read no byte less, and a token's bits 
 whether its adapter has others in the batch.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

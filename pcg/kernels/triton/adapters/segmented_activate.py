@@ -12,8 +12,6 @@ has in `rank_rows`, or 0 where it has none. All is in fp32.
 Grids: (tiles, blocks of k, slices); segment_sum (segments, blocks of k, slices).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -13,8 +13,6 @@ All is computed in fp32, rounded once, and summed in a fixed order.
 Grids: (tiles or segments, blocks of columns, slices).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

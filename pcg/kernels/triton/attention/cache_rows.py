@@ -9,8 +9,6 @@ arena of pages. Without a cache it is token start + j of the batch, and there ar
 Shapes: T tokens, K KV heads, D sizes of a head. Grid of `append`: blocks of tokens, KV heads.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

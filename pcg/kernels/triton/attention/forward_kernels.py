@@ -19,8 +19,6 @@ Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding; pages from vLLM (arXiv 2309.06180).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -7,8 +7,6 @@ Scores are in units of ln 2, so that weights are exp2 of them:
 for the token at position i that sees the key at position j. tanh x = 1 - 2 / (exp 2x + 1).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
