@@ -73,18 +73,13 @@ class FinetuningOptions:
     @property
     def rule(self) -> Sharing:
         """The rule by which the engine shares its time."""
-        from pcg.runtime.engine.sharing import (
-            CoServing,
-            InferenceOnly,
-            SpatialSharing,
-            TemporalSharing,
-        )
+        from pcg.runtime.engine import sharing
 
         if self.sharing == "temporal":
-            return TemporalSharing(self.inference_frequency)
+            return sharing.TemporalSharing(self.inference_frequency)
         if self.sharing == "spatial":
-            return SpatialSharing(self.finetuning_share)
-        return InferenceOnly() if self.sharing == "inference-only" else CoServing()
+            return sharing.SpatialSharing(self.finetuning_share)
+        return sharing.InferenceOnly() if self.sharing == "inference-only" else sharing.CoServing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +181,7 @@ def serve_command(
             engine.calibrate()  # without SLOs jobs go by the time of an idle step
         with busy("compiling the finetuning job"):
             _finetune(engine, training.finetune, training, requests.seed)
-    serves = training.sharing != "finetuning-only"
-    report = _run(engine, workload, requests) if serves else _train(engine, workload)
+    report = _run(engine, workload, requests, serves=training.sharing != "finetuning-only")
     if how.plot is not None:
         from pcg.simulate.latency_plot import serving_svg
 
@@ -238,24 +232,18 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
     engine.finetune(data, JOB, peft=lora, batch_size=size, max_steps=10**9)
 
 
-def _train(engine: Engine, workload: Workload) -> ServingReport:
-    """Train for as long as the requests of a workload take, without them."""
-    from pcg.simulate.replay import train
-
-    try:
-        with busy("finetuning"):
-            return train(engine, max(workload.duration_s, 1.0))
-    finally:
-        _cancel_jobs(engine)
-
-
-def _run(engine: Engine, workload: Workload, options: WorkloadOptions) -> ServingReport:
-    """Serve, beside the job if there is one."""
+def _run(
+    engine: Engine, workload: Workload, options: WorkloadOptions, *, serves: bool
+) -> ServingReport:
+    """Serve, beside the job if there is one; or train for as long as the requests would come."""
     from pcg.runtime.training.training_data import vocabulary_size
-    from pcg.simulate.replay import replay
+    from pcg.simulate.replay import replay, train
 
     state = engine.state
     try:
+        if not serves:
+            with busy("finetuning"):
+                return train(engine, max(workload.duration_s, 1.0))
         with busy(f"serving {counted(len(workload), 'request')}"):
             return replay(
                 engine,
@@ -267,12 +255,8 @@ def _run(engine: Engine, workload: Workload, options: WorkloadOptions) -> Servin
                 most_positions=state.max_positions,
             )
     finally:
-        _cancel_jobs(engine)
-
-
-def _cancel_jobs(engine: Engine) -> None:
-    for job in list(engine.jobs):
-        engine.cancel_job(job.name)
+        for job in list(engine.jobs):
+            engine.cancel_job(job.name)
 
 
 def _print(report: ServingReport, plot: Path | None) -> None:

@@ -1,25 +1,17 @@
-"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor.
-
-Long by what its calls say of their arguments.
-"""
+"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pcg.errors import (
-    AdapterError,
-    ProgramError,
-    SourceError,
-    UnsupportedError,
-)
+from pcg.errors import AdapterError, ProgramError, SourceError, UnsupportedError
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
@@ -38,8 +30,7 @@ from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
-from pcg.runtime.model.random_weights import RandomWeights
-from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
+from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel
@@ -92,15 +83,20 @@ def _compiled(
     observe: Callable[[PassRecord], None] | None = None,
 ) -> Program:
     recipes = recipes_of(peft)
-    model_type = str(source.config["model_type"])
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        return bypasses_of(base, recipes.values(), model_type, base.adapter_dtype)
-
-    costs = costs_name(options.costs) if options.tp > 1 else None
-    backend = options.emitted_backend
-    model = None if costs is None else find_cost_model(costs)
-    passes = pipeline(Settings(options, source.name, bypasses, model, backend))
+    settled = CompileOptions(
+        tp=options.tp,
+        costs=costs_name(options.costs) if options.tp > 1 else None,
+        tp_plan=options.styles or None,
+        sequence_parallel=options.sequence_parallel,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        dtype=dtype_name(options.dtype),
+        memory_budget=options.budget.written,
+        batch=options.batch,
+        seq=options.seq,
+        backend=options.emitted_backend,
+    )
+    settings = _settings(source.name, source.config, recipes.values(), settled)
+    passes = pipeline(settings)
     traced = passes.trace.run(source.config, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     _require_runnable(source.name, base.model)
@@ -112,22 +108,24 @@ def _compiled(
         emitted.serving,
         emitted.training,
         {name: recipe_fields(recipe) for name, recipe in recipes.items()},
-        CompileOptions(
-            tp=options.tp,
-            costs=costs,
-            tp_plan=options.styles or None,
-            sequence_parallel=options.sequence_parallel,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            dtype=TORCH_NAMES[traced.trace.dtype],
-            memory_budget=options.budget.written,
-            batch=options.batch,
-            seq=options.seq,
-            backend=backend,
-        ),
+        dataclasses.replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
         traced.trace.constants,
         traced.trace.base_prefix,
         traced.trace.dtype,
     )
+
+
+def _settings(
+    name: str, config: Mapping[str, Any], recipes: Collection[Recipe], options: CompileOptions
+) -> Settings:
+    """The settings of a pipeline for a program's own options."""
+    model_type = str(config["model_type"])
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return bypasses_of(base, recipes, model_type, base.adapter_dtype)
+
+    costs = None if options.costs is None else find_cost_model(options.costs)
+    return Settings(options, name, bypasses, costs, options.backend)
 
 
 @dataclass(frozen=True)
@@ -198,11 +196,11 @@ def compile_random(
     """Compile a model and give it random weights: an executor to measure, which makes no sense.
 
     Args:
-        model: as `compile_program` takes it; its weights are not read.
+        model: the model, as `compile_program` takes it; its weights are not read.
         backend: "torch" or "triton".
         dtype: torch's name of the dtype; the configuration's own by default.
-        device: of the weights; the GPU where there is one, else the CPU.
-        seed: of the weights.
+        device: the device of the weights; the GPU where there is one, else the CPU.
+        seed: the seed of the weights.
     Raises:
         PcgError: what cannot be read or traced is named.
     """
@@ -222,10 +220,10 @@ def load(
     """Load a compiled folder and its weights: an executor that generates and finetunes.
 
     Args:
-        directory: of a compiled program. Loading it runs its emitted source.
+        directory: the folder of a compiled program. Loading it runs its emitted source.
         weights: directory or hub id that holds the weights; where they lay at compile time by
             default.
-        device: of the weights; the GPU where there is one, else the CPU.
+        device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
@@ -308,15 +306,15 @@ def make_executor(
     device: str | torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Executor:
-    """An executor of a program with weights, and the adapters that `peft` names.
+    """An executor of a program with weights.
 
     Args:
-        program: to run.
-        weights: of its base.
-        peft: adapters by name, or recipes without.
-        directory: of the tokenizer; None for none.
-        device: of the weights.
-        ranks: that run it; those that torchrun has started by default.
+        program: the program.
+        weights: the weights of its base.
+        peft: the adapters to add, by name; anything else adds none.
+        directory: the directory of the tokenizer; None for none.
+        device: the device of the weights; the GPU where there is one, else the CPU.
+        ranks: the group that runs it; that of the processes that torchrun started by default.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -370,30 +368,16 @@ class _Specialiser:
         return self._emitted(program, recipes, trains=False).serving
 
     def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
-        training = self._emitted(program, [recipe], trains=True, windows=windows).training
+        training = self._emitted(program, [recipe], windows=windows).training
         assert training is not None  # a recipe attaches somewhere, or is refused
         return training
 
     @staticmethod
     def _emitted(
-        program: Program, recipes: Sequence[Recipe], trains: bool, windows: bool = False
+        program: Program, recipes: Sequence[Recipe], *, trains: bool = True, windows: bool = False
     ) -> Emitted:
-        model_type = str(program.config["model_type"])
-        options = program.options
-
-        def bypasses(base: ModelGraph) -> Bypasses:
-            return bypasses_of(base, recipes, model_type, base.adapter_dtype)
-
-        costs = None if options.costs is None else find_cost_model(options.costs)
-        settings = Settings(
-            options,
-            program.name,
-            bypasses,
-            costs,
-            options.backend,
-            trains=trains,
-            windows=windows,
-        )
+        settings = _settings(program.name, program.config, recipes, program.options)
+        settings = dataclasses.replace(settings, trains=trains, windows=windows)
         return pipeline(settings).emitted(Base(program.base))
 
 

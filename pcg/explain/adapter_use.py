@@ -53,13 +53,17 @@ def adapter_use(
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
-    shapes, modules = model.module_shapes(), tuple(model.linear_modules())
+    shapes = model.module_shapes()
     largest: dict[str, dict[type, Bypass]] = {}
     trained: list[Shape] = []
     for recipe in recipes.values():
         biases = bypasses_of(model, [recipe], model_type, dtype).biases
-        trained += _bias_shapes(model, biases)
-        found = recipe.bypasses(modules, model.output_module, model_type)
+        trained += {
+            parameter.source.format(layer=layer): parameter.type.features
+            for parameter, layer in model.parameters()
+            if parameter.source in biases
+        }.values()
+        found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)
         for path, bypass in found.items():
             there = largest.setdefault(path, {}).setdefault(type(bypass), bypass)
@@ -70,14 +74,3 @@ def adapter_use(
     at = {path: tuple(found.values()) for path, found in largest.items()}
     unknown = dict.fromkeys(r.method for r in recipes.values() if not r.has_eager_account)
     return AdapterUse(bypasses, at, tuple(trained), tuple(unknown))
-
-
-def _bias_shapes(model: ModelGraph, sources: frozenset[str]) -> list[Shape]:
-    if not sources:
-        return []
-    shapes = {
-        parameter.source.format(layer=layer): parameter.type.features
-        for parameter, layer in model.parameters()
-        if parameter.source in sources
-    }
-    return [*shapes.values()]

@@ -12,8 +12,8 @@ import torch
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacity
 from pcg.explain.parallel_report import parallel_rows
+from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import Setup, plan_model
-from pcg.explain.regions import parallel_regions, with_formulas
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
 from pcg.keywords import takes

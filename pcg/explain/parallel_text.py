@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
+LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
 
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
@@ -27,7 +27,7 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         if several:
             lines.append(f"  {block}")
         rows = [row for row in parallel["base"] if row["block"] == block]
-        for layout, called in _LAYOUTS.items():
+        for layout, called in LAYOUTS.items():
             names = [_module(row["weight"]) for row in rows if row["layout"] == layout]
             if names:
                 lines.append(f"  {called:<16} {', '.join(names)}")

@@ -17,7 +17,7 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
 from pcg.options import MemoryBudget
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel

@@ -13,19 +13,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 
 from pcg.errors import MemoryBudgetError
-from pcg.explain.decided_graph import decided_graph
-from pcg.explain.decisions import Decision, decisions
+from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager.attention import FOLLOWED
 from pcg.explain.eager.memory import eager_memory
 from pcg.explain.eager.saved_storages import EagerRun
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
 from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
-from pcg.explain.step_memory import base_weights, bytes_at, carried_bytes, step_memory
+from pcg.explain.step_memory import (
+    base_weights,
+    bytes_at,
+    carried_bytes,
+    formula_text,
+    step_memory,
+)
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
-from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
+from pcg.ir.types import TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
@@ -34,22 +38,19 @@ from pcg.peft.recipe import Recipe
 
 def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
-    setup, use, trained, at = planned.setup, planned.use, planned.trained, planned.setup.at
+    setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     stages: list[Stage] = []
-    activations = sympy.Integer(0)
     eager = _eager_run(planned, notes)
     found = eager and eager_memory(planned.unraised, eager)
     if found:
-        activations = found.total
         stages.append(_stage("eager", found.total, found.layers, at))
-    if trained is not None and planned.saved is not None:
-        activations = planned.saved.total
+    if planned.saved is not None:
         plain = _uncompressed_plan(planned)
-        stages += _own_stages(planned, trained, planned.saved, plain)
+        stages += _own_stages(planned, planned.saved, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
@@ -61,7 +62,8 @@ def build_report(planned: PlannedModel) -> Report:
         layers = [carried_bytes(planned.unraised)] * len(found.layers)
         total = sympy.Add(found.outside, *layers)
         stages.append(_stage("checkpointing", total, layers, at, 1.0))
-    formulas, moments = step_memory(planned, activations)
+    trained = planned.trained
+    formulas, moments = step_memory(planned, found.total if found else sympy.Integer(0))
     elements, _ = base_weights(planned.whole)
     return Report(
         model=setup.settings.model,
@@ -82,7 +84,7 @@ def build_report(planned: PlannedModel) -> Report:
         memory_budget=str(setup.budget),
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
-        graph=_graph(trained) if trained else (),
+        graph=_graph(trained, at) if trained else (),
     )
 
 
@@ -124,20 +126,20 @@ def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
 
 
 def _own_stages(
-    planned: PlannedModel, trained: TrainedModel, saved: SavedMemory, plain: MemoryPlan | None
+    planned: PlannedModel, saved: SavedMemory, plain: MemoryPlan | None
 ) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
-    model, at = trained.model, planned.setup.at
-    pruned = saved_memory(model, in_order(save_all(planned.kinds)))
+    trained, at = planned.training, planned.setup.at
+    pruned = saved_memory(trained.model, in_order(save_all(planned.kinds)))
     yield _stage("pruned", pruned.total, pruned.layers, at)
     if plain is not None:
-        found = saved_memory(model, plain)
+        found = saved_memory(trained.model, plain)
         ratio = plain.recompute_flops_ratio
         yield _stage("rematerialized", found.total, found.layers, at, ratio)
     ratio = trained.plan.recompute_flops_ratio
     yield _stage("compressed", saved.total, saved.layers, at, ratio)
     if planned.windowed is not None:
-        windows = window_memory(model, planned.windowed)
+        windows = window_memory(trained.model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio
         yield _stage("token-level", windows.total, windows.layers, at, ratio)
 
@@ -159,11 +161,6 @@ def _recipe_text(recipe: Recipe) -> str:
     size = "" if recipe.rank is None else f" r{recipe.rank}"
     text = f"{recipe.title}{size} on {where if isinstance(where, str) else ', '.join(where)}"
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
-
-
-def formula_text(formula: sympy.Expr) -> str:
-    """Return a formula as a string that sympy reads back."""
-    return str(sympy.expand(formula))
 
 
 def _stage(
@@ -197,58 +194,44 @@ def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) 
         )
 
 
-def _graph(trained: TrainedModel) -> tuple[GraphNode, ...]:
+def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
     """Return the graph of the layer that most layers are like."""
     plan, frontiers = trained.plan, trained.frontiers
     index, _ = Counter(plan.layers).most_common(1)[0]
     kind = frontiers.layers[plan.layers.index(index)]
-    return decided_graph(frontiers.kinds[kind], plan.plans[index])
+    return decided_graph(frontiers.kinds[kind], plan.plans[index], at)
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
     """Yield the decisions on all tensors of the layers, and what is saved outside them."""
-    if planned.trained is None or planned.saved is None:
+    if planned.saved is None:
         return
-    plan, frontiers = planned.trained.plan, planned.trained.frontiers
-    rows: list[Decision] = []
+    plan, frontiers, at = planned.training.plan, planned.training.frontiers, planned.setup.at
     for index, graphs in enumerate(plan.plans):
         members = [layer for layer, of in enumerate(plan.layers) if of == index]
         kind = frontiers.kinds[frontiers.layers[members[0]]]
         shared = set(kind.shared)
         restored = len({*members} & {*plan.restored})
-        for row in decisions(kind, graphs, len(members)):
+        for row in decisions(kind, graphs, len(members), at):
             if row.tensor.partition(".")[2] not in shared:
                 is_input = row.op == "input" and row.decision == "save"
-                rows += _split(row, restored) if is_input else [row]
-    rows += [
-        Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
-        for t in planned.saved.outside
-    ]
-    yield from (_saved_tensor(row, planned.setup.at) for row in rows)
+                yield from _split(row, restored) if is_input else [row]
+    for one in planned.saved.outside:
+        yield SavedTensor(
+            one.tensor,
+            "input",
+            **sizes_at(one.type, one.size_bytes, at),
+            needed_by=one.needed_by,
+            decision="save",
+            reason=one.reason,
+            layers=1,
+        )
 
 
-def _split(row: Decision, restored: int) -> Iterable[Decision]:
+def _split(row: SavedTensor, restored: int) -> Iterable[SavedTensor]:
     """Yield the rows of a layer's input: of layers that save it, and of those that do not."""
     if row.layers > restored:
         yield dataclasses.replace(row, layers=row.layers - restored)
     if restored:
         reason = "the layers share the saved input of one before: recomputed by its forward"
         yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
-
-
-def _saved_tensor(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
-    leading: tuple[int, ...] = ()
-    if row.type.is_token_wise:
-        leading = (int(tokens_at(row.type.shape[0], at[SEQUENCES] * at[CONTEXT])),)
-    return SavedTensor(
-        row.tensor,
-        row.op,
-        leading + row.type.features,
-        TORCH_NAMES[row.type.dtype],
-        bytes_at(row.size_bytes, at),
-        formula_text(row.size_bytes),
-        row.needed_by,
-        row.decision,
-        row.reason,
-        row.layers,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,16 @@ KINDS = (
     "workspace",
 )
 """The kinds of memory, in the order of a report."""
+STAGES = {
+    "eager": "transformers + peft",
+    "pruned": "all that gradients read",
+    "rematerialized": "the rest recomputed",
+    "compressed": "and bits for signs: pcg",
+    "token-level": "in windows, K/V cached",
+    "checkpointing": "transformers' own",
+    "torch-partitioner": "torch.compile's default",
+}
+"""What each stage saves, in words."""
 
 
 @dataclass(frozen=True)
@@ -220,19 +231,8 @@ class ReportData:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, which `pcg explain --json` prints."""
-        fields = dataclasses.asdict(self)
-        fields["parameters"] = dict(self.parameters)
-        fields["memory_bytes"] = dict(self.memory_bytes)
-        fields["formulas"] = dict(self.formulas)
-        fields["activations"] = [dataclasses.asdict(stage) for stage in self.activations]
-        fields["saved"] = [
-            dataclasses.asdict(row) | {"shape": list(row.shape), "needed_by": list(row.needed_by)}
-            for row in self.saved
-        ]
-        fields["parallel"] = dict(self.parallel)
-        fields["formula_degrees"] = {n: list(d) for n, d in self.formula_degrees.items()}
-        fields["notes"] = list(self.notes)
-        return fields
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
 
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
         """Return the bytes of pcg's front at a share of recomputed operations; None for none.

@@ -6,18 +6,9 @@ from collections.abc import Iterable, Mapping
 from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
-from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
+from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, rounded
 
-_STAGES = {
-    "eager": "transformers + peft",
-    "pruned": "all that gradients read",
-    "rematerialized": "the rest recomputed",
-    "compressed": "and bits for signs: pcg",
-    "token-level": "in windows, K/V cached",
-    "checkpointing": "transformers' own",
-    "torch-partitioner": "torch.compile's default",
-}
 _SYMBOLS = ("B", "S", "r", "tp")
 """The symbols of formulas."""
 _BAR_CELLS = 28
@@ -86,7 +77,7 @@ def _stages(report: ReportData) -> list[str]:
     lines += [
         f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
         f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
-        f"  {_STAGES.get(stage.stage, '')}".rstrip()
+        f"  {STAGES[stage.stage]}".rstrip()
         for stage in report.activations
     ]
     return lines

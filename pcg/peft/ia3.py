@@ -208,6 +208,11 @@ class IA3Config(TargetedRecipe):
     ) -> dict[str, Bypass]:
         found = super().bypasses(paths, output_layer, model_type)
         names = self.feedforward_modules
+        if isinstance(names, str) and not any(fullmatch(names, path) for path in found):
+            raise AdapterError(
+                f"feedforward_modules={names!r}, a regex for the whole path, matches none of the "
+                f"{len(found)} adapted modules; {name_list(found)}"
+            )
         for name in names if isinstance(names, tuple) else ():
             if not any(path.endswith(name) for path in found):
                 raise AdapterError(

@@ -185,7 +185,7 @@ class Shards(Protocol):
     def ranges(self, name: str) -> Sequence[tuple[int, int]]:
         """The range of a shard in each dim of the whole."""
 
-    def parted_dim(self, name: str) -> int | None:
+    def sharded_dim(self, name: str) -> int | None:
         """The dim that each rank has a part of; None where all have the same."""
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:

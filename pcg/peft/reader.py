@@ -9,7 +9,6 @@
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
+from pcg.files import read_json
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe, short
 from pcg.peft.registry import is_shorthand, notes_of, recipe_from
@@ -91,19 +91,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.is_file():
         raise AdapterError(_no_config(directory))
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise AdapterError(
-            f"{file} is damaged at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise AdapterError(f"{file} is damaged: byte {error.start} is not UTF-8") from error
-    except OSError as error:
-        raise AdapterError(f"{file} cannot be read: {error.strerror}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{file} holds a {type(config).__name__}; expected an object")
-    return config
+    return read_json(file, AdapterError)
 
 
 def _no_config(directory: Path) -> str:

@@ -19,13 +19,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Shards, TrainingBeside
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.weights import ModuleWeights
+
+if TYPE_CHECKING:
+    from pcg.ir.program.program import ModelGraph
 
 ALL_LINEAR = "all-linear"
 
@@ -202,6 +205,14 @@ class Recipe(ABC):
         Raises:
             AdapterError: the recipe does not fit the model.
         """
+
+    def bypasses_in(self, model: ModelGraph, model_type: str) -> dict[str, Bypass]:
+        """The bypass networks of a folded model, by path; errors are those of `bypasses`."""
+        self.check_embeddings(model.embedding_modules())
+        return self.bypasses(tuple(model.linear_modules()), model.output_module, model_type)
+
+    def check_embeddings(self, paths: Sequence[str]) -> None:  # noqa: B027  most name no modules
+        """Refuse a recipe whose targets include an embedding. AdapterError: it names one."""
 
     def resolved(
         self,

@@ -91,6 +91,16 @@ class TargetedRecipe(Recipe):
             _check_pattern(name, getattr(recipe, name), found)
         return found
 
+    def check_embeddings(self, paths: Sequence[str]) -> None:
+        if self.target_modules is None or self.is_all_linear:
+            return
+        for path in paths:
+            if self._wants(path, None) and not self._is_excluded(path):
+                raise AdapterError(
+                    f"target_modules={self.target_modules!r} includes {path}, an embedding, and "
+                    f"{self.title} adapts linear modules alone; leave it out of target_modules"
+                )
+
     @property
     def exclude_modules(self) -> Names | str | None:
         return None

@@ -4,7 +4,6 @@ The keys are those of `reader`, the configuration's fields those of the recipe. 
 README.md, is not written.
 """
 
-import contextlib
 import json
 import os
 import secrets
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
+from pcg.files import sync, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
 from pcg.peft.weights import ModuleWeights
@@ -57,7 +57,7 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
             if not _holds(directory / CONFIG, text):
                 state = f"{WEIGHTS} there is the new one, {CONFIG} is not: save again"
                 (beside / CONFIG).replace(directory / CONFIG)
-        _sync_directory(parent)
+        sync_names(parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -119,9 +119,8 @@ def _own_copy(tensor: Tensor) -> Tensor:
 def _write_files(directory: Path, tensors: dict[str, Tensor], text: str) -> None:
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(text, encoding="utf-8")
-    for file in (directory / WEIGHTS, directory / CONFIG):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+    sync(directory / WEIGHTS)
+    sync(directory / CONFIG)
 
 
 def _holds(file: Path, text: str) -> bool:
@@ -129,13 +128,3 @@ def _holds(file: Path, text: str) -> bool:
         return file.read_text(encoding="utf-8") == text
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make renames last through a power failure; not every file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

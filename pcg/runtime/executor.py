@@ -42,9 +42,6 @@ class Executor:
 
     `pcg.compile` and `pcg.load` return one. Over ranks there is one on each, and all of them are
     called alike, in the same order.
-
-    Attributes:
-        state: the model, which engines and jobs share.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -160,11 +157,8 @@ class Executor:
         chunks = self._run(requests)
         if stream:
             return chunks
-        done: list[Completion | None] = [None] * len(requests)
-        for chunk in chunks:
-            if chunk.completion is not None:
-                done[chunk.index] = chunk.completion
-        completions = [completion for completion in done if completion is not None]
+        done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
+        completions = [done[index] for index in range(len(requests))]
         return completions[0] if single else completions
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
@@ -240,9 +234,7 @@ class Executor:
         """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
 
         Args:
-            name: the name that requests use.
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
-            seed: the seed of a fresh adapter's weights.
         Raises:
             AdapterError: the name is taken, the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.

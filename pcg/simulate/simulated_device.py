@@ -17,7 +17,7 @@ from pcg.errors import GenerationError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
@@ -64,7 +64,7 @@ class SimulatedDevice:
         self, costs: StepCosts, clock: SimulatedClock, most_positions: int | None = None
     ) -> None:
         self.cache: Any = None
-        self.side: Side | None = None
+        self.side: SideStream | None = None
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._costs = costs

@@ -21,12 +21,7 @@ from torch import nn
 
 from pcg.errors import PcgError, TraceError
 from pcg.trace.layer_kinds import layer_kinds, shorten
-from pcg.trace.markers import (
-    IMPLEMENTATION,
-    NumbersOnMeta,
-    has_attention_marker,
-    register_markers,
-)
+from pcg.trace.markers import IMPLEMENTATION, NumbersOnMeta, register_markers
 from pcg.trace.model_config import parse_config
 
 
@@ -76,9 +71,8 @@ def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fa
     """
     with quiet():
         parsed = parse_config(config)
-        dtype = dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")
-        parsed.dtype = getattr(torch, dtype)
-        with _torch_dtype(dtype):
+        parsed.dtype = getattr(torch, dtype) if dtype else parsed.dtype or torch.float32
+        with _torch_dtype(parsed.dtype):
             errors = []
             for implementation in (IMPLEMENTATION, "sdpa", "eager"):
                 try:
@@ -106,11 +100,12 @@ def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
     held = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names = {name: tied.get(name, name) for name in [*held, *_persistent_buffers(model)]}
     program = _export(model)
-    if implementation == IMPLEMENTATION and not has_attention_marker(program):
-        raise _NotThisWay("the model does not call it")
     prefix = str(getattr(model, "base_model_prefix", ""))
-    kind = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    attention = kind if implementation == IMPLEMENTATION else f"own-{kind}"
+    attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if implementation != IMPLEMENTATION:
+        attention = f"own-{attention}"
+    elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
+        raise _NotThisWay("the model does not call it")
     return Exported(path, schedule, prefix, attention, program, constants, names)
 
 
@@ -142,21 +137,17 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Values of the buffers that no checkpoint holds, made by the model's own initialisation."""
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        names = [
-            name
-            for name in module._non_persistent_buffers_set
-            if module._buffers.get(name) is not None
-        ]
-        if not names:
-            continue
         meta = dict(module._buffers)
-        for name in names:
-            old = module._buffers[name]
+        names = module._non_persistent_buffers_set
+        own = {name: old for name, old in meta.items() if name in names and old is not None}
+        if not own:
+            continue
+        for name, old in own.items():
             fill = float("nan") if old.is_floating_point() else -1
             module._buffers[name] = torch.full_like(old, fill, device="cpu")
         with torch.device("cpu"):
             model._init_weights(module)  # type: ignore[operator]
-        for name in names:
+        for name in own:
             value = module._buffers[name]
             if not torch.isnan(value).any():
                 values[f"{prefix}.{name}" if prefix else name] = value.clone()
@@ -190,9 +181,9 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _torch_dtype(name: str) -> Iterator[None]:
+def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

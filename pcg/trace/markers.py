@@ -71,11 +71,6 @@ def register_markers() -> None:
         experts.register(IMPLEMENTATION, _experts_interface)
 
 
-def has_attention_marker(program: torch.export.ExportedProgram) -> bool:
-    """Return whether an exported model called the attention marker."""
-    return any(node.target is torch.ops.pcg.attention.default for node in program.graph.nodes)
-
-
 def _attention_interface(
     module: nn.Module,
     query: torch.Tensor,

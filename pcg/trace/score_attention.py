@@ -36,12 +36,10 @@ class ScoreAttention:
     """An attention found in a graph.
 
     Attributes:
-        q: the node of the queries.
-        k: the node of the keys, transposed or not.
-        v: the node of the values.
-        scale: factor of the scores.
-        window: number of tokens that a token attends to; 0 for all.
-        slopes: ALiBi slope of each head; empty for none.
+        q, k, v: the nodes of the queries, the keys (transposed or not) and the values.
+        scale: the factor on the scores.
+        window: the number of tokens that a token attends to; 0 for all.
+        slopes: the ALiBi slope of each head; empty for none.
     """
 
     q: Node
@@ -59,13 +57,13 @@ _Measured = tuple[float, int, tuple[float, ...]]
 def find_scores(
     graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
 ) -> dict[Node, ScoreAttention]:
-    """The attentions of a graph, by the node that multiplies probabilities and values.
+    """The attentions of an exported graph, by the node that multiplies probabilities and values.
 
     Args:
-        graph: an exported graph; token dims are symbolic.
-        constants: values of constant placeholders, by placeholder name.
+        graph: a graph whose token dims are symbolic.
+        constants: the values of constant placeholders, by name.
     Raises:
-        TraceError: probabilities over tokens that are not causal attention.
+        TraceError: there are probabilities over tokens that are not causal attention.
     """
     found: dict[Node, ScoreAttention] = {}
     for node in graph.nodes:
@@ -101,13 +99,12 @@ def _probabilities(node: Node) -> Node | None:
 def _recognise(node: Node, softmax: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
     product = _score_product(softmax)
     q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
+    root: Any = softmax.args[0]
     measured = []
     for tokens in _LENGTHS:
-        scores = [
-            _evaluate(softmax.args[0], product, constants, tokens, fill).to(torch.float64)  # type: ignore[arg-type]
-            for fill in (0.0, 1.0)
-        ]
-        measured.append(_measure(softmax, *(x.reshape(-1, tokens, tokens) for x in scores)))
+        scores = (_evaluate(root, product, constants, tokens, fill) for fill in (0.0, 1.0))
+        shaped = (x.to(torch.float64).reshape(-1, tokens, tokens) for x in scores)
+        measured.append(_measure(softmax, *shaped))
     return ScoreAttention(q, k, node.args[1], *_agreed(softmax, measured))  # type: ignore[arg-type]
 
 
@@ -123,19 +120,15 @@ def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreA
         bias = torch.zeros(1, tokens, tokens, dtype=torch.float64)
         if given.get("is_causal"):
             bias.masked_fill_(torch.ones(tokens, tokens).triu(1) > 0, -torch.inf)
-        mask = given.get("attn_mask")
+        mask: Any = given.get("attn_mask")
         if mask is not None:
-            bias = _additive(_evaluate(mask, None, constants, tokens, 0.0))  # type: ignore[arg-type]
-            bias = bias.broadcast_to(*bias.shape[:-2], tokens, tokens).reshape(-1, tokens, tokens)
+            bias = _evaluate(mask, None, constants, tokens, 0.0)
+            if bias.dtype == torch.bool:
+                bias = torch.zeros(bias.shape).masked_fill_(~bias, -torch.inf)
+            bias = bias.to(torch.float64).broadcast_to(*bias.shape[:-2], tokens, tokens)
+        bias = bias.reshape(-1, tokens, tokens)
         measured.append(_measure(node, bias, bias + scale))
     return ScoreAttention(q, k, v, *_agreed(node, measured))  # type: ignore[arg-type]
-
-
-def _additive(mask: torch.Tensor) -> torch.Tensor:
-    """The numbers that a mask adds to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(torch.float64)
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
 
 
 def _agreed(node: Node, measured: list[_Measured]) -> _Measured:
@@ -171,7 +164,7 @@ def _is_square(node: Node) -> bool:
 
 
 def _measure(softmax: Node, zeros: torch.Tensor, ones: torch.Tensor) -> _Measured:
-    """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all 0 and all 1."""
+    """The measurement of the scores [heads, n, n] where q kᵀ is all 0, and where it is all 1."""
     tokens = zeros.shape[-1]
     visible = zeros > _HIDDEN
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]

@@ -22,25 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
+from pcg.files import json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
     SOURCES,
-    Facts,
     files_of,
-    json_object,
-    json_text,
+    options_from,
     program_from,
 )
 from pcg.ir.program.manifest import (
+    AGAIN,
     FORMAT,
     MANIFEST,
     Manifest,
     compile_again,
+    json_text,
     read_bytes,
     read_manifest,
 )
 from pcg.ir.program.program import Program
+from pcg.options import CompileOptions
 from pcg.version import __version__
 
 REPORT = "report.json"
@@ -55,24 +57,15 @@ TOKENIZER_FILES = (
 )
 
 
-def is_program_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a compiled program is there, be it a damaged one."""
-    return (Path(path) / MANIFEST).is_file()
+def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
+    """The options that a program was compiled with.
 
-
-def degree_of(directory: str | os.PathLike[str]) -> int:
-    """The number of ranks that a program was compiled for. ProgramError: its plan is unreadable."""
-    return int(_plan(directory).get("tp", 1))
-
-
-def is_sequence_parallel(directory: str | os.PathLike[str]) -> bool:
-    """Return whether ranks hold parts of the tokens between products; errors as of `degree_of`."""
-    return bool(_plan(directory).get("sequence_parallel", False))
-
-
-def _plan(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    Raises:
+        ProgramError: its manifest or its plan cannot be read.
+    """
     path = Path(directory).expanduser() / PLAN
-    return json_object(read_bytes(path), str(path))
+    plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
+    return options_from(plan, read_manifest(directory).dtype)
 
 
 # ------------------------------------------------------------------------------------------- save
@@ -183,10 +176,8 @@ def _versions() -> dict[str, str]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
 def _replace(target: Path, new: Path) -> None:
@@ -228,9 +219,8 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     missing = [name for name in REQUIRED if name not in files]
     if missing:
         raise ProgramError(f"{folder / MANIFEST} names no {missing[0]}; {compile_again(folder)}")
-    facts = Facts(manifest.model, manifest.recipes, manifest.base_prefix, manifest.dtype)
     try:
-        return program_from(files, facts)
+        return program_from(files, manifest)
     except ProgramError as error:
         raise ProgramError(f"{folder}: {error}") from error
 

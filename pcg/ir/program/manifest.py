@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.ir.program.files import json_object
+from pcg.files import json_object
 from pcg.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+AGAIN = "; compile again"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Manifest:
     files: Mapping[str, str]
 
 
+def is_program_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a compiled program is there, be it a damaged one."""
+    return (Path(path).expanduser() / MANIFEST).is_file()
+
+
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check a folder's manifest.
 
@@ -56,7 +63,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ProgramError(f"{folder} is {kind}; {again}")
     if not path.is_file():
         raise ProgramError(f"{folder} has no {MANIFEST}: it is not a program; {again}")
-    content = json_object(read_bytes(path), str(path))
+    content = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     version = content.get("format")
     if type(version) is not int or version < 1:
         raise ProgramError(f'{path} has "format": {version!r}; {again}')
@@ -108,3 +115,15 @@ def read_bytes(path: Path) -> bytes:
 def compile_again(folder: Path) -> str:
     """The fix that ends a message."""
     return f"compile it: pcg compile MODEL -o {folder}"
+
+
+def json_text(value: object, what: str = "it") -> str:
+    """JSON as it stands in the folder.
+
+    Raises:
+        ProgramError: it holds what JSON cannot.
+    """
+    try:
+        return json.dumps(value, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error

@@ -91,6 +91,13 @@ class ModelGraph:
             shapes[WHOLE_MODEL] = (vocabulary, width)
         return shapes
 
+    def embedding_modules(self) -> tuple[str, ...]:
+        """Paths of the embeddings, of tokens and of learned positions; no method adapts them."""
+        nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
+        tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
+        sources = [table.source for table in tables if table is not None]
+        return tuple(s.removesuffix(".weight") for s in sources if s.endswith(".weight"))
+
     @property
     def output_module(self) -> str:
         """Path of the module that makes the logits."""

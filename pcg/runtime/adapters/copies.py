@@ -12,9 +12,6 @@ class AdapterCopies:
     """Copies that run one after the other on a thread of their own, by the adapter's id.
 
     On GPUs they have a stream of their own, too, which waits for the caller's stream first.
-
-    Args:
-        device: the device that the adapters are copied to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,13 +20,7 @@ class AdapterCopies:
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:
-        """Begin a copy.
-
-        Args:
-            key: the adapter's id.
-            copy: writes into memory that nothing else reads or writes; returns False if the adapter
-                does not fit there.
-        """
+        """Begin a copy of an adapter, by its id, into memory that nothing else reads or writes."""
         before = None
         if self._stream is not None:
             before = torch.cuda.current_stream(self._stream.device).record_event()

@@ -16,7 +16,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import TokenSpans
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import (
@@ -27,16 +27,12 @@ from pcg.runtime.adapters.row_allocator import (
 )
 from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of
-from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of, model_sources, served_sources
 from pcg.runtime.memory.pool import PageTable
 
 
 class RaggedTables(PaddedTables):
     """Keeps the adapters that run; see `PaddedTables`.
-
-    Args:
-        allocator: makes the allocator of rows of a dtype; rows have memory of their own by default.
 
     Attributes:
         lora: the rows of the adapters' matrices; None if the program has none as rows.
@@ -47,7 +43,7 @@ class RaggedTables(PaddedTables):
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         allocator: Callable[[torch.dtype], RowAllocator] | None = None,
     ) -> None:
         super().__init__(model, weights, device, ranks)
@@ -159,11 +155,7 @@ class RaggedTables(PaddedTables):
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
-        """Return the slot of each token's adapter, -1 without one; None if one has more than rows.
-
-        Args:
-            adapters: the adapter of each token; none is virtual, and `order` has admitted them.
-        """
+        """Return each token's slot, -1 without an adapter; None if one has more than rows."""
         found = []
         for adapter in adapters:
             if adapter is None:
@@ -175,7 +167,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
-        """Return whether the program reads only rows of an adapter, virtual tokens aside."""
+        """Return True if the program reads only rows of an adapter, virtual tokens aside."""
         found = self._has_rows_alone.get(adapter)
         if found is None:
             found = self._in_stacks.isdisjoint(served_sources(adapter))
@@ -183,14 +175,10 @@ class RaggedTables(PaddedTables):
         return found
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
-        """Bind the rows of all adapters, and nothing else.
-
-        Args:
-            tiles: the slots of the tokens, as kernels read them; None if no token has any.
-        """
+        """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
-        bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])
+        bound = BoundAdapters(Namespace(), [Namespace() for _ in self._model.layers])
         self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
         return bound
 

@@ -33,21 +33,18 @@ class RowAllocator(Protocol):
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
     ) -> list[Tensor] | None:
-        """Reserve memory for an adapter.
+        """Reserve memory for an adapter; return the first element of each row, int64, or None.
 
         Args:
-            shapes: shapes of its matrices, [rows, size] each.
             drop: frees another adapter's memory; returns False if none can be freed.
-            grows: whether the memory may grow and move; nothing reads or writes it meanwhile.
-        Returns:
-            The first element of each row of each matrix, int64; None if there is no room.
+            grows: True if the memory may grow and move; nothing reads or writes it meanwhile.
         """
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
         """Write an adapter's matrices into its memory, on any thread."""
 
     def holds(self, adapter: Adapter) -> bool:
-        """Return whether what was written of an adapter is still there."""
+        """Return True if what was written of an adapter is still there."""
 
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
@@ -103,12 +100,9 @@ class OwnRowAllocator:
 
 
 class PagedRowAllocator:
-    """Pages of the KV cache's memory, of which each adapter was given some.
+    """Pages of the KV cache's memory, u8, of which each adapter was given some.
 
-    Args:
-        pages: the memory, [pages, bytes of one], u8.
-        table: returns an adapter's pages; another table means that it was evicted in between.
-        dtype: the adapters' dtype.
+    Another `table` of an adapter means that it was evicted in between.
     """
 
     def __init__(
@@ -152,14 +146,7 @@ class PagedRowAllocator:
 
 
 def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
-    """Count the pages that the rows of some matrices take.
-
-    Args:
-        shapes: shapes of the matrices.
-        page_elements: elements of a page.
-    Raises:
-        UnsupportedError: a row is longer than a page.
-    """
+    """Count the pages that rows take; UnsupportedError if one is longer than a page."""
     return max((page + 1 for _, _, _, page, _ in _packed(shapes, page_elements)), default=0)
 
 

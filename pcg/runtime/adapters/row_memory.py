@@ -40,10 +40,7 @@ _LEAST_SLOTS = 16
 class LoraSite:
     """Linear operators of one input in one layer, or a bottleneck adapter.
 
-    Attributes:
-        part: index of the part of the model: a layer, or after the layers prologue and epilogue.
-        layer: index of the layer that its parameters belong to.
-        joined: the site.
+    `part` counts layers, then prologue and epilogue.
     """
 
     part: int
@@ -78,13 +75,7 @@ _NO_TOKENS = TokenSpans(())
 
 
 class RowMemory:
-    """The rows of the adapters that run, and tables of where they lie.
-
-    Args:
-        sites: the sites in order.
-        stacker: cuts the adapters' matrices for the tables' device.
-        allocator: the memory of the rows.
-    """
+    """The rows of the adapters that run, and tables of where they lie."""
 
     def __init__(
         self, sites: Sequence[LoraSite], stacker: WeightStacker, allocator: RowAllocator
@@ -110,25 +101,19 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the memory."""
         return self._allocator.memory.nbytes
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of the adapters' dtype."""
         return self._allocator.memory.itemsize
 
     def slot(self, adapter: Adapter) -> int:
-        """Return the slot of an adapter that was admitted."""
         return self._slots[id(adapter)]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next into memory that no running adapter needs.
+        """Begin to copy adapters that run next, in turn, into memory that no running one needs.
 
-        Args:
-            wanted: the adapters in the order of their turns; those without room are left out.
-        Returns:
-            True if any adapter got or lost memory.
+        It returns True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
         kept = self._running | set(map(id, wanted))
@@ -146,7 +131,6 @@ class RowMemory:
         return moved
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
         return self._copies.is_under_way(id(adapter))
 
     def close(self) -> None:
@@ -154,10 +138,9 @@ class RowMemory:
         self._copies.wait()
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Have adapters in memory; others stay as long as nobody needs their memory.
+        """Have adapters in memory; returns True if any came.
 
-        Returns:
-            True if any came.
+        Others stay as long as nobody needs their memory.
         """
         self._running = set(map(id, wanted))
         came = self._finish_copies()
@@ -321,7 +304,6 @@ class RowMemory:
         return self._free_slots.pop()
 
     def _widen(self, rank: int) -> None:
-        """Widen the tables for a rank."""
         most = self._rows.shape[2]
         if rank > most:
             more = -(-rank // RANK_STEP) * RANK_STEP - most
@@ -329,12 +311,11 @@ class RowMemory:
 
 
 def _aligned(part: Tensor | None) -> Tensor | None:
-    """Pad a matrix's rows to a multiple of what kernels load at once."""
     if part is None or _aligned_size(part.shape[1]) == part.shape[1]:
         return part
     return torch.nn.functional.pad(part, (0, _aligned_size(part.shape[1]) - part.shape[1]))
 
 
 def _aligned_size(size: int) -> int:
-    """Return the size of a row after padding."""
+    """Return a row's size, padded to a multiple of what kernels load at once."""
     return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -15,12 +15,7 @@ from pcg.peft.weights import Around, ModuleWeights
 
 
 class ServedWeights:
-    """Derives the tensors that programs read of adapters, when they are first read.
-
-    Args:
-        base: weight [out, in] of each linear module, by its path.
-        shapes: shapes of all modules, as `ModelGraph.module_shapes` returns them.
-    """
+    """Derives the tensors that programs read of adapters, when they are first read."""
 
     def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
         self._base = base
@@ -30,10 +25,7 @@ class ServedWeights:
     def part(self, adapter: Adapter, path: str) -> Tensor | None:
         """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
 
-        Args:
-            path: the parameter's source, whose last component is its kind.
-        Returns:
-            None if the adapter has no such weight.
+        The path ends in the parameter's kind. It is None if the adapter has no such weight.
         """
         module, _, kind = path.rpartition(".")
         if kind == "bias":

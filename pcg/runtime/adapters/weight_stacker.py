@@ -10,22 +10,15 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import is_sharded
+from pcg.parallel.ranks.shards import has_zeros, is_sharded
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, shard_of_stack
 
 
 @dataclass(frozen=True)
 class WeightStacker:
-    """Stacks adapters' weights, and cuts this rank's shard out of a stack.
-
-    Attributes:
-        weights: the adapters' weights as serving reads them.
-        device: the device of the stacks.
-        ranks: the group.
-    """
+    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack."""
 
     weights: ServedWeights
     device: torch.device
@@ -38,11 +31,8 @@ class WeightStacker:
         layer: int,
         least: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor | None, list[bool]]:
-        """Stack the weights of adapters at one parameter.
+        """Stack the weights of adapters at one parameter, of `least` rows and columns.
 
-        Args:
-            adapters: the adapters in order; None for a free slot.
-            least: the least rows and columns of the whole weights.
         Returns:
             [adapters, …], or None if no adapter has a weight there; and which adapters have one.
         """
@@ -54,14 +44,13 @@ class WeightStacker:
     def _cut(
         self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
     ) -> Tensor | None:
-        """Stack parts and return this rank's shard of the stack."""
         multiples = [1, 1]
-        for dim in open_dims(parameter):
+        for dim in _open_dims(parameter):
             multiples[dim] = self.ranks.size
         stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
-        piece = shard_of_stack(stack, parameter, self.ranks)
+        piece = _shard_of_stack(stack, parameter, self.ranks)
         # A copy, so that the stack of whole weights is freed.
         return piece.contiguous() if piece is not stack else stack
 
@@ -76,8 +65,8 @@ class WeightStacker:
     def inner_size(self, size: int, parameter: Parameter) -> int:
         """Return the inner size that `part` has for an adapter of this rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
-        is_parted = parted_dim(parameter) in open_dims(parameter)
-        return size // self.ranks.size if is_parted else size
+        is_split = _sharded_dim(parameter) in _open_dims(parameter)
+        return size // self.ranks.size if is_split else size
 
     def write(
         self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
@@ -110,33 +99,19 @@ class WeightStacker:
         return has
 
     def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
-        """Return the least rows and columns of whole weights whose shard fills a place.
-
-        Args:
-            view: the place of a shard; None if there is no stack yet.
-        """
+        """Return the least rows and columns of whole weights whose shard fills a place."""
         least = [0, 0]
         if view is not None:
-            for dim in open_dims(parameter):
-                is_parted = dim == parted_dim(parameter)
-                least[dim] = view.shape[dim] * (self.ranks.size if is_parted else 1)
+            for dim in _open_dims(parameter):
+                is_split = dim == _sharded_dim(parameter)
+                least[dim] = view.shape[dim] * (self.ranks.size if is_split else 1)
         return least[0], least[1]
 
 
 def _padded(
-    parts: Sequence[Tensor | None],
-    absent: float,
-    multiples: Sequence[int],
-    least: Sequence[int],
+    parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int], least: Sequence[int]
 ) -> Tensor | None:
-    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
-
-    Args:
-        parts: matrices, None for missing ones.
-        absent: the value of what is missing.
-        multiples: numbers of which the stack's rows and columns are multiples.
-        least: the least rows and columns.
-    """
+    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -149,3 +124,32 @@ def _padded(
         if part is not None:
             stack[i, : part.shape[0], : part.shape[1]] = part
     return stack
+
+
+def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a stack of adapters' matrices, or of vectors as [1, n]."""
+    if parameter.rows:
+        start, stop = parameter.rows
+        stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
+    if parameter.part.dim:
+        dim = _sharded_dim(parameter)
+        size = stack.shape[dim] // ranks.size
+        stack = stack.narrow(dim, ranks.rank * size, size)
+    return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
+
+
+def _sharded_dim(parameter: Parameter) -> int:
+    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
+    return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
+
+
+def _open_dims(parameter: Parameter) -> tuple[int, ...]:
+    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
+    dims = len(parameter.type.dims)
+    sizes = enumerate(parameter.type.shape)
+    return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
+
+
+def _stack_dim(parameter: Parameter, dim: int) -> int:
+    """Return a dim of the stack, which holds B as the transpose of what training reads."""
+    return -3 - dim if parameter_kind(parameter.source).is_up else dim

@@ -28,7 +28,8 @@ from pcg.runtime.data.formats import (
     parse,
 )
 from pcg.runtime.data.rows import Row, Source, is_document, read_rows
-from pcg.runtime.text.chat import Span, assistant_spans
+from pcg.runtime.text.chat import Span
+from pcg.runtime.text.chat_spans import assistant_spans
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 
 

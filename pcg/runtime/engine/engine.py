@@ -37,12 +37,6 @@ class Engine(EngineLoop):
 
     `executor.engine(...)` returns one. Call `submit` and `finetune`, then `step` until `is_idle`;
     or `start` to have a thread run the steps.
-
-    Args:
-        given: the limits and the options.
-
-    Attributes:
-        state: the model.
     """
 
     device: StepRunner
@@ -78,11 +72,7 @@ class Engine(EngineLoop):
         return self.jobs.add(self.prepare_job(given))
 
     def prepare_job(self, given: JobArguments) -> Job:
-        """Read the data of a job, compile its program and make its adapter, on any thread.
-
-        Raises:
-            DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
-        """
+        """Read the data of a job, compile its program and make its adapter, on any thread."""
         note, adapter = self._note, given.adapter
 
         def stepped(record: StepRecord) -> None:
@@ -96,12 +86,7 @@ class Engine(EngineLoop):
         return Job(adapter, FinetuneJob(publisher, given).work(stepped))
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on, and use the engine through it.
-
-        Raises:
-            UnsupportedError: the engine runs over ranks, whose threads would call in different
-                orders.
-        """
+        """Have a thread run the steps from now on, and use the engine through it."""
         if self.state.ranks.size > 1:
             raise UnsupportedError(
                 f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "
@@ -115,7 +100,6 @@ class Engine(EngineLoop):
         self.learn(calibrated(self.state, self.clock))
 
     def use_program(self, program: ServingProgram) -> None:
-        """Serve by a program for other adapter sites from now on."""
         self.device.use(program)
 
     @classmethod
@@ -132,5 +116,4 @@ class Engine(EngineLoop):
 
 
 def _pages_of(state: ModelState, page_bytes: int, adapter: ServedAdapter) -> int:
-    """Count the pages that an adapter takes in the program that serves now."""
     return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)

@@ -20,10 +20,9 @@ from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Chunk, Request
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
 from pcg.runtime.model.load import Load
@@ -38,25 +37,12 @@ _RESERVE_DECAY = 0.98
 class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
-    Args:
-        device: runs the program.
-        scheduler: decides what is served.
-
     Attributes:
-        scheduler: decides what is served.
-        jobs: the active jobs.
-        log: the event log.
-        clock: the clock of all events.
-        sharing: decides how much finetuning goes into a step.
-        worked: whether the last step ran anything.
+        worked: True if the last step ran anything.
     """
 
     def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        clock: Clock,
-        options: EngineOptions,
+        self, device: Device, scheduler: Scheduler, clock: Clock, options: EngineOptions
     ) -> None:
         self.device = device
         self.scheduler = scheduler
@@ -89,7 +75,6 @@ class EngineLoop:
 
     @property
     def pool(self) -> PagePool:
-        """The pool of all pages."""
         return self.scheduler.pool
 
     @property
@@ -108,8 +93,6 @@ class EngineLoop:
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         """Submit a request; returns its id. `step` returns its chunks.
 
-        Args:
-            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
@@ -170,11 +153,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run one step.
-
-        Returns:
-            The new chunks of requests, and of those that ended since the last step.
-        """
+        """Run one step; returns the new chunks, and those of requests that ended since the last."""
         now = self.clock.now_s()
         self._time_out(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
@@ -275,7 +254,6 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- finetuning
 
     def _windows(self, step: Step) -> list[tuple[Forward, int]]:
-        """Choose the finetuning tokens that go forward in the step."""
         found: list[tuple[Forward, int]] = []
         for job, unit in self.jobs.forward():
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
@@ -286,13 +264,11 @@ class EngineLoop:
         return found
 
     def _backward(self, step: Step, started: float) -> None:
-        """Run backward units of the jobs in turn while there is room for them in the step."""
         while group := self._next_group(step, self.clock.now_s() - started):
             self._observe(step, group.load, self._back(group.units, self.clock.now_s()))
             self._advance(step, group)
 
     def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
-        """Return as many units that can run together as there is room for; None for none."""
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
             if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
@@ -301,7 +277,6 @@ class EngineLoop:
         return group if group.jobs else None
 
     def _back(self, units: List[Backward], now: float) -> float:
-        """Run backward units to their end; returns the seconds that they took."""
         side = self.device.side
         if side is None:
             self.device.back(units)
@@ -329,7 +304,6 @@ class EngineLoop:
                 self._advance(step, group)
 
     def _join(self, step: Step) -> None:
-        """Wait for what ran beside the forward."""
         if self._beside:
             assert self.device.side is not None
             loads, self._beside = self._beside, []
@@ -342,7 +316,6 @@ class EngineLoop:
         self.sharing.ran(step, took)
 
     def _advance(self, step: Step, group: BackwardGroup) -> None:
-        """Advance jobs after their units."""
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
             job.tokens += tokens

@@ -18,9 +18,6 @@ class Stream:
 
     The last chunk carries the completion, also of a request that was cancelled or timed out. An
     error, such as a refusal, is raised where the next chunk would come.
-
-    Args:
-        cancel: cancels the request.
     """
 
     def __init__(self, cancel: Callable[[Stream], None]) -> None:
@@ -37,7 +34,6 @@ class Stream:
         return self._end.done()
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is over."""
         if not self.is_over:
             self._cancel(self)
 

@@ -17,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
@@ -29,11 +29,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source, whose lines tracebacks show; returns its namespace.
-
-    Raises:
-        ProgramError: it is not valid Python, or cannot be imported.
-    """
+    """Execute emitted source, whose lines tracebacks show; ProgramError if it cannot be loaded."""
     # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
@@ -99,7 +95,7 @@ def _join(
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of a dtype on this CPU."""
+    """Return True if oneDNN packs weights of a dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -108,11 +104,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class LayerInputs:
-    """The prologue's outputs that each graph reads, beside what one layer passes to the next.
-
-    Attributes:
-        carried: number of values that one layer passes to the next.
-    """
+    """The prologue's outputs that each graph reads, beside what one layer passes to the next."""
 
     def __init__(self, model: ModelGraph) -> None:
         self.carried = len(model.blocks[0].outputs)
@@ -124,12 +116,11 @@ class LayerInputs:
         }
 
     def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
-        """Return the prologue's outputs that a graph reads."""
         return [shared[index] for index in self._indices[graph.name]]
 
 
-def parts_tokens(model: ModelGraph) -> bool:
-    """Return whether layers pass a rank's part of the tokens on, and not all tokens."""
+def is_sequence_parallel(model: ModelGraph) -> bool:
+    """Return True if layers pass on a rank's part of the tokens instead of all of them."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
@@ -150,16 +141,9 @@ class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
     Over ranks all of them run the same batches, and have the same logits.
-
-    Attributes:
-        model: the program's graphs.
-        ranks: the group.
-        weights: the weights in the layout that serving reads.
-        drawing: kernels that choose tokens; None if the program has none.
-        decoding: functions for recorded steps; None if the program has none.
     """
 
-    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
+    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
         self.model = serving.model
         self.ranks = ranks
         self.weights = lay_out(serving.model, weights)
@@ -170,7 +154,7 @@ class ModelRunner:
         self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
-        self._parts_tokens = parts_tokens(serving.model)
+        self._is_sequence_parallel = is_sequence_parallel(serving.model)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
@@ -206,14 +190,9 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute logits of all tokens of the batch, or of some.
+        """Compute logits [rows, V] of these tokens, or of all.
 
-        Args:
-            adapters: the adapters bound to all tokens.
-            rows: indices of the tokens wanted, [rows]; None for all.
-            row_adapters: the adapters bound to those, for bypass networks of the epilogue.
-        Returns:
-            [T or rows, V].
+        `row_adapters` are bound to the rows, for bypass networks of the epilogue.
         """
         return self.logits_of(self.hidden(batch, adapters), batch, adapters, rows, row_adapters)
 
@@ -239,7 +218,7 @@ class ModelRunner:
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""
-        if not self._parts_tokens:
+        if not self._is_sequence_parallel:
             return x[rows]
         size = self.ranks.size
         found = chosen_rows(x, rows, self.ranks.rank)

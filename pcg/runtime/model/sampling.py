@@ -71,7 +71,6 @@ def sample(
 
     Args:
         logits: [R, V], of each row's last position. Not changed.
-        params: the parameters of each row.
         generators: the CPU generator of each row, which a sampled row advances by one number; None
             for a greedy row.
         history: the tokens of each row's prompt and output so far; read only for rows with a
@@ -116,9 +115,7 @@ def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
 
 
 def probabilities(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    history: Sequence[Sequence[int]] | None = None,
+    logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None = None
 ) -> Tensor:
     """Return the distribution that `sample` draws from, [R, V], fp32; one-hot for greedy rows."""
     _check_rows(logits, params, [None] * len(params), history, need_generators=False)
@@ -133,7 +130,7 @@ def probabilities(
 def _penalize(
     logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Apply repetition penalties; returns a new tensor if there are any."""
+    """Apply repetition penalties, to a copy if there are any."""
     rows = [row for row, p in enumerate(params) if p.repetition_penalty != 1.0]
     if not rows:
         return logits
@@ -194,7 +191,7 @@ def _draw(
     generators: Sequence[torch.Generator | None] | None,
     drawing: Drawing,
 ) -> Tensor:
-    """Invert each row's cumulative distribution at one uniform number; returns [S] int64."""
+    """Draw each row's token from its distribution at one uniform number; returns [S] int64."""
     assert generators is not None  # _check_rows
     numbers = [
         torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows

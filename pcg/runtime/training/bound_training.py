@@ -15,15 +15,14 @@ from torch import Tensor
 
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.adapters.binding import bind
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
+from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
 CHUNK_BYTES = 16 * 2**20
@@ -44,7 +43,7 @@ class BoundTraining:
     """
 
     def __init__(
-        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = ALONE
+        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = SINGLE_RANK
     ) -> None:
         self.training = training
         self.weights = weights
@@ -55,12 +54,12 @@ class BoundTraining:
         model = training.model
         self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
-            bind(model.blocks[block].parameters, shards, layer, weights.layers[layer])
+            shards.bind(model.blocks[block].parameters, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
-        self._parts_tokens = parts_tokens(model)
-        self._first = bind(model.prologue.parameters, shards, 0, weights.prologue)
-        self._outer = bind(model.epilogue.parameters, shards, 0, weights.epilogue)
+        self._is_sequence_parallel = is_sequence_parallel(model)
+        self._first = shards.bind(model.prologue.parameters, 0, weights.prologue)
+        self._outer = shards.bind(model.epilogue.parameters, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = shards.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
@@ -157,7 +156,7 @@ class BoundTraining:
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
         batch.layer = len(self._layers)  # behind the layers
-        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._parts_tokens):
+        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._is_sequence_parallel):
             batch.chosen = chunk.rows
             part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
             arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)

@@ -17,7 +17,6 @@ removed. So at any moment `latest` names a complete checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -34,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
+from pcg.files import sync, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import read_adapter
 from pcg.peft.writer import write_adapter
@@ -213,7 +213,7 @@ class CheckpointStore:
             _write(checkpoint, beside)
             path = self._free_path(step)
             beside.rename(path)
-            _sync(self.directory)
+            sync_names(self.directory)
             self._point_to(path)
         except (OSError, SafetensorError, AdapterError) as error:
             cause = error.__cause__ if isinstance(error, AdapterError) else error
@@ -265,7 +265,7 @@ class CheckpointStore:
             beside.replace(self.directory / LATEST)
         finally:
             beside.unlink(missing_ok=True)
-        _sync(self.directory)
+        sync_names(self.directory)
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
@@ -282,7 +282,7 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
         "state": dataclasses.asdict(checkpoint.state),
     }
     _write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
-    _sync(path)
+    sync_names(path)
 
 
 def _write_adapter(adapter: Adapter, path: Path) -> None:
@@ -301,25 +301,12 @@ def _read_adapter(path: Path, name: str) -> Adapter:
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    sync(file)
 
 
 def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Make renames survive a power failure, where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:

@@ -51,17 +51,17 @@ class LossChunk:
 
 
 def loss_chunks(
-    targets: Tensor, size: int, ranks: Ranks, parts_tokens: bool
+    targets: Tensor, size: int, ranks: Ranks, is_sequence_parallel: bool
 ) -> Iterator[LossChunk]:
     """Yield all tokens with a target, in chunks.
 
     Args:
         targets: [T]; negative for none.
         size: the most tokens of a chunk, at least one of each rank.
-        parts_tokens: whether each rank holds a part of the tokens.
+        is_sequence_parallel: True if each rank holds a part of the tokens.
     """
     rows = torch.nonzero(targets >= 0).squeeze(-1)
-    if not parts_tokens:
+    if not is_sequence_parallel:
         for chunk in rows.split(size):
             yield LossChunk(chunk, targets[chunk], chunk, len(chunk))
         return

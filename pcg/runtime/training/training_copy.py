@@ -107,12 +107,8 @@ def _sites(adapter: Adapter) -> _Sites:
 
 
 def _sites_of_recipe(state: ModelState, recipe: Recipe) -> _Sites:
-    base = state.program.base
     model_type = str(state.program.config["model_type"])
-    sites: Mapping[str, object] = recipe.bypasses(
-        tuple(base.linear_modules()), base.output_module, model_type
-    )
-    return sites, recipe
+    return recipe.bypasses_in(state.program.base, model_type), recipe
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:

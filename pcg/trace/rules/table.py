@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pcg.trace.rules import elementwise, indexing, products, shapes
+from pcg.trace.rules import elementwise, products, shapes
 from pcg.trace.rules.elementwise import Rule, binary, unary
 from pcg.trace.rules.products import reduction
 
@@ -23,16 +23,16 @@ _ATEN: Mapping[str, Rule] = {
     **dict.fromkeys(("_softmax", "softmax"), products.softmax),
     **dict.fromkeys(("bmm", "matmul", "mm"), products.matmul),
     **dict.fromkeys(("broadcast_to", "expand"), shapes.expand),
-    **dict.fromkeys(("chunk", "split", "split_with_sizes"), indexing.split),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), shapes.split),
     **dict.fromkeys(("t", "transpose"), shapes.transpose),
     "addmm": products.addmm,
     "cat": shapes.concat,
     "clamp": unary("clamp", min=1, max=2),
     "dropout": elementwise.dropout,
-    "embedding": indexing.embedding,
-    "gather": indexing.gather,
+    "embedding": shapes.embedding,
+    "gather": shapes.gather,
     "gelu": elementwise.gelu,
-    "index": indexing.index,
+    "index": shapes.index,
     "layer_norm": products.layer_norm,
     "linear": products.linear,
     "mean": reduction("mean"),
@@ -42,8 +42,8 @@ _ATEN: Mapping[str, Rule] = {
     "repeat": shapes.repeat,
     "repeat_interleave": shapes.repeat_interleave,
     "rsub": binary("sub", reverse=True),
-    "select": indexing.select,
-    "slice": indexing.slice_,
+    "select": shapes.select,
+    "slice": shapes.slice_,
     "stack": shapes.stack,
     "sum": reduction("sum"),
     "topk": products.topk,
@@ -53,5 +53,5 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
     "pcg.attention": products.attention,
     "pcg.experts": products.experts,
-    "pcg.take": indexing.take,
+    "pcg.take": shapes.take,
 }
