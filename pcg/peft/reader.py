@@ -194,10 +194,7 @@ def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def _check_biases(
-    file: Path,
-    recipe: Recipe,
-    weights: Mapping[str, ModuleWeights],
-    biases: Mapping[str, Tensor],
+    file: Path, recipe: Recipe, weights: Mapping[str, ModuleWeights], biases: Mapping[str, Tensor]
 ) -> None:
     for path, bias in biases.items():
         if not recipe.trains_bias(path, weights):

@@ -115,11 +115,7 @@ class BoundTraining:
         return shared[:count], (*(None,) * count, *shared[count:])
 
     def layer(
-        self,
-        layer: int,
-        batch: Batch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Run a layer forward; returns its outputs, and what it saves for backward."""
         training = self.training
@@ -190,12 +186,7 @@ class BoundTraining:
             return
         batch.layer = 0  # as it was forward
         trained = self._functions[training.prologue.name](
-            self.weights.prologue,
-            self._first,
-            batch,
-            gradients,
-            batch.input_ids,
-            batch.positions,
+            self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
         self._accumulate(self._first, training.prologue_trained, trained)
 

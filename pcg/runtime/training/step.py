@@ -163,12 +163,7 @@ class TrainingStep:
         return [places[example] for example in self._batches.plan(epoch)[index]]
 
     def _refuse(
-        self,
-        what: str,
-        examples: Sequence[Example],
-        places: Sequence[str],
-        step: int,
-        rate: float,
+        self, what: str, examples: Sequence[Example], places: Sequence[str], step: int, rate: float
     ) -> NoReturn:
         """Raise a FinetuneError that names the examples at fault."""
         culprits = [

@@ -23,12 +23,7 @@ _SAMPLES = 64
 
 
 def start_adapter(
-    state: ModelState,
-    name: str,
-    peft: object,
-    seed: int,
-    saved: Adapter | None,
-    total_steps: int,
+    state: ModelState, name: str, peft: object, seed: int, saved: Adapter | None, total_steps: int
 ) -> Adapter:
     """Return the adapter to train: present, new, or from a checkpoint.
 
