@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -105,13 +105,6 @@ class PrefixWeights(ModuleWeights):
     @property
     def bypass(self) -> PrefixBypass:
         return PrefixBypass(len(self.keys))
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {
-            "prefix_keys": lambda around: self.keys,
-            "prefix_values": lambda around: self.values,
-        }
 
     @property
     def module_shape(self) -> Shape:

@@ -13,7 +13,7 @@ Source: `PromptEmbedding`, `PromptEncoder` and `get_peft_model_state_dict` of pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -143,10 +143,6 @@ class PromptWeights(ModuleWeights):
     @property
     def bypass(self) -> PromptBypass:
         return PromptBypass(len(self.embeddings))
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {KEY: lambda around: self.embeddings}
 
     @property
     def module_shape(self) -> tuple[None, int]:
