@@ -59,7 +59,6 @@ def step_memory(
     """Return the formulas of the kinds of memory and of their total, and the moments of the step.
 
     Args:
-        planned: the model.
         untrained: the activations of a model that pcg cannot train.
     """
     moments: list[Moment] = []
@@ -93,7 +92,7 @@ def step_memory(
 
 def _trained_shapes(planned: PlannedModel) -> Shapes:
     """Return the shapes of the trained tensors of one rank."""
-    if planned.setup.tp == 1 or planned.attached is None:
+    if planned.setup.options.tp == 1 or planned.attached is None:
         return planned.use.trained
     names = {name for graph in planned.attached.graphs for name in trained(graph)}
     found = {
@@ -150,7 +149,9 @@ def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
     model, plan, setup = planned.training.model, planned.training.plan, planned.setup
     workspaces = [
         [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
-        for pair in training_transients(model, plan.plans, setup.batch * setup.seq, setup.seq)
+        for pair in training_transients(
+            model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq
+        )
     ]
     shared = sympy.Add(
         *(row.size_bytes for row in saved.outside if row.tensor.startswith("prologue."))
@@ -188,17 +189,21 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    setup = planned.setup
-    tokens = setup.batch * setup.seq
+    options = planned.setup.options
+    tokens = options.batch * options.seq
     chunk = min(tokens, planned.base.loss_chunk)
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    found = transient(planned.training.epilogue, chunk, setup.seq)
+    found = transient(planned.training.epilogue, chunk, options.seq)
     return found.formula(symbol) + carried_bytes(planned.base)
 
 
 def _serving_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the largest workspace of a layer's forward, or of the logits, without training."""
-    model, batch, seq = planned.attached or planned.base, planned.setup.batch, planned.setup.seq
+    model, batch, seq = (
+        planned.attached or planned.base,
+        planned.setup.options.batch,
+        planned.setup.options.seq,
+    )
     found = [transient(one, batch * seq, seq).formula(TOKENS_OF_BATCH) for one in model.blocks]
     # Only the last token of each sequence gets logits.
     found.append(transient(model.epilogue, batch, seq).formula(SEQUENCES))

@@ -17,14 +17,7 @@ class SimulatedPass(WindowedPass):
     """
 
     def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
-        """Begin before the first token.
-
-        Args:
-            lengths: the number of tokens of each sequence.
-            layers: the number of the model's layers.
-            adapter: an object that stands for the adapter.
-            rank: the adapter's rank.
-        """
+        """Begin before the first token; an object stands for the adapter."""
         self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
@@ -93,10 +86,8 @@ def simulated_steps(
 
     Args:
         batches: the lengths of each step's sequences.
-        layers: the number of the model's layers.
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
-        rank: the rank of the adapter that is trained.
     Returns:
         The number of steps.
     """
