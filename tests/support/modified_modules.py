@@ -101,6 +101,16 @@ def wrapped_forward(model: Any) -> None:
     mlp.forward = lambda x: 0.5 * original(x)
 
 
+@_case()
+def a_linear_called_twice(model: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        once = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return once + self.down_proj(torch.relu(self.up_proj(2.0 * x)))
+
+    for layer in _layers(model):
+        layer.mlp.forward = types.MethodType(forward, layer.mlp)
+
+
 # ----------------------------------------------------------------------------- hooks, and scale
 
 

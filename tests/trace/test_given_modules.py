@@ -41,8 +41,10 @@ def test_a_modified_module_is_itself(case: Modification, tmp_path: Path) -> None
     stock = oracle.logits(oracle.random_model(BY_NAME[case.family].config(LAYERS)), prompt)
     assert before.shape != stock.shape or relative(before, stock) > 1e-3
     # peft copies the model, which methods that close over it do not survive: it gets its own.
-    targets = BY_NAME[case.family].usual_targets
-    wrapped = oracle.with_adapter(modified(case), targets, rank=3, copied=False)
+    excluded = BY_NAME[case.family].excluded
+    wrapped = oracle.with_adapter(
+        modified(case), "all-linear", rank=3, excluded=excluded, copied=False
+    )
     oracle.save(wrapped, tmp_path / "a")
     executor = compiler.compile(model, {"a": str(tmp_path / "a")})
     sequences = prompts((13, 7, 21))

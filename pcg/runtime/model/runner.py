@@ -52,13 +52,21 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
 
     def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
         new = SimpleNamespace(**vars(holder))
-        for node in graph.nodes:
-            if node.op in ("linear", "linear_group", "lora_linear"):
+        products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
+        others = {name for node in graph.nodes if node not in products for name in node.inputs}
+        for node in products:
+            if node.inputs[1] not in others:
                 count = int(node.get("count", 1))  # type: ignore[arg-type]
                 biased = node.get("bias", len(node.inputs) == 3)
                 names = [python_name(name) for name in node.inputs[1 : 1 + count]]
                 biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
-                _join(new, names, [getattr(new, python_name(name)) for name in biases], packed)
+                tensors = [getattr(holder, name) for name in names]
+                _join(
+                    new,
+                    dict(zip(names, tensors, strict=True)),
+                    [getattr(holder, python_name(name)) for name in biases],
+                    packed,
+                )
         return new
 
     layers = zip(model.layers, weights.layers, strict=True)
@@ -71,15 +79,15 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
 
 def _join(
     holder: SimpleNamespace,
-    names: Sequence[str],
+    weights: Mapping[str, Tensor],
     biases: Sequence[Tensor],
     packed: dict[tuple[int, ...], Tensor],
 ) -> None:
-    """Join and pack the weights of these names under the first name; the others become None.
+    """Join and pack weights under the first one's name in a holder; the others become None.
 
     Their joined biases go with them; the holder keeps each bias, which other operators may read.
     """
-    tensors: list[Tensor] = [getattr(holder, name) for name in names]
+    tensors = list(weights.values())
     key = tuple(id(tensor) for tensor in (*tensors, *biases))
     if key not in packed:
         # A detached tensor, as attributes are set on it, and training reads the original.
@@ -89,9 +97,9 @@ def _join(
         whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
         whole.group_bias = torch.cat(tuple(biases)) if biases else None  # type: ignore[attr-defined]
         packed[key] = whole
-    for name in names:
+    for name in weights:
         setattr(holder, name, None)
-    setattr(holder, names[0], packed[key])
+    setattr(holder, next(iter(weights)), packed[key])
 
 
 def _packs(dtype: torch.dtype) -> bool:
