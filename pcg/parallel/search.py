@@ -220,12 +220,8 @@ class Search:
     @staticmethod
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
         """Weights that the site's nodes gather."""
-        combined = {
-            name
-            for node in site.nodes
-            for name, reshards in plan.nodes[node].reshards
-            if any(reshard.op == "combine" for reshard in reshards)
-        }
+        reshards = [some for node in site.nodes for some in plan.nodes[node].reshards]
+        combined = {name for name, some in reshards if any(one.op == "combine" for one in some)}
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:

@@ -42,11 +42,9 @@ class PassRecord:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all graphs."""
         return sum(len(graph.nodes) for graph in self.graphs.values())
 
     def text(self) -> str:
-        """The graphs as text IR, each under its full name."""
         return text_of(self.graphs)
 
 

@@ -128,7 +128,6 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _least(self) -> MemoryPlan:
-        """The plan in which every layer saves the least."""
         return self._planned(tuple(len(frontier) - 1 for frontier in self.of_layers))
 
     def _restorable(self, plan: MemoryPlan) -> list[bool]:
