@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
@@ -221,10 +221,6 @@ def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]
 
 def in_order(plan: MemoryPlan) -> MemoryPlan:
     """A memory plan's layers as they run, in the order that hides collectives."""
-
-    def ordered(layer: TrainingGraph) -> TrainingGraph:
-        for one in LAYER_ORDER:
-            layer = one.run(layer)
-        return layer
-
-    return plan.map(ordered)
+    for one in LAYER_ORDER:
+        plan = plan.map(one.run)
+    return plan
