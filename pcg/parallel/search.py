@@ -50,14 +50,12 @@ class Candidate:
         strategy: the way's name; see `strategy_name`.
         gathered: weights that are gathered where they are read.
         added: the cost that the way adds to the layer.
-        layer: the layer's cost with it.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     added: Cost
-    layer: Cost
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -241,9 +239,8 @@ class Search:
         self, plan: ParallelPlan, best: ParallelPlan, site: BypassSite, gathered: frozenset[str]
     ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        layer = self.costs.of(plan)
-        added = layer - self.costs.without(best, site.nodes)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added, layer)
+        added = self.costs.of(plan) - self.costs.without(best, site.nodes)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added)
 
     def _ways(
         self, site: BypassSite, chosen: Candidate
