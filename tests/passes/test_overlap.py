@@ -67,7 +67,7 @@ graph @g(%x: f32[T, 8]) {
 """,
     "a large value would be there longer": """\
 graph @g(%x: f32[T, 8], %y: f32[T, 64]) {
-  %small: f32[T, 1] = mean(%y) {dims=(-1,), keepdim=True}
+  %small: f32[T, 1] = mean(%y) {dim=-1, keepdim=True}
   %a: f32[T, 8] = mul(%x, %x)
   %b: f32[T, 8] = all_reduce(%a)
   %c: f32[T, 64] = mul(%b, %small)
