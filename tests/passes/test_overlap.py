@@ -70,7 +70,7 @@ graph @g(%x: f32[T, 8], %y: f32[T, 64]) {
   %small: f32[T, 1] = mean(%y) {dim=-1, keepdim=True}
   %a: f32[T, 8] = mul(%x, %x)
   %b: f32[T, 8] = all_reduce(%a)
-  %c: f32[T, 64] = mul(%b, %small)
+  %c: f32[T, 8] = mul(%b, %small)
   return %c
 }
 """,
