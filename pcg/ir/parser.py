@@ -37,10 +37,7 @@ from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType
 
 ROLES = ("frozen", "constant", "adapter")
 FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
-    "Max": sympy.Max,
-    "Min": sympy.Min,
-    "ceiling": sympy.ceiling,
-    "floor": sympy.floor,
+    each.__name__: each for each in (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor)
 }
 # Sizes of tensors need far less; without limits, text such as 9**9**9 would never be done.
 LARGEST_EXPONENT = 16
@@ -57,8 +54,7 @@ def parse_graph(text: str) -> Graph:
     """
     parser = _Parser(text)
     graph = parser.graph()
-    if parser.token.kind != "end":
-        parser.fail("the end of the text, after one graph")
+    parser.end("graph")
     return graph
 
 
@@ -83,8 +79,7 @@ def parse_type(text: str) -> TensorType:
     """
     parser = _Parser(text)
     type_ = parser.type()
-    if parser.token.kind != "end":
-        parser.fail("the end of the text, after one type")
+    parser.end("type")
     return type_
 
 
@@ -94,6 +89,10 @@ class _Parser(TokenReader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
+
+    def end(self, what: str) -> None:
+        if self.token.kind != "end":
+            self.fail(f"the end of the text, after one {what}")
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -140,12 +139,13 @@ class _Parser(TokenReader):
         token = self.take("string", "the tensor's name in the checkpoint, in double quotes")
         source = self.unquote(token.text, token.start)
         transposed = self.accept("transposed")
-        rows = (self._row(), self._row()) if self.accept("rows") else None
+        number = "the number of a row"
+        rows = (self._count(number), self._count(number)) if self.accept("rows") else None
         part, degree = self._part()
         return Parameter(value, role, source, transposed, part, degree, rows)
 
-    def _row(self) -> int:
-        return int(self.take("number", "the number of a row").text)
+    def _count(self, expected: str) -> int:
+        return int(self.take("number", expected).text)
 
     def _part(self) -> tuple[Layout, int]:
         """The layout of a rank's part of a parameter, and the number of ranks."""
@@ -154,9 +154,9 @@ class _Parser(TokenReader):
                 dim = 0
                 if state is State.PARTITIONED:
                     self.expect("-")
-                    dim = -int(self.take("number", "the dim that ranks hold parts of").text)
+                    dim = -self._count("the dim that ranks hold parts of")
                 self.expect("of")
-                return Layout(state, dim), int(self.take("number", "a number of ranks").text)
+                return Layout(state, dim), self._count("a number of ranks")
         return WHOLE, 1
 
     def _node(self) -> Node:

@@ -48,16 +48,7 @@ def counts_tokens(size: Size) -> bool:
     )
 
 
-DTYPE_BYTES = {
-    "f64": 8,
-    "f32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "i64": 8,
-    "i32": 4,
-    "u8": 1,
-    "bool": 1,
-}
+DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "u8": 1, "bool": 1}
 TORCH_NAMES = {
     "f64": "float64",
     "f32": "float32",
@@ -73,12 +64,7 @@ _INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
-    """A size that counts tokens, where T stands for so many.
-
-    Args:
-        size: T, or a rank's part of it.
-        tokens: a number or a formula.
-    """
+    """A size that counts tokens, with a number or a formula in the place of T."""
     return tokens if size == TOKENS else sympy.sympify(size).subs(TOKENS, tokens)
 
 
@@ -143,7 +129,6 @@ class TensorType:
 
     @property
     def is_token_wise(self) -> bool:
-        """True if the first dim counts tokens."""
         return bool(self.dims) and counts_tokens(self.dims[0].size)
 
     @property
@@ -169,7 +154,6 @@ class TensorType:
 
     @property
     def elements(self) -> sympy.Expr:
-        """Number of elements of the whole tensor."""
         return sympy.Mul(*self.shape) if self.dims else sympy.Integer(1)
 
     @property
