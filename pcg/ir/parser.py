@@ -117,7 +117,7 @@ class _Parser(TokenReader):
         if not self.accept("return"):
             before = "" if nodes else f"a parameter ({', '.join(ROLES)}), "
             self.fail(f"{before}a node (%name: type = …) or 'return'")
-        outputs = self._names() if self.token.kind == "value" else ()
+        outputs = self._names()
         self.expect("}")
         return Graph(label.text[1:], tuple(inputs), tuple(parameters), tuple(nodes), outputs)
 
@@ -127,10 +127,16 @@ class _Parser(TokenReader):
         return Value(name.text[1:], self.type())
 
     def _names(self) -> tuple[str, ...]:
-        names = [self.take("value", "a value's name, as in %x").text[1:]]
+        """Values' names; none where none follows."""
+        if self.token.kind != "value":
+            return ()
+        return self._several(lambda: self.take("value", "a value's name, as in %x").text[1:])
+
+    def _several(self, read: Callable[[], _Read]) -> tuple[_Read, ...]:
+        found = [read()]
         while self.accept(","):
-            names.append(self.take("value", "a value's name, as in %x").text[1:])
-        return tuple(names)
+            found.append(read())
+        return tuple(found)
 
     def _parameter(self) -> Parameter:
         role = self.advance().text
@@ -160,23 +166,18 @@ class _Parser(TokenReader):
         return WHOLE, 1
 
     def _node(self) -> Node:
-        outputs = [self._value()]
-        while self.accept(","):
-            outputs.append(self._value())
+        outputs = self._several(self._value)
         self.expect("=")
         op = self.take("word", "an operator's name").text
         self.expect("(")
-        inputs = self._names() if self.token.kind == "value" else ()
+        inputs = self._names()
         self.expect(")")
         attributes = self._attributes() if self.next_is("{") else ()
-        return Node(op, inputs, tuple(outputs), attributes, self._scope())
-
-    def _scope(self) -> str:
-        if self.token.kind != "label":
-            return ""
-        token = self.advance()
-        name = token.text[1:]
-        return self.unquote(name, token.start + 1) if name.startswith('"') else name
+        token = self.token
+        scope = self.advance().text[1:] if token.kind == "label" else ""
+        if scope.startswith('"'):
+            scope = self.unquote(scope, token.start + 1)
+        return Node(op, inputs, outputs, attributes, scope)
 
     # ------------------------------------------------------------------------------ attributes
 

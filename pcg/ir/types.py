@@ -59,8 +59,8 @@ TORCH_NAMES = {
     "u8": "uint8",
     "bool": "bool",
 }
-_FLOAT_RANK = {"f16": 0, "bf16": 0, "f32": 1, "f64": 2}
-_INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_RANKS = {"bool": 0, "u8": 1, "i32": 2, "i64": 3, "f16": 4, "bf16": 4, "f32": 5, "f64": 6}
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
@@ -133,7 +133,7 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in _FLOAT_RANK
+        return self.dtype in _FLOATS
 
     @property
     def is_sized(self) -> bool:
@@ -181,16 +181,9 @@ def tensor(dtype: str, *shape: Size) -> TensorType:
 
 def promote(left: str, right: str) -> str:
     """The dtype of an elementwise result of two tensors, as torch.promote_types has it."""
-    if left == right:
-        return left
-    for name, other in ((left, right), (right, left)):
-        if name in _FLOAT_RANK and other in _INTEGER_RANK:
-            return name
-    if left in _INTEGER_RANK:
-        return max(left, right, key=_INTEGER_RANK.__getitem__)
     if {left, right} == {"f16", "bf16"}:
         return "f32"
-    return max(left, right, key=_FLOAT_RANK.__getitem__)
+    return max(left, right, key=_RANKS.__getitem__)
 
 
 def result_dtype(left: TensorType, right: TensorType) -> str:
@@ -208,7 +201,7 @@ def result_dtype(left: TensorType, right: TensorType) -> str:
 
 def _category(dtype: str) -> int:
     """Bools, integers, floats: 0, 1, 2."""
-    return 2 if dtype in _FLOAT_RANK else int(dtype != "bool")
+    return 2 if dtype in _FLOATS else int(dtype != "bool")
 
 
 def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:

@@ -60,12 +60,8 @@ class Exported(TraceFacts):
 
 
 def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Exported:
-    """Export a causal LM from its configuration.
+    """Export a causal LM from its configuration; arguments as of `pcg.trace.trace`.
 
-    Args:
-        config: the contents of a config.json.
-        dtype: torch's name of the dtype to compute in; the configuration's own by default.
-        whole: export every layer, not one of each kind and one more.
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """
