@@ -219,12 +219,11 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
 
     from pcg.peft.lora import LoraConfig
     from pcg.runtime.data.example import Example
-    from pcg.runtime.training.training_data import vocabulary_size
 
     data: Any = Path(source)
     size, rank = training.finetune_batch_size, training.finetune_rank
     if source == "random":
-        random, vocabulary = Random(f"{seed} examples"), vocabulary_size(engine.state.program)
+        random, vocabulary = Random(f"{seed} examples"), engine.state.program.base.vocabulary
         length = training.finetune_len
         rows = [random.choices(range(vocabulary), k=length) for _ in range(16 * size)]
         data = [Example(row, row) for row in rows]
@@ -236,7 +235,6 @@ def _run(
     engine: Engine, workload: Workload, options: WorkloadOptions, *, serves: bool
 ) -> ServingReport:
     """Serve, beside the job if there is one; or train for as long as the requests would come."""
-    from pcg.runtime.training.training_data import vocabulary_size
     from pcg.simulate.replay import replay, train
 
     state = engine.state
@@ -249,7 +247,7 @@ def _run(
                 engine,
                 workload,
                 state.adapters,
-                vocabulary_size(state.program),
+                state.program.base.vocabulary,
                 seed=options.seed,
                 prefix_tokens=options.random_prefix_len,
                 most_positions=state.max_positions,

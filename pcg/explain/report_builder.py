@@ -69,9 +69,9 @@ def build_report(planned: PlannedModel) -> Report:
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
         peft=_recipes_text(setup.recipes),
-        tp=setup.tp,
-        batch=setup.batch,
-        seq=setup.seq,
+        tp=setup.options.tp,
+        batch=setup.options.batch,
+        seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
         parameters={"base": elements, "trainable": use.trainable},
@@ -81,7 +81,7 @@ def build_report(planned: PlannedModel) -> Report:
         saved=tuple(_tensors(planned)),
         pareto=tuple(ParetoPoint(*one) for one in trained.frontiers.points()) if trained else (),
         notes=tuple(notes),
-        memory_budget=str(setup.budget),
+        memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
@@ -98,15 +98,15 @@ def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
         return None
     if not use.trainable:
         return None
-    if setup.tp > 1:
+    if setup.options.tp > 1:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
         return None
     eager = EagerRun(
         use.at,
         setup.traced.trace.attention,
         str(setup.config["model_type"]),
-        setup.batch,
-        setup.seq,
+        setup.options.batch,
+        setup.options.seq,
         use.bypasses.biases,
         planned.unraised.adapter_dtype,
         use.bypasses.dropout,
@@ -118,9 +118,9 @@ def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
     """Return the plan without compression; None where it exceeds the budget."""
     setup = planned.setup
-    found = frontiers(planned.training.model, planned.kinds, setup.batch, setup.seq)
+    found = frontiers(planned.training.model, planned.kinds, setup.options.batch, setup.options.seq)
     try:
-        return in_order(found.plan(setup.budget))
+        return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:
         return None
 

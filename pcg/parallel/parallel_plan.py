@@ -89,8 +89,6 @@ class Cost:
         forward_bytes: bytes that a rank sends in the forward.
         backward_bytes: bytes that it sends in the backward.
         step_bytes: bytes that it sends once an optimizer step, to sum gradients.
-        forward_messages: number of messages of the forward.
-        backward_messages: number of messages of the backward.
     """
 
     value: float = 0.0
@@ -129,12 +127,9 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The way in which ranks run a graph.
+    """The way in which ranks run a graph: the plans of its nodes, by name, and of its outputs.
 
-    Attributes:
-        nodes: the plan of each node, by its name.
-        outputs: the transitions of the graph's outputs.
-        inputs: layouts of the graph's inputs; whole where not named.
+    Inputs that are not named are whole.
     """
 
     nodes: Mapping[str, NodePlan]
@@ -169,7 +164,7 @@ class Constraints:
         layouts: layouts of parameters by name. A frozen one that is not named takes the cheapest.
         rules: rules of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named.
-        outputs: layouts of its outputs, likewise.
+        outputs: layouts of the graph's outputs, likewise.
         gathered: sharded adapters' weights that all their readers gather.
         direct: adapters' weights that all their readers take in the layout that they are held in.
     """

@@ -19,18 +19,26 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
 from pcg.parallel.costs.layer_costs import LayerCosts
-from pcg.parallel.node_plan_builder import NodePlanBuilder
-from pcg.parallel.parallel_plan import Constraints, NodePlan, ParallelPlan, is_saved, saved
+from pcg.parallel.parallel_plan import (
+    Constraints,
+    Cost,
+    NodePlan,
+    ParallelPlan,
+    Reshard,
+    is_saved,
+    saved,
+)
 from pcg.parallel.resharding import Path, ReshardPaths
-from pcg.parallel.saved_for_backward import saved_reads
+from pcg.parallel.sequence_parallel import saved_reads
 
 _FREE = Constraints()
 
@@ -40,13 +48,9 @@ Versions = dict[str, frozenset[Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The versions behind a node, and the cheapest way there.
+    """The versions behind a node, and the cheapest way there: the state before, and a plan.
 
-    Attributes:
-        versions: the layouts of each value.
-        cost: the way's cost, and its number of reshards.
-        parent: the state before; None for the first.
-        node_plan: the plan of the node between.
+    `cost` is the way's cost, and its number of reshards.
     """
 
     versions: Versions
@@ -55,13 +59,50 @@ class _State:
     node_plan: NodePlan | None = None
 
 
+@dataclass
+class _NodePlanBuilder:
+    """Adds up the cost, and the number, of the reshards that bring a node's inputs into layouts.
+
+    `held` are the layouts of adapters' weights that no earlier node has read.
+    """
+
+    costs: LayerCosts
+    cost: Cost = field(default_factory=Cost)
+    count: int = 0
+    reshards: list[tuple[str, tuple[Reshard, ...]]] = field(default_factory=list)
+    held: list[tuple[str, Layout]] = field(default_factory=list)
+
+    def hold(self, name: str, layout: Layout, type_: TensorType, is_active: bool) -> None:
+        """Hold an adapter's weight in a layout."""
+        self.held.append((name, layout))
+        if layout == REPLICATED and is_active:
+            size = self.costs.bytes_sent("all_reduce", type_)
+            self.cost += Cost(self.costs.sum_gradient(type_), step_bytes=size)
+
+    def reshard(
+        self, name: str, value: float, messages: Sequence[tuple[Reshard, TensorType]], active: bool
+    ) -> None:
+        """Bring a value along a path of reshards, each with its message, at a known cost."""
+        self.count += len(messages)
+        self.reshards.append((name, tuple(one for one, _ in messages)))
+        self.cost += Cost(value)
+        for one, message in messages:
+            if one.forward:
+                size = self.costs.bytes_sent(one.forward, message)
+                self.cost += Cost(forward_bytes=size, forward_messages=1)
+            if one.backward and active:
+                size = self.costs.bytes_sent(one.backward, message)
+                self.cost += Cost(backward_bytes=size, backward_messages=1)
+
+    def build(self, rule: Sharding, work: float) -> NodePlan:
+        """The plan of a node that runs by a rule, with the cost of its own work."""
+        return NodePlan(rule, tuple(self.reshards), tuple(self.held), Cost(work) + self.cost)
+
+
 class Planner:
-    """Plans one graph; the costs that it learns serve further plans of it.
+    """Plans one graph of whole tensors; the costs that it learns serve further plans of it.
 
     Args:
-        graph: a graph with whole tensors.
-        degree: number of ranks.
-        costs: costs of nodes and messages.
         trains: True if there is a backward.
         token_nodes: names of nodes that ranks may run on shards of the tokens.
     """
@@ -134,7 +175,7 @@ class Planner:
             node_plans.append(at.node_plan)
             at = at.parent
         outputs, *rest = node_plans
-        names = [node.name for node in self.graph.nodes]
+        names = (node.name for node in self.graph.nodes)
         nodes = dict(zip(names, reversed(rest), strict=True))
         return ParallelPlan(nodes, outputs, fixed.inputs)
 
@@ -170,7 +211,7 @@ class Planner:
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Constraints
-    ) -> Iterator[tuple[Versions, NodePlanBuilder]]:
+    ) -> Iterator[tuple[Versions, _NodePlanBuilder]]:
         """The ways to have the inputs in a rule's layouts."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
@@ -190,7 +231,7 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            built = NodePlanBuilder(self.costs)
+            built = _NodePlanBuilder(self.costs)
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 built.hold(name, layout, self.graph.types[name], name in self.active)
@@ -214,7 +255,7 @@ class Planner:
         versions: Versions,
         names: Sequence[str],
         layouts: Sequence[Layout],
-        built: NodePlanBuilder,
+        built: _NodePlanBuilder,
         fixed: Constraints,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
@@ -256,7 +297,7 @@ class Planner:
 
     def _ended(self, state: _State, fixed: Constraints) -> _State | None:
         """The state with the outputs in their layouts; None where there is no way."""
-        versions, built = dict(state.versions), NodePlanBuilder(self.costs)
+        versions, built = dict(state.versions), _NodePlanBuilder(self.costs)
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, built, fixed):
             return None
@@ -324,8 +365,7 @@ def _last_readers(graph: Graph) -> dict[int, list[str]]:
     """Values that no node after one reads, by its place; outputs are read to the end."""
     last: dict[str, int] = {}
     for place, node in enumerate(graph.nodes):
-        for name in (*node.inputs, *(value.name for value in node.outputs)):
-            last[name] = place
+        last |= dict.fromkeys((*node.inputs, *(value.name for value in node.outputs)), place)
     found: dict[int, list[str]] = {}
     for name, place in last.items():
         if name not in graph.outputs:

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
@@ -46,10 +47,9 @@ class Candidate:
     """One way to parallelize a site.
 
     Attributes:
-        strategy: its name; see `strategy_name`.
-        layouts: layouts of its weights, by name.
+        strategy: the way's name; see `strategy_name`.
         gathered: weights that are gathered where they are read.
-        added: the cost that it adds to the layer.
+        added: the cost that the way adds to the layer.
         layer: the layer's cost with it.
     """
 
@@ -86,8 +86,6 @@ class Search:
 
     Args:
         graph: the layer's graph with bypass networks, of whole tensors.
-        degree: number of ranks.
-        costs: costs of nodes and messages.
         layouts: layouts of the base's weights.
         base: ways of the base's nodes, by name.
         trains: True if there is a backward, and each adapter's weight is one tensor, which may be
@@ -110,7 +108,6 @@ class Search:
         self.layouts = layouts
         nodes = token_sharded_nodes(graph, not trains) if sequence_parallel else frozenset()
         self.planner = Planner(graph, degree, costs, trains, nodes)
-        self._best: ParallelPlan | None = None
         self.sites = bypass_sites(graph, self.base)
         weights = frozenset(name for site in self.sites for name in site.weights)
         self._direct = frozenset[str]() if trains else weights
@@ -122,10 +119,9 @@ class Search:
 
     def plan(self) -> ParallelPlan:
         """The cheapest plan that is found, with neighbouring messages coalesced."""
-        if self._best is None:
-            self._best = self._cheapest()
-        return self._best
+        return self._cheapest
 
+    @cached_property
     def _cheapest(self) -> ParallelPlan:
         best = self.planner.plan(self._given)
         others = [self.planner.where_free(free).plan(self._given) for free in _FREE]
@@ -168,11 +164,10 @@ class Search:
     def hold(
         self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
     ) -> ParallelPlan:
-        """The cheapest plan that holds adapters' weights in given layouts.
+        """The cheapest plan that holds adapters' weights in given layouts; other weights are free.
 
-        Args:
-            layouts: layouts of weights by name; those that are not named are free.
-            gathered: those of them that are gathered where they are read.
+        `gathered` are those of them that are gathered where they are read.
+
         Raises:
             TypeCheckError: there is no way to run it so.
         """

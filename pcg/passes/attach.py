@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import sympy
 
@@ -39,11 +40,11 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = model.linear_sites()
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
-    attached = model.map(
-        lambda graph: _attach_graph(
-            graph, bypasses, shapes, prompted if graph is model.prologue else ""
-        )
-    )
+
+    def attached_graph(graph: Graph) -> Graph:
+        return _attach_graph(graph, bypasses, shapes, prompted if graph is model.prologue else "")
+
+    attached = model.map(attached_graph)
     there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
     missing = sorted(bypasses.biases - there)
     if missing:
@@ -71,11 +72,7 @@ def embeds(prologue: Graph) -> str:
 def _attach_graph(
     graph: Graph, bypasses: Bypasses, shapes: Mapping[str, Shape], prompted: str
 ) -> Graph:
-    builder = Builder(graph.name)
-    for value in graph.inputs:
-        builder.input(value.name, value.type)
-    for parameter in graph.parameters:
-        builder.parameter(parameter)
+    builder = Builder.extending(graph.replace(nodes=()))
     names: dict[str, str] = {}
     for node in graph.nodes:
         inputs = tuple(names.get(name, name) for name in node.inputs)
@@ -86,35 +83,32 @@ def _attach_graph(
     return builder.build([names.get(name, name) for name in graph.outputs])
 
 
+@dataclass
 class _Place:
     """A node of the base, and what attaches to it: `pcg.peft.method.Place`."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        graph: Graph,
-        node: Node,
-        bypasses: Bypasses,
-        shapes: Mapping[str, Shape],
-    ) -> None:
-        self._builder = builder
-        self._graph = graph
-        self._node = node
-        self._bypasses = bypasses
-        self._shapes = shapes  # (out, in) of each linear site
-        self.site = site_of(graph, node) or ""
-        self.serving = bypasses.serving
-        weight = node.inputs[1] if self.site else ""
+    _builder: Builder
+    _graph: Graph
+    _node: Node
+    _bypasses: Bypasses
+    _shapes: Mapping[str, Shape]  # (out, in) of each linear site
+
+    def __post_init__(self) -> None:
+        self.site = site_of(self._graph, self._node) or ""
+        self.serving = self._bypasses.serving
         # What the names of the site's parameters begin with in the graph.
-        self._stem = weight.removesuffix(".weight") if "{layer}" in self.site else node.scope
+        self._stem = self._node.scope
+        if "{layer}" in self.site:
+            self._stem = self._node.inputs[1].removesuffix(".weight")
 
     def attach(self, prompted: bool) -> str:
         """Add the node with its bypass networks; returns what stands for its output.
 
-        Args:
-            prompted: whether the output is that of the token embedding.
+        `prompted` is True if that is the output of the token embedding.
         """
-        found = self._found()
+        at = self._bypasses.at
+        site = EACH_LAYER if self._node.op == "attention" else self.site
+        found = at.get(site, ()) if site else ()
         for bypass in found:
             bypass.read(self)
         self._builder.append(self._node)
@@ -124,15 +118,9 @@ class _Place:
         value = self._bias(value)
         for bypass in found:
             value = bypass.attach(self, value) if bypass.behind_bias else value
-        for bypass in self._bypasses.at.get(WHOLE_MODEL, ()) if prompted else ():
+        for bypass in at.get(WHOLE_MODEL, ()) if prompted else ():
             value = bypass.attach(self, value)
         return value
-
-    def _found(self) -> Sequence[Bypass]:
-        """The networks of the node's site."""
-        if self._node.op == "attention":
-            return self._bypasses.at.get(EACH_LAYER, ())
-        return self._bypasses.at.get(self.site, ()) if self.site else ()
 
     def _bias(self, value: str) -> str:
         if self._node.op not in ("linear", "layer_norm"):
@@ -160,11 +148,7 @@ class _Place:
 
     def largest(self, kind: type[Bypass]) -> Shape:
         sites = self._bypasses.at.items()
-        shapes = [
-            self._shapes[site]
-            for site, found in sites
-            if any(isinstance(bypass, kind) for bypass in found)
-        ]
+        shapes = [self._shapes[site] for site, found in sites for b in found if isinstance(b, kind)]
         return max(out for out, _ in shapes), max(in_ for _, in_ in shapes)
 
     def module_input(self, names: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ class Bypasses:
         biases: sources of the base biases that adapters have their own of.
         dtype: dtype of the adapters' parameters.
         dropout: probability that an element of a network's input is dropped in training.
-        serving: what can be made once of an adapter is a parameter.
+        serving: True if what can be made once of an adapter is a parameter.
     """
 
     at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
@@ -36,7 +36,6 @@ class Bypasses:
     serving: bool = False
 
     def __bool__(self) -> bool:
-        """Return whether anything attaches."""
         return bool(self.at or self.biases)
 
     def for_serving(self) -> Bypasses:
@@ -49,8 +48,8 @@ def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
     """The union of those of each kind, in the order in which kinds come."""
     found: dict[object, Bypass] = {}
     for bypass in bypasses:
-        there = found.get(bypass.kind)
-        found[bypass.kind] = bypass if there is None else there.union(bypass)
+        kind = bypass.kind
+        found[kind] = found[kind].union(bypass) if kind in found else bypass
     return tuple(found.values())
 
 
@@ -63,10 +62,10 @@ def bypasses_of(
     layers without it get nothing to add.
 
     Args:
-        model: folded; without bypass networks.
-        recipes: the adapters'.
-        model_type: of config.json, for recipes that name no targets.
-        dtype: dtype of the adapters' parameters.
+        model: the folded model, without bypass networks.
+        recipes: the adapters' recipes.
+        model_type: the one of config.json, for recipes that name no targets.
+        dtype: the dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
     """
@@ -89,10 +88,6 @@ def bypasses_of(
 
 def _biases(model: ModelGraph, recipe: Recipe, adapted: set[str]) -> set[str]:
     """Sources of the base biases that the recipe trains."""
-    sources = {
-        parameter.source
-        for graph in model.graphs
-        for parameter in graph.parameters
-        if parameter.role == "frozen" and parameter.source.endswith(".bias")
-    }
-    return {s for s in sources if recipe.trains_bias(s.removesuffix(".bias"), adapted)}
+    frozen = {p.source for graph in model.graphs for p in graph.parameters if p.role == "frozen"}
+    biases = {source for source in frozen if source.endswith(".bias")}
+    return {s for s in biases if recipe.trains_bias(s.removesuffix(".bias"), adapted)}

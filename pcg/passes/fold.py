@@ -74,14 +74,10 @@ class _Folder:
         regions = [self._with_recomputed(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
-        invariants = list(
-            dict.fromkeys(
-                name
-                for i, names in enumerate(reads[1:])
-                for name in names
-                if name not in carried[i] and name not in self._parameter_names
-            )
+        others = (
+            name for i, names in enumerate(reads[1:]) for name in names if name not in carried[i]
         )
+        invariants = list(dict.fromkeys(others))
         for name in invariants:
             if self._region_of(name) != PROLOGUE:
                 raise TraceError(
@@ -102,7 +98,7 @@ class _Folder:
                 blocks.append(block)
             block_of.append(blocks.index(block))
         used = [name for name in invariants if name in reads[-1]]
-        inputs = [self._value(name) for name in [*carried[-1], *used]]
+        inputs = self._values([*carried[-1], *used])
         epilogue = self._graph("epilogue", regions[-1], inputs, self.graph.outputs)
         names = shared | _carried_names(carried[-1])
         epilogue = epilogue.renamed(readable_names(epilogue, names))
@@ -115,10 +111,6 @@ class _Folder:
 
     # ------------------------------------------------------------------ regions
 
-    @property
-    def _parameter_names(self) -> frozenset[str]:
-        return frozenset(self.graph.parameters_by_name)
-
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
         """Values that depend on these inputs and on parameters of these roles alone."""
         names = inputs | {p.name for p in self.graph.parameters if p.role in roles}
@@ -128,28 +120,23 @@ class _Folder:
         return names
 
     def _find_regions(self) -> dict[str, int]:
-        """The region of each node by name: the prologue, a layer, or the epilogue."""
+        """The region of each made value: the prologue, a layer, or the epilogue."""
         regions: dict[str, int] = {}
         for node in self.graph.nodes:
             match = self._pattern.match(node.scope)
-            before = [regions.get(self._producer_name(name), PROLOGUE) for name in node.inputs]
+            before = [regions.get(name, PROLOGUE) for name in node.inputs]
             latest = max(before, default=PROLOGUE)
-            if node.name in self._positional:
-                regions[node.name] = PROLOGUE
-            elif match:
-                regions[node.name] = int(match[1])
+            if node.name in self._positional or (not match and latest == PROLOGUE):
+                region = PROLOGUE
             else:
-                regions[node.name] = PROLOGUE if latest == PROLOGUE else self._count
-            if regions[node.name] < latest:
+                region = int(match[1]) if match else self._count
+            if region < latest:
                 raise TraceError(f"%{node.name} of {node.scope} reads what a later layer makes")
+            regions.update((value.name, region) for value in node.outputs)
         return regions
 
-    def _producer_name(self, name: str) -> str:
-        node = self.graph.producers.get(name)
-        return node.name if node else name
-
     def _region_of(self, name: str) -> int:
-        return self._region.get(self._producer_name(name), PROLOGUE)
+        return self._region.get(name, PROLOGUE)
 
     def _is_recomputed(self, node: Node) -> bool:
         """Return whether each reading region computes a node: positional views, work on weights."""
@@ -184,7 +171,7 @@ class _Folder:
         for node in nodes:
             reads.update(dict.fromkeys(name for name in node.inputs if name not in made))
             made.update(value.name for value in node.outputs)
-        return [name for name in reads if name not in self._parameter_names]
+        return [name for name in reads if name not in self.graph.parameters_by_name]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
         """A region's reads of the one before; the first region's values that no other reads."""
@@ -197,15 +184,14 @@ class _Folder:
 
     # ------------------------------------------------------------------ graphs
 
-    def _value(self, name: str) -> Value:
-        return Value(name, self.graph.types[name])
+    def _values(self, names: Iterable[str]) -> list[Value]:
+        return [Value(name, self.graph.types[name]) for name in names]
 
     def _graph(
         self, name: str, nodes: Sequence[Node], inputs: Iterable[Value], outputs: Iterable[str]
     ) -> Graph:
-        return Graph(
-            name, tuple(inputs), self.graph.parameters, tuple(nodes), tuple(outputs)
-        ).without_dead_code()
+        parts = (tuple(inputs), self.graph.parameters, tuple(nodes), tuple(outputs))
+        return Graph(name, *parts).without_dead_code()
 
     def _block(
         self,
@@ -216,8 +202,7 @@ class _Folder:
         outputs: Sequence[str],
         shared: Mapping[str, str],
     ) -> Graph:
-        inputs = [self._value(name) for name in [*carried, *invariants]]
-        graph = self._graph("block", nodes, inputs, outputs)
+        graph = self._graph("block", nodes, self._values([*carried, *invariants]), outputs)
         prefix = f"{self.layers_path}.{index}"
         parameters = tuple(_relative(p, prefix, self.layers_path) for p in graph.parameters)
         names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
@@ -225,9 +210,7 @@ class _Folder:
             dataclasses.replace(node, scope=self._relative_scope(node.scope))
             for node in graph.nodes
         )
-        renamed = graph.replace(nodes=scoped).renamed(names)
-        by_name = {p.name: p for p in parameters}
-        renamed = renamed.replace(parameters=tuple(by_name[p.name] for p in renamed.parameters))
+        renamed = graph.replace(nodes=scoped).renamed(names).replace(parameters=parameters)
         return renamed.renamed(readable_names(renamed, dict(shared) | _carried_names(carried)))
 
     def _relative_scope(self, scope: str) -> str:
@@ -240,7 +223,6 @@ def _carried_names(carried: Sequence[str]) -> dict[str, str]:
 
 
 def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:
-    """A layer's parameter by its path within the layer."""
     if not parameter.source.startswith(prefix + "."):
         return parameter
     name = parameter.name.removeprefix(prefix + ".")

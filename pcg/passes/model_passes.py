@@ -44,12 +44,7 @@ class FoldTrace(Pass[Traced, Base]):
 
 @dataclass(frozen=True)
 class Attach(Pass[Base, Attached]):
-    """Attach bypass networks, for what serves and for what trains.
-
-    Attributes:
-        bypasses: the bypass networks of a base.
-        trains: True to make a model to train where there are any.
-    """
+    """Attach bypass networks, for what serves and, if that is asked for, for what trains."""
 
     name = "attach"
     bypasses: Callable[[ModelGraph], Bypasses]

@@ -40,9 +40,8 @@ from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap, OverlapLayer
-from pcg.passes.sharding.plan_base import PlanBase
-from pcg.passes.sharding.repeat_heads_of_models import RepeatHeadsOfModels
-from pcg.passes.sharding.shard import Shard
+from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
+from pcg.passes.sharding.shard import PlanBase, Shard
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.passes.stage import Observer, Stage
 from pcg.passes.stages import (
@@ -92,8 +91,8 @@ class Settings:
 
     def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
         """The costs of so many tokens that attend to so many, by a device's."""
-        options = self.options
-        return DeviceCosts(costs, options.tp, tokens, context, options.gradient_accumulation_steps)
+        steps = self.options.gradient_accumulation_steps
+        return DeviceCosts(costs, self.options.tp, tokens, context, steps)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Pipeline:
         return self.raise_operators.run(folded, observe)
 
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:
-        """The graphs of a program, from models with bypass networks; not fused yet."""
+        """The graphs of a program, not fused yet, from models with bypass networks."""
         sharded = self.parallelize.run(attached, observe)
         pruned = self.prune.run(self.differentiate.run(sharded, observe), observe)
         return self.rematerialize.run(self.compress.run(pruned, observe), observe)

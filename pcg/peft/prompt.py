@@ -13,7 +13,7 @@ Source: `PromptEmbedding`, `PromptEncoder` and `get_peft_model_state_dict` of pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -22,22 +22,16 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.prompt_encoder import KEY, LSTM, MLP, PromptEncoder
-from pcg.peft.recipe import COMMON, OtherField, Recipe, note, refused, saved_as
-from pcg.peft.weights import SUMMAND, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
+from pcg.peft.recipe import COMMON, Names, OtherField, Recipe, note, refused, saved_as
+from pcg.peft.weights import SUMMAND, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# ------------------------------------------------------------------------------ virtual tokens
-
 
 @dataclass(frozen=True)
 class VirtualTokens(Bypass):
-    """Virtual tokens before a sequence, and what of them is trained at one place.
-
-    Attributes:
-        tokens: at most so many; None is left open, as serving has it.
-    """
+    """At most `tokens` virtual tokens before a sequence; None is left open, as serving has it."""
 
     tokens: int | None
 
@@ -58,7 +52,7 @@ class VirtualTokensRecipe(Recipe):
 
     Attributes:
         num_virtual_tokens: tokens before each sequence.
-        num_transformer_submodules: submodules that have them: 1, as a causal LM has no encoder.
+        num_transformer_submodules: submodules that have them; 1, as a causal LM has no encoder.
     """
 
     other_fields: ClassVar[Mapping[str, OtherField]] = {
@@ -93,9 +87,6 @@ class VirtualTokensRecipe(Recipe):
         return tuple(self.encoder.shapes([shapes[path] for path in bypasses]).values())
 
 
-# ------------------------------------------------------------------------------------- prompts
-
-
 @dataclass(frozen=True)
 class PromptBypass(VirtualTokens):
     """A prompt's embeddings in the rows of virtual tokens, behind the token embedding.
@@ -117,11 +108,7 @@ class PromptBypass(VirtualTokens):
 
 @dataclass(frozen=True, eq=False)
 class PromptWeights(ModuleWeights):
-    """The prompt of a model.
-
-    Attributes:
-        embeddings: [tokens, hidden].
-    """
+    """The prompt of a model: embeddings [tokens, hidden]."""
 
     whole_keys: ClassVar[tuple[str, ...]] = (KEY,)
     kinds: ClassVar[Mapping[str, ParameterKind]] = {KEY: SUMMAND}
@@ -159,14 +146,6 @@ class PromptWeights(ModuleWeights):
         return PromptBypass(len(self.embeddings))
 
     @property
-    def stored(self) -> Mapping[str, Tensor]:
-        return {}
-
-    @property
-    def parameters(self) -> Mapping[str, AdapterWeight]:
-        return {KEY: AdapterWeight(self.embeddings)}
-
-    @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         return {KEY: lambda around: self.embeddings}
 
@@ -189,10 +168,7 @@ class PromptRecipe(VirtualTokensRecipe):
         return PromptBypass(self.num_virtual_tokens)
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         return {WHOLE_MODEL: self.bypass_at(WHOLE_MODEL)}
 

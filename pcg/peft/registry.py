@@ -47,8 +47,8 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
     Args:
         config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a
             mapping as in adapter_config.json.
-        saved: it belongs to saved weights, so that how they were initialised matters only where
-            that changed the base.
+        saved: True if it belongs to saved weights, whose initialisation matters only where it
+            changed the base.
     Raises:
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
         AdapterError: not a configuration, or a value out of its range.

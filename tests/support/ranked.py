@@ -154,7 +154,7 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
     trained = parameters.values()
     for tensor in trained:
         tensor.grad = torch.zeros_like(tensor)
-    optimizer = make_optimizer(parameters, Optimizer.default(), 1e-3)
+    optimizer = make_optimizer(parameters, Optimizer.of("adamw"), 1e-3)
     optimizer.step()
     return {
         "weights": executor.weights_bytes - constants,

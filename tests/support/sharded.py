@@ -14,8 +14,7 @@ from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
-from pcg.passes.differentiate import Differentiate
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiate, LayerKind
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.pipeline import LAYER_ORDER

@@ -94,6 +94,19 @@ class ModelGraph:
         return tuple(s.removesuffix(".weight") for s in sources if s.endswith(".weight"))
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has a logit for."""
+        return int(self.epilogue.types[self.epilogue.outputs[0]].shape[-1])
+
+    @property
+    def loss_chunk(self) -> int:
+        """The most tokens whose logits, in fp32, exist at once in training: 16 MiB, or 16 tokens.
+
+        Backward holds their gradient beside them.
+        """
+        return max(16, 16 * 2**20 // (4 * self.vocabulary))
+
+    @property
     def output_module(self) -> str:
         """Path of the module that makes the logits."""
         sites = (site_of(self.epilogue, node) for node in reversed(self.epilogue.nodes))

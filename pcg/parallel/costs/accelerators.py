@@ -7,7 +7,7 @@ that programs can be fit to, but no cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -129,13 +129,8 @@ def _gpu(
 ) -> DeviceSheet:
     """A GPU's data sheet.
 
-    Args:
-        half_tflops: peak of dense bf16 and fp16 on tensor cores.
-        fp32_tflops: peak of fp32 without tensor cores.
-        memory_gb_per_s: bandwidth of the memory.
-        links: links by name.
-        source: the data sheet and its words.
-        fp64_tflops: peaks of fp64 on tensor cores and without, where the data sheet has them.
+    Peaks are those of dense bf16 and fp16 on tensor cores, of fp32 without them, and of fp64 on
+    tensor cores and without, where the data sheet has them.
     """
     half, fp32 = half_tflops * TERA, fp32_tflops * TERA
     products = {"bf16": half, "f16": half, "f32": fp32}
@@ -239,9 +234,14 @@ def find_accelerator(name: str) -> Accelerator:
     Raises:
         UnsupportedError: pcg knows none of that name; lists them.
     """
-    for known, device in ACCELERATORS.items():
-        if known.lower() == name.lower():
-            return device
+    known = known_name(name, ACCELERATORS)
+    if known is not None:
+        return ACCELERATORS[known]
     close = get_close_matches(name.upper(), ACCELERATORS, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")
+
+
+def known_name(name: str, among: Iterable[str]) -> str | None:
+    """A known name as it is written, in whatever case it was asked for."""
+    return next((known for known in among if known.lower() == name.lower()), None)

@@ -27,7 +27,7 @@ class FuseLinears(GraphPass):
             ):
                 groups.setdefault((node.inputs[0], len(node.inputs)), []).append(node)
         joined = {nodes[0].name: _joined(nodes) for nodes in groups.values() if len(nodes) > 1}
-        dropped = {node.name for nodes in groups.values() if len(nodes) > 1 for node in nodes[1:]}
+        dropped = {node.name for nodes in groups.values() for node in nodes[1:]}
         nodes = tuple(joined.get(n.name, n) for n in before.nodes if n.name not in dropped)
         return before.replace(nodes=nodes)
 

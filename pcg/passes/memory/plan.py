@@ -12,7 +12,7 @@ from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.budget import Mix, mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
@@ -61,7 +61,7 @@ class Frontiers:
         layer_flops: operations of each layer's matrix products and attention.
         outside_bytes: bytes that are saved outside the layers.
         model: the model with bypass networks attached.
-        tokens: tokens of the batch.
+        tokens: number of tokens of the batch.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -153,14 +153,7 @@ class Frontiers:
 
 
 def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: int) -> Frontiers:
-    """The frontier of every kind of layer.
-
-    Args:
-        model: the model with bypass networks attached.
-        kinds: the kinds of its layers.
-        batch: sequences of a step.
-        seq: tokens of each sequence.
-    """
+    """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens."""
     found = tuple(
         SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
         for kind in kinds
@@ -180,12 +173,7 @@ def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: in
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
-    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves.
-
-    Args:
-        plan: the plan whose choices are taken.
-        found: the frontiers of the layers.
-    """
+    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves."""
     plans = []
     for index, choice in enumerate(plan.choices):
         kind = found.kinds[found.layers[plan.layers.index(index)]]

@@ -25,8 +25,6 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
 _ALL_TOKENS = 2**31
 
 
@@ -34,10 +32,6 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        training: the compiled program.
-        weights: the base's weights.
-        adapter: the adapter that is trained.
-        ranks: the group.
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
     """
@@ -66,8 +60,7 @@ class BoundTraining:
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
-        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
 
@@ -176,10 +169,9 @@ class BoundTraining:
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
     ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward; `saved` and `gradients` are emptied.
+        """Run a layer backward, which empties `saved` and `gradients`.
 
-        Returns:
-            The gradients of the layer's inputs; none if nothing below is trained.
+        Returns the gradients of the layer's inputs; none if nothing below is trained.
         """
         plan = self.training.plans[self.training.layers[layer]]
         if plan.backward is None:

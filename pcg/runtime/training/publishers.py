@@ -11,11 +11,9 @@ from pcg.runtime.training.training_copy import owned
 
 
 class Publisher(Protocol):
-    """Is told of each change of a job's adapter, and decides what is served.
+    """Is told of each change of a job's adapter, and decides what the model serves.
 
-    Attributes:
-        state: the model that serves.
-        windows: True if the job's sequences go through the KV cache, window by window.
+    `windows` is True if the job's sequences go through the KV cache, window by window.
     """
 
     state: ModelState
@@ -28,12 +26,7 @@ class Publisher(Protocol):
         """Serve what was served before: the job cannot start."""
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
-        """Note a step, which changed the adapter's tensors in place.
-
-        Args:
-            adapter: the adapter that is trained.
-            settle: gathers its tensors over ranks, before they are read.
-        """
+        """Note a step, which changed the adapter's tensors in place; `settle` gathers them."""
 
     def settle(self) -> None:
         """Gather the adapter's tensors over ranks."""

@@ -35,9 +35,7 @@ def start_adapter(
     Args:
         peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
             the program was compiled for under that name, else "lora".
-        seed: the seed of a new adapter's weights.
         saved: the adapter of a checkpoint to resume from.
-        total_steps: number of steps of the job.
     Raises:
         FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
         UnsupportedError: the recipe has a feature that pcg does not support.
@@ -61,18 +59,13 @@ def start_adapter(
         shapes = base.module_shapes()
         check_fits(saved, shapes, state.program.name, base.output_module)
         return state.for_training(owned(with_shared(saved, shapes)))
-    if there is not None:
-        return state.for_training(_scheduled(owned(there), total_steps))
-    if peft is None:
-        compiled = state.program.recipes.get(name)
-        peft = "lora" if compiled is None else recipe_of_fields(compiled)
-    made = state.make_adapter(name, peft, seed=seed)
-    return state.for_training(_scheduled(owned(made), total_steps))
-
-
-def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
-    """Set the steps of the recipe's schedule to the job's, if it has none."""
-    return dataclasses.replace(adapter, recipe=adapter.recipe.for_job(total_steps))
+    if there is None:
+        if peft is None:
+            compiled = state.program.recipes.get(name)
+            peft = "lora" if compiled is None else recipe_of_fields(compiled)
+        there = state.make_adapter(name, peft, seed=seed)
+    recipe = there.recipe.for_job(total_steps)
+    return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
 
 
 def owned(adapter: Adapter) -> Adapter:
