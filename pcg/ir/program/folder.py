@@ -82,8 +82,6 @@ def save_program(
     """Write a program's folder, in place of a program that is there; returns its manifest.
 
     Args:
-        program: the program.
-        directory: the folder.
         weights: directory or hub id that holds the weights, for the manifest.
         tokenizer_directory: directory of the tokenizer's files, which are copied.
         report: the report of `pcg explain`, as JSON.
@@ -197,7 +195,6 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     """Read a program's folder.
 
     Args:
-        directory: the folder.
         trust_edits: accept files whose edits stand alone: emitted source, the tokenizer's files,
             the report. Loading a program runs its source.
     Raises:

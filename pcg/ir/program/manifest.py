@@ -24,8 +24,7 @@ class Manifest:
 
     Attributes:
         format: the folder's format; `FORMAT` is the newest that this pcg reads.
-        versions: the versions of pcg, torch and transformers that compiled it.
-        model: the model's name.
+        versions: the versions of pcg, torch and transformers that compiled the model.
         dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.

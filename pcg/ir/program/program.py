@@ -181,11 +181,10 @@ class Training:
         plans: the distinct ways in which layers are trained.
         layers: the index of each layer's plan.
         epilogue: the graph from hidden states and targets to loss and gradients.
-        epilogue_trained: adapter parameters of the epilogue with a gradient.
+        epilogue_trained, prologue_trained: adapter parameters with a gradient there.
         source: emitted Python of all of them.
         prologue: backward of the prologue, from its inputs and the gradients of what the first
             layer is given; None where it trains nothing.
-        prologue_trained: adapter parameters of the prologue with a gradient.
         restored: layers whose input is not saved: backward recomputes it by the layers before it,
             from the nearest whose input is saved.
     """
@@ -214,8 +213,7 @@ class Program:
     """A compiled model.
 
     Attributes:
-        name: the model's name.
-        config: its config.json.
+        config: the model's config.json.
         base: the whole model without bypass networks; specialised anew when adapters need other
             sites.
         serving: the graphs and source that generate.
