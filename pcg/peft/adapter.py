@@ -117,7 +117,7 @@ def new_adapter(
     weights: dict[str, ModuleWeights] = {}
     if recipe.encoder is not None:
         encoder = recipe.encoder.fresh(shapes, _seed(seed, WHOLE_MODEL))
-        weights.update(made_by_encoder(recipe.encoder, resolved, encoder))
+        weights.update(made_by_encoder(resolved, encoder))
     else:
         for path, bypass in bypasses.items():
             shape, draw = module_shapes[path], Draw(_seed(seed, path))

@@ -128,11 +128,7 @@ class BottleneckWeights(ModuleWeights):
     """The adapter's weights of one module: y += scaling · (up σ(down x + down_bias) + up_bias).
 
     Attributes:
-        down: [size, in].
-        down_bias: [size].
-        up: [out, size].
-        up_bias: [out].
-        does: σ, the scaling, and whether x is the MLP's input or the module's output.
+        does: σ, the scaling, and the choice of x, the MLP's input or the module's output.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (

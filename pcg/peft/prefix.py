@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -80,12 +80,6 @@ class PrefixWeights(ModuleWeights):
         return cls(make(bypass.tokens, in_), make(bypass.tokens, out))
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: PrefixTuningConfig) -> Self:
-        (both,) = parts.values()
-        keys, values = both.chunk(2, -1)
-        return cls(keys.contiguous(), values.contiguous())
-
-    @classmethod
     def read_whole(
         cls, parts: Mapping[str, Tensor], recipe: PrefixTuningConfig
     ) -> Mapping[str, Self]:
@@ -98,10 +92,8 @@ class PrefixWeights(ModuleWeights):
                 f"{KEY} is {list(whole.shape)}, and its configuration gives it "
                 f"[{tokens}, 2 · {count} · features]; the two files are not of one save"
             )
-        return {
-            layer_path(layer): cls.read(layer_path(layer), {KEY: both}, recipe)
-            for layer, both in enumerate(whole.chunk(count, -1))
-        }
+        found = [part.contiguous() for part in whole.chunk(2 * count, -1)]
+        return {layer_path(n): cls(*found[2 * n : 2 * n + 2]) for n in range(count)}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
@@ -113,13 +105,6 @@ class PrefixWeights(ModuleWeights):
     @property
     def bypass(self) -> PrefixBypass:
         return PrefixBypass(len(self.keys))
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {
-            "prefix_keys": lambda around: self.keys,
-            "prefix_values": lambda around: self.values,
-        }
 
     @property
     def module_shape(self) -> Shape:

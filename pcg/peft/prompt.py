@@ -13,7 +13,7 @@ Source: `PromptEmbedding`, `PromptEncoder` and `get_peft_model_state_dict` of pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -117,25 +117,24 @@ class PromptWeights(ModuleWeights):
 
     @classmethod
     def fresh(
-        cls, recipe: PromptRecipe, bypass: PromptBypass, shape: Shape, draw: Draw, around: Around
+        cls, recipe: PromptTuningConfig, bypass: Bypass, shape: Shape, draw: Draw, around: Around
     ) -> Self:
-        recipe.check_fresh()
-        assert bypass.tokens is not None
-        return cls(draw.normal(bypass.tokens, shape[1]))
+        if recipe.prompt_tuning_init != "RANDOM":
+            raise UnsupportedError(
+                f"prompt_tuning_init={recipe.prompt_tuning_init!r}: pcg begins a prompt with "
+                'random numbers; use "RANDOM", or let peft make and save one, and load that'
+            )
+        return cls(draw.normal(recipe.prompt_tokens, shape[1]))
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Self:
+    def read_whole(cls, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Mapping[str, Self]:
         (embeddings,) = parts.values()
         if embeddings.ndim != 2 or len(embeddings) != recipe.prompt_tokens:
             raise AdapterError(
                 f"{KEY} is {list(embeddings.shape)}, and its configuration gives it "
                 f"[{recipe.prompt_tokens}, hidden]; the two files are not of one save"
             )
-        return cls(embeddings)
-
-    @classmethod
-    def read_whole(cls, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Mapping[str, Self]:
-        return {WHOLE_MODEL: cls.read(WHOLE_MODEL, parts, recipe)}
+        return {WHOLE_MODEL: cls(embeddings)}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
@@ -144,10 +143,6 @@ class PromptWeights(ModuleWeights):
     @property
     def bypass(self) -> PromptBypass:
         return PromptBypass(len(self.embeddings))
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {KEY: lambda around: self.embeddings}
 
     @property
     def module_shape(self) -> tuple[None, int]:
@@ -171,9 +166,6 @@ class PromptRecipe(VirtualTokensRecipe):
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         return {WHOLE_MODEL: self.bypass_at(WHOLE_MODEL)}
-
-    def check_fresh(self) -> None:
-        """Refuse a prompt that pcg does not begin. UnsupportedError: it is made of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +192,6 @@ class PromptTuningConfig(PromptRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_choice("prompt_tuning_init", ("RANDOM", "SAMPLE_VOCAB", "TEXT"))
-
-    def check_fresh(self) -> None:
-        if self.prompt_tuning_init != "RANDOM":
-            raise UnsupportedError(
-                f"prompt_tuning_init={self.prompt_tuning_init!r}: pcg begins a prompt with random "
-                'numbers; use "RANDOM", or let peft make and save one, and load that'
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,11 +156,9 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
     return made[0] if encoder.kind == LSTM else made
 
 
-def made_by_encoder(
-    encoder: PromptEncoder, recipe: Any, tensors: Mapping[str, Tensor]
-) -> Mapping[str, ModuleWeights]:
-    """The weights, by path, that an encoder with these parameters makes for the recipe."""
-    made = _made(encoder, _bound_network(encoder, tensors)).detach()
+def made_by_encoder(recipe: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, ModuleWeights]:
+    """The weights, by path, that the recipe's encoder makes with these parameters."""
+    made = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
     return recipe.weights.read_whole({KEY: made}, recipe)  # type: ignore[no-any-return]
 
 

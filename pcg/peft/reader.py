@@ -22,7 +22,7 @@ from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.files import read_json
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe, short
-from pcg.peft.registry import is_shorthand, notes_of, recipe_from
+from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
 
@@ -60,7 +60,7 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
         weights |= _checked(file, lambda: kind.read_whole(found.whole, recipe))
     _check_biases(file, recipe, weights, found.biases)
     base = str(config.get("base_model_name_or_path") or "")
-    return Adapter(name, recipe, weights, found.biases, base, notes_of(config), found.shared)
+    return Adapter(name, recipe, weights, found.biases, base, recipe.notes_of(config), found.shared)
 
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
@@ -194,10 +194,7 @@ def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def _check_biases(
-    file: Path,
-    recipe: Recipe,
-    weights: Mapping[str, ModuleWeights],
-    biases: Mapping[str, Tensor],
+    file: Path, recipe: Recipe, weights: Mapping[str, ModuleWeights], biases: Mapping[str, Tensor]
 ) -> None:
     for path, bias in biases.items():
         if not recipe.trains_bias(path, weights):

@@ -61,11 +61,6 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
     return _method_of(fields).from_config(fields, saved=saved)
 
 
-def notes_of(config: Json) -> dict[str, Any]:
-    """The fields of adapter_config.json that change nothing here."""
-    return _method_of(config).notes_of(config)
-
-
 def _from_shorthand(config: str) -> Recipe:
     if is_shorthand(config):
         return SHORTHANDS[config.lower()]

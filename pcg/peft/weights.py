@@ -12,6 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
@@ -215,9 +216,9 @@ class ModuleWeights(ABC):
         return {kind: AdapterWeight(tensor) for kind, tensor in pairs}
 
     @property
-    @abstractmethod
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+        return {kind: partial(_weight, one) for kind, one in self.parameters.items()}
 
     @property
     def rank(self) -> int:
@@ -270,6 +271,10 @@ class LowRankWeights(ModuleWeights):
     @property
     def module_shape(self) -> Shape:
         return len(self.b), self.a.shape[-1]
+
+
+def _weight(trained: AdapterWeight, around: Around) -> Tensor:
+    return trained.weight
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:

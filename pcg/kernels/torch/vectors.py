@@ -15,9 +15,9 @@ def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     """vector ⊙ (y - base) + base, each token by its own adapter's vector; y where there is none.
 
     Args:
-        y: [T, n]; not written over, as the base may read it elsewhere.
+        y: [T, n]; not written over, as it may be read elsewhere.
         vector: [n], the program's own or one adapter's, or a stack [adapters, 1, n] with segments.
-        base: [n], what is not scaled.
+        base: [n], which is not scaled.
     """
     for one in by_width(vector):
         y = _scale(y, one, base)

@@ -18,15 +18,7 @@ from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.data.formats import (
-    FORMATS,
-    ChatSample,
-    Format,
-    Sample,
-    TextSample,
-    detect,
-    parse,
-)
+from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
 from pcg.runtime.data.rows import Row, Source, is_document, read_rows
 from pcg.runtime.text.chat import Span
 from pcg.runtime.text.chat_spans import assistant_spans

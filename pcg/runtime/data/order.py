@@ -115,11 +115,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Raises:
-            FinetuneError: it was saved with other examples or settings.
-        """
+        """Go to a saved position. FinetuneError: it was saved with other examples or settings."""
         own = self.state_dict()
         for key in own:
             if key not in state:

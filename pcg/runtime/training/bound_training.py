@@ -84,14 +84,14 @@ class BoundTraining:
 
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""
-        if self._encoder is not None:
+        if self._encoder is None:
+            return
+        if self.ranks.size > 1:
             self._gather_encoded_gradients()
-            self._encoder.backward()
+        self._encoder.backward()
 
     def _gather_encoded_gradients(self) -> None:
         """Gather the gradients of the weights that an encoder made from their shards."""
-        if self.ranks.size == 1:
-            return
         self.shards.sum_gradients()
         gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
         for path, gradient in self.shards.joined(gradients).items():
@@ -115,11 +115,7 @@ class BoundTraining:
         return shared[:count], (*(None,) * count, *shared[count:])
 
     def layer(
-        self,
-        layer: int,
-        batch: Batch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Run a layer forward; returns its outputs, and what it saves for backward."""
         training = self.training
@@ -190,12 +186,7 @@ class BoundTraining:
             return
         batch.layer = 0  # as it was forward
         trained = self._functions[training.prologue.name](
-            self.weights.prologue,
-            self._first,
-            batch,
-            gradients,
-            batch.input_ids,
-            batch.positions,
+            self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
         self._accumulate(self._first, training.prologue_trained, trained)
 

@@ -50,8 +50,8 @@ class TrainingStep:
     Attributes:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
-        optimizer: their optimizer.
-        allocator: allocates AdaLoRA's ranks; None for other methods.
+        beside: the part of the job outside the program, such as AdaLoRA's ranks; None without.
+        optimizer: the optimizer of the parameters.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class TrainingStep:
                 places = self._places(epoch, first + index)
                 self._refuse(f"the loss is {done.loss:g}", batch, places, step, rate)
             total += done.loss
-        total, norm = self._agreed(total, self._clip())
+        # The first rank's numbers decide how the job goes on.
+        numbers = torch.tensor([total, self._clip()], dtype=torch.float64)
+        total, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
             self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
@@ -134,12 +136,6 @@ class TrainingStep:
         is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
         return None if is_whole else runner.shards
 
-    def _agreed(self, *numbers: float) -> list[float]:
-        """Return the first rank's numbers, which decide how the job goes on."""
-        values = torch.tensor(numbers, dtype=torch.float64)
-        found: list[float] = broadcast_from_first(self._runner.ranks, values).tolist()
-        return found
-
     def _clip(self) -> float:
         """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
         for path, tensor in self.parameters.items():
@@ -163,12 +159,7 @@ class TrainingStep:
         return [places[example] for example in self._batches.plan(epoch)[index]]
 
     def _refuse(
-        self,
-        what: str,
-        examples: Sequence[Example],
-        places: Sequence[str],
-        step: int,
-        rate: float,
+        self, what: str, examples: Sequence[Example], places: Sequence[str], step: int, rate: float
     ) -> NoReturn:
         """Raise a FinetuneError that names the examples at fault."""
         culprits = [

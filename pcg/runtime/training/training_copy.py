@@ -23,12 +23,7 @@ _SAMPLES = 64
 
 
 def start_adapter(
-    state: ModelState,
-    name: str,
-    peft: object,
-    seed: int,
-    saved: Adapter | None,
-    total_steps: int,
+    state: ModelState, name: str, peft: object, seed: int, saved: Adapter | None, total_steps: int
 ) -> Adapter:
     """Return the adapter to train: present, new, or from a checkpoint.
 
@@ -41,8 +36,9 @@ def start_adapter(
         UnsupportedError: the recipe has a feature that pcg does not support.
     """
     there = state.adapters.get(name)
+    is_path = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
     if there is not None and peft is not None:
-        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
+        if is_path:
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
@@ -52,7 +48,7 @@ def start_adapter(
     if saved is not None:
         if there is not None:
             _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
-        elif peft is not None and (is_shorthand(peft) or not isinstance(peft, str | os.PathLike)):
+        elif peft is not None and not is_path:
             wanted = _sites_of_recipe(state, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = state.program.base
