@@ -237,3 +237,11 @@ def _said(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
+
+
+def check_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
+    """Raise an AssertionError if tensors differ by more than so much of the largest element."""
+    expected = expected.double()
+    error = float((found.double() - expected).abs().max() / expected.abs().max())
+    if not error <= tolerance:
+        raise AssertionError(f"{what} is off by {error:.1e} of its largest; {tolerance} allowed")
