@@ -264,7 +264,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     from pcg.kernels.sizes import PAGE_TOKENS
     from pcg.kernels.torch.attention_math import Scoring
     from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
-    from pcg.kernels.triton.attention.forward import paged_attention
+    from pcg.kernels.triton.attention.paged_attention import paged_attention
     from pcg.kernels.triton.attention.work import AttentionWork
     from pcg.runtime.memory.pool import PageTable
 
@@ -279,7 +279,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
         for i, own in enumerate(tables)
     ]
     lists = AttentionWork.build(parts, HEADS // KV_HEADS, q.device)
-    cache = KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
+    cache = KvRows(CacheRows.of_layer(k), CacheRows.of_layer(v))
     scale = HEAD**-0.5
 
     def ours() -> torch.Tensor:
