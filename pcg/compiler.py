@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcg.errors import AdapterError, ProgramError, SourceError, UnsupportedError
+from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
@@ -55,13 +56,14 @@ class ProgramArguments(CompileOptions):
     """Arguments of `compile_program`.
 
     Attributes:
-        model: a directory with a config.json, a hub id, an id that ships with pcg, or a config.
+        model: a directory with a config.json, a hub id, an id that ships with pcg, a config, or a
+            transformers model in memory.
         peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a configuration of peft's,
             a dict of its fields, or {name: one of these, or the directory of an adapter}.
         observe: a function that is told of each pass as it ends.
     """
 
-    model: str | os.PathLike[str] | Mapping[str, Any]
+    model: Any
     peft: object = "lora"
     observe: Callable[[PassRecord], None] | None = field(default=None, kw_only=True)
 
@@ -73,11 +75,13 @@ def compile_program(given: ProgramArguments) -> Program:
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    return _compiled(resolve(given.model), given.peft, given, given.observe)
+    source, to_trace = source_of(given.model)
+    return _compiled(source, to_trace, given.peft, given, given.observe)
 
 
 def _compiled(
     source: ModelSource,
+    to_trace: Mapping[str, Any] | torch.nn.Module,
     peft: object,
     options: CompileOptions,
     observe: Callable[[PassRecord], None] | None = None,
@@ -97,7 +101,7 @@ def _compiled(
     )
     settings = _settings(source.name, source.config, recipes.values(), settled)
     passes = pipeline(settings)
-    traced = passes.trace.run(source.config, observe)
+    traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     _require_runnable(source.name, base.model)
     emitted = passes.emitted(base, observe)
@@ -140,16 +144,21 @@ class CompileArguments(CompileOptions):
             them, and all of them make the same calls.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
+        verify: compare the logits of a few tokens with those of a model given in memory; by
+            default where it has at most 2e9 parameters.
     """
 
     model: Any
     peft: object = None
     device: str | torch.device | None = field(default=None, kw_only=True)
+    verify: bool | None = field(default=None, kw_only=True)
 
 
 @takes(CompileArguments)
 def compile(given: CompileArguments) -> Executor:
     """Compile a model and load its weights: an executor that generates and finetunes.
+
+    A model in memory is traced itself, with its own classes, buffers and hooks, and left as it was.
 
     Raises:
         ParallelError: the ranks have compiled different programs; which, and in what.
@@ -162,27 +171,21 @@ def compile(given: CompileArguments) -> Executor:
         device = own_device(_device(device))
         if given.costs is None:
             options = dataclasses.replace(given, costs=own_sheet(device))
-    if not isinstance(given.model, torch.nn.Module):
-        source = resolve(given.model, weights=True)
-        program = _compiled(source, given.peft, options)
+    module = given.model
+    if not isinstance(module, torch.nn.Module):
+        source = resolve(module, weights=True)
+        program = _compiled(source, source.config, given.peft, options)
         checkpoint = Checkpoint.open(source, program.base_prefix)
         return make_executor(program, checkpoint, given.peft, source.directory, device)
-    module = given.model
-    if hasattr(module, "peft_config"):
-        raise UnsupportedError(
-            "the model is wrapped by peft already; give the base model, and its adapter by "
-            "peft={name: directory}"
-        )
-    if options.dtype is None:
-        options = dataclasses.replace(options, dtype=str(next(module.parameters()).dtype))
-    program = _compiled(resolve(config_of(module)), given.peft, options)
+    source, _ = source_of(module)
+    check_weights(module)
+    program = _compiled(source, module, given.peft, options)
     weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
-    return make_executor(program, weights, given.peft, None, device)
-
-
-def config_of(model: Any) -> Any:
-    """The configuration of a transformers model in memory; anything else as it is."""
-    return model.config.to_dict() if isinstance(model, torch.nn.Module) else model  # type: ignore[union-attr,operator]
+    executor = make_executor(program, weights, given.peft, None, device)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if count <= VERIFIED_PARAMETERS if given.verify is None else given.verify:
+        check_logits(executor, module)
+    return executor
 
 
 def compile_random(
@@ -295,7 +298,7 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
         SourceError: the model cannot be found or read.
         TraceError: it cannot be turned into a graph; names the operator and the module.
     """
-    return trace_config(resolve(config_of(model)).config, dtype_name(dtype), whole)
+    return trace_config(source_of(model)[1], dtype_name(dtype), whole)
 
 
 def make_executor(
@@ -309,8 +312,7 @@ def make_executor(
     """An executor of a program with weights.
 
     Args:
-        program: the program.
-        weights: the weights of its base.
+        weights: the weights of the program's base.
         peft: the adapters to add, by name; anything else adds none.
         directory: the directory of the tokenizer; None for none.
         device: the device of the weights; the GPU where there is one, else the CPU.

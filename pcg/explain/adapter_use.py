@@ -44,11 +44,6 @@ def adapter_use(
 ) -> AdapterUse:
     """The use that recipes, by adapter name, make of a folded model without bypass networks.
 
-    Args:
-        model: the model.
-        recipes: the adapters'.
-        model_type: of config.json, for recipes that name no targets.
-        dtype: dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.

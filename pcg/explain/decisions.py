@@ -20,14 +20,7 @@ from pcg.passes.differentiate import LayerKind
 def decisions(
     kind: LayerKind, plan: TrainingGraph, layers: int, at: Mapping[sympy.Symbol, int]
 ) -> Iterator[SavedTensor]:
-    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors.
-
-    Args:
-        kind: the kind of layer.
-        plan: the layer's training graphs.
-        layers: the number of layers that are trained so.
-        at: the values of the symbols of formulas.
-    """
+    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors."""
     graph = kind.gradients.graph
     storages = Storages.of(graph)
     saved = {storages[name].name for name in plan.saved}

@@ -9,12 +9,7 @@ LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
 
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
-    """Return lines of the base's plan, each site's choice, and the bytes between ranks.
-
-    Args:
-        parallel: the `parallel` object of a report.
-        candidates: list the candidates that were not chosen, too.
-    """
+    """Return lines of the base's plan, each site's choice, and the bytes between ranks."""
     lines = [
         f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
         f"in sequences of {parallel['context']:,}"

@@ -37,27 +37,27 @@ def with_formulas(report: Report, planned: PlannedModel) -> Report:
     rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(training.model, training.frontiers.kinds, setup.batch, seq)
-        return found.plan(setup.having(seq=seq).budget)
+        found = frontiers(training.model, training.frontiers.kinds, setup.options.batch, seq)
+        return found.plan(setup.having(seq=seq).options.budget)
 
     def at_rank(other: int) -> MemoryPlan:
         return plan_model(_with_rank(setup, other)).training.plan
 
     def at_degree(degree: int) -> AtDegree:
-        found = planned if degree == setup.tp else plan_model(setup.having(tp=degree))
+        found = planned if degree == setup.options.tp else plan_model(setup.having(tp=degree))
         _, moments = step_memory(found)
         peak = max(moments, key=lambda moment: moment.total_bytes)
         return AtDegree(_formulas(found), storage_key(found), peak.label)
 
     degrees: dict[str, tuple[int, ...]] = {}
-    if setup.tp > 1:
-        formulas, degrees = in_degree(at_degree, setup.tp)
+    if setup.options.tp > 1:
+        formulas, degrees = in_degree(at_degree, setup.options.tp)
     else:
         formulas = _formulas(planned)
     return dataclasses.replace(
         report,
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        region=valid_range(at_length, setup.seq, MOST_TOKENS),
+        region=valid_range(at_length, setup.options.seq, MOST_TOKENS),
         rank_region=None if rank is None else valid_range(at_rank, rank, MOST_RANK),
         formula_degrees=degrees,
     )
@@ -133,7 +133,7 @@ def parallel_regions(setup: Setup) -> dict[str, list[dict[str, Any]]]:
         if rank is not None and other != rank:
             found[f"rank {other}"] = _token_regions(_with_rank(setup, other))
     for degree in (2, 4, 8):
-        if degree != setup.tp:
+        if degree != setup.options.tp:
             try:
                 found[f"tp {degree}"] = _token_regions(setup.having(tp=degree))
             except ParallelError:
@@ -157,7 +157,7 @@ def _token_regions(setup: Setup) -> list[dict[str, Any]]:
 
     def searches_at(tokens: int, context: int) -> Sequence[Search]:
         costs = settings.device_costs_at(machine, tokens, context)
-        sharding = Shard(setup.tp, costs, settings.options.sequence_parallel)
+        sharding = Shard(setup.options.tp, costs, settings.options.sequence_parallel)
         return sharding.searches(model, prepared, trains=True)
 
-    return token_regions(searches_at, setup.seq)
+    return token_regions(searches_at, setup.options.seq)

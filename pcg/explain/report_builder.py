@@ -27,7 +27,7 @@ from pcg.explain.step_memory import (
     formula_text,
     step_memory,
 )
-from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
+from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
@@ -50,7 +50,7 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(_stage("eager", found.total, found.layers, at))
     if planned.saved is not None:
         plain = _uncompressed_plan(planned)
-        stages += _own_stages(planned, planned.saved, plain)
+        stages += _own_stages(planned, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
@@ -69,9 +69,9 @@ def build_report(planned: PlannedModel) -> Report:
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
         peft=_recipes_text(setup.recipes),
-        tp=setup.tp,
-        batch=setup.batch,
-        seq=setup.seq,
+        tp=setup.options.tp,
+        batch=setup.options.batch,
+        seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
         parameters={"base": elements, "trainable": use.trainable},
@@ -81,7 +81,7 @@ def build_report(planned: PlannedModel) -> Report:
         saved=tuple(_tensors(planned)),
         pareto=tuple(ParetoPoint(*one) for one in trained.frontiers.points()) if trained else (),
         notes=tuple(notes),
-        memory_budget=str(setup.budget),
+        memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
@@ -98,15 +98,15 @@ def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
         return None
     if not use.trainable:
         return None
-    if setup.tp > 1:
+    if setup.options.tp > 1:
         notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
         return None
     eager = EagerRun(
         use.at,
         setup.traced.trace.attention,
         str(setup.config["model_type"]),
-        setup.batch,
-        setup.seq,
+        setup.options.batch,
+        setup.options.seq,
         use.bypasses.biases,
         planned.unraised.adapter_dtype,
         use.bypasses.dropout,
@@ -118,26 +118,21 @@ def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
     """Return the plan without compression; None where it exceeds the budget."""
     setup = planned.setup
-    found = frontiers(planned.training.model, planned.kinds, setup.batch, setup.seq)
+    found = frontiers(planned.training.model, planned.kinds, setup.options.batch, setup.options.seq)
     try:
-        return in_order(found.plan(setup.budget))
+        return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:
         return None
 
 
-def _own_stages(
-    planned: PlannedModel, saved: SavedMemory, plain: MemoryPlan | None
-) -> Iterable[Stage]:
+def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     trained, at = planned.training, planned.setup.at
-    pruned = saved_memory(trained.model, in_order(save_all(planned.kinds)))
-    yield _stage("pruned", pruned.total, pruned.layers, at)
-    if plain is not None:
-        found = saved_memory(trained.model, plain)
-        ratio = plain.recompute_flops_ratio
-        yield _stage("rematerialized", found.total, found.layers, at, ratio)
-    ratio = trained.plan.recompute_flops_ratio
-    yield _stage("compressed", saved.total, saved.layers, at, ratio)
+    plans = {"pruned": in_order(save_all(planned.kinds)), "rematerialized": plain}
+    for name, plan in (plans | {"compressed": trained.plan}).items():
+        if plan is not None:
+            found = saved_memory(trained.model, plan)
+            yield _stage(name, found.total, found.layers, at, plan.recompute_flops_ratio)
     if planned.windowed is not None:
         windows = window_memory(trained.model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio

@@ -33,9 +33,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.memory.plan import MemoryPlan
-
-LOSS_CHUNK_BYTES = 16 * 2**20
-"""The fp32 logits of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
+from pcg.runtime.memory.kv_cache import bytes_of_row, kv_types
 
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
@@ -62,7 +60,6 @@ def step_memory(
     """Return the formulas of the kinds of memory and of their total, and the moments of the step.
 
     Args:
-        planned: the model.
         untrained: the activations of a model that pcg cannot train.
     """
     moments: list[Moment] = []
@@ -86,7 +83,8 @@ def step_memory(
         adapters,
         adapters,
         sympy.Integer(planned.setup.optimizer.state_bytes(shapes, size)),
-        _kv_cache(planned.base) * TOKENS_OF_BATCH,
+        sum(bytes_of_row(type_) for pair in kv_types(planned.base) for type_ in pair)
+        * TOKENS_OF_BATCH,
         activations,
         workspace,
     )
@@ -96,7 +94,7 @@ def step_memory(
 
 def _trained_shapes(planned: PlannedModel) -> Shapes:
     """Return the shapes of the trained tensors of one rank."""
-    if planned.setup.tp == 1 or planned.attached is None:
+    if planned.setup.options.tp == 1 or planned.attached is None:
         return planned.use.trained
     names = {name for graph in planned.attached.graphs for name in trained(graph)}
     found = {
@@ -122,20 +120,6 @@ def base_weights(model: ModelGraph) -> tuple[int, int]:
     return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
 
 
-def _kv_cache(model: ModelGraph) -> int:
-    """Return the bytes of keys and values of one token, in all layers."""
-    of_block = []
-    for block in model.blocks:
-        types = [
-            block.types[name]
-            for node in block.nodes
-            if node.op == "attention"
-            for name in node.inputs[1:3]
-        ]
-        of_block.append(sum(prod(t.features) * DTYPE_BYTES[t.dtype] for t in types))
-    return sum(of_block[index] for index in model.layers)
-
-
 @dataclass(frozen=True)
 class _MomentSizes:
     """The bytes of one moment of a step: formulas in B and S, as `Moment` has them in numbers."""
@@ -153,7 +137,9 @@ def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
     model, plan, setup = planned.training.model, planned.training.plan, planned.setup
     workspaces = [
         [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
-        for pair in training_transients(model, plan.plans, setup.batch * setup.seq, setup.seq)
+        for pair in training_transients(
+            model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq
+        )
     ]
     shared = sympy.Add(
         *(row.size_bytes for row in saved.outside if row.tensor.startswith("prologue."))
@@ -191,17 +177,21 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    head, setup = planned.base.epilogue, planned.setup
-    tokens, vocabulary = setup.batch * setup.seq, int(head.types[head.outputs[0]].shape[-1])
-    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    options = planned.setup.options
+    tokens = options.batch * options.seq
+    chunk = min(tokens, planned.base.loss_chunk)
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    found = transient(planned.training.epilogue, chunk, setup.seq)
+    found = transient(planned.training.epilogue, chunk, options.seq)
     return found.formula(symbol) + carried_bytes(planned.base)
 
 
 def _serving_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the largest workspace of a layer's forward, or of the logits, without training."""
-    model, batch, seq = planned.attached or planned.base, planned.setup.batch, planned.setup.seq
+    model, batch, seq = (
+        planned.attached or planned.base,
+        planned.setup.options.batch,
+        planned.setup.options.seq,
+    )
     found = [transient(one, batch * seq, seq).formula(TOKENS_OF_BATCH) for one in model.blocks]
     # Only the last token of each sequence gets logits.
     found.append(transient(model.epilogue, batch, seq).formula(SEQUENCES))

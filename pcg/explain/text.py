@@ -16,13 +16,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
-    """Return the report as monospaced text of at most 100 columns, formulas apart.
-
-    Args:
-        report: the report.
-        tensors: list every tensor of a layer, and what becomes of it.
-        formulas: print formulas of every kind of memory instead of the numbers.
-    """
+    """Return the report as monospaced text of at most 100 columns, formulas apart."""
     if formulas:
         lines = [*_heading(report), "", *_formulas(report, report.formulas), *_region(report)]
         lines += region_lines(report.parallel)
@@ -190,11 +184,7 @@ def _degrees(report: ReportData) -> list[str]:
 
 
 def comparison(reports: Mapping[str, ReportData]) -> str:
-    """Return reports of one model side by side, as text of a line each.
-
-    Args:
-        reports: the reports by name.
-    """
+    """Return reports of one model side by side, as text of a line each."""
     first = next(iter(reports.values()))
     wide = max(len(name) for name in reports)
     lines = [

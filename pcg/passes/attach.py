@@ -109,6 +109,8 @@ class _Place:
         at = self._bypasses.at
         site = EACH_LAYER if self._node.op == "attention" else self.site
         found = at.get(site, ()) if site else ()
+        if found and self._node.op == "linear":
+            self._require_plain()
         for bypass in found:
             bypass.read(self)
         self._builder.append(self._node)
@@ -121,6 +123,21 @@ class _Place:
         for bypass in at.get(WHOLE_MODEL, ()) if prompted else ():
             value = bypass.attach(self, value)
         return value
+
+    def _require_plain(self) -> None:
+        """Refuse a module that computes more than its product, by a hook or in a subclass.
+
+        An adapter would read the module's input and be added to its output, and not the product's.
+        """
+        scope = self._node.scope
+        inside = (n for n in self._graph.nodes if f"{n.scope}.".startswith(f"{scope}."))
+        others = {n.op for n in inside} - {"linear", "reshape"}
+        if others:
+            raise UnsupportedError(
+                f"{self.site} computes {', '.join(sorted(others))} beside its product, and pcg "
+                "attaches adapters to plain linear modules; do that in a module around it, or "
+                "leave it out of the recipe's targets"
+            )
 
     def _bias(self, value: str) -> str:
         if self._node.op not in ("linear", "layer_norm"):

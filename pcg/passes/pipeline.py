@@ -10,7 +10,7 @@ verifier looks at every graph that a pass made (`pcg.passes.stage`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ from pcg.passes.stages import (
     Trained,
 )
 from pcg.passes.window_attention import WindowAttention
+from pcg.trace import ToTrace
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Settings:
 class Pipeline:
     """The stages of a compilation, in order; users know a stage's result by the stage's name."""
 
-    trace: Stage[Mapping[str, Any], Traced]
+    trace: Stage[ToTrace, Traced]
     fold: Stage[Traced, Base]
     raise_operators: Stage[Base, Base]
     attach: Stage[Base, Attached]
@@ -121,9 +122,9 @@ class Pipeline:
         labels = (names for stage in self.stages for _, names in stage.flat())
         return tuple(dict.fromkeys(name for names in labels for name in names))
 
-    def base(self, config: Mapping[str, Any], observe: Observer | None = None) -> Base:
-        """The model of a config.json, without bypass networks."""
-        folded = self.fold.run(self.trace.run(config, observe), observe)
+    def base(self, model: ToTrace, observe: Observer | None = None) -> Base:
+        """The model without bypass networks."""
+        folded = self.fold.run(self.trace.run(model, observe), observe)
         return self.raise_operators.run(folded, observe)
 
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:

@@ -28,9 +28,10 @@ class Place(Protocol):
 
     Attributes:
         site: the module's path with `{layer}` for the layer's index.
-        inputs: of the node, as they are by now.
+        inputs: the node's inputs by now.
         shape: (out, in) of the weight of a linear node.
-        serving: the graph serves, and what can be made once of an adapter is a parameter.
+        serving: True if the graph serves; tensors that can be made of an adapter once are then
+            parameters.
     """
 
     @property
@@ -63,9 +64,8 @@ class Place(Protocol):
     def dropped(self, *, keeps_dtype: bool = False) -> str:
         """The node's input, with the recipe's dropout in training.
 
-        Args:
-            keeps_dtype: drop in the base's dtype, as the base multiplies it, too; else in the
-                adapters', as peft does.
+        It is dropped in the adapters' dtype, as peft does; with `keeps_dtype` in the base's, as
+        the base multiplies it, too.
         """
 
     def set_input(self, index: int, value: str) -> None:
@@ -76,14 +76,12 @@ class EagerModule(Protocol):
     """A linear module y = W x + b as eager PyTorch runs it, whose autograd saves tensors.
 
     Attributes:
-        out: outputs.
-        in_: inputs.
-        base_dtype: of x.
-        dtype: of the adapter's parameters; x is cast to it where the two differ.
-        x_needs: x requires a gradient.
-        y_needs: the base's y does.
-        drops: the adapter has dropout.
-        is_conv1d: W is stored [in, out].
+        base_dtype: the dtype of x.
+        dtype: the dtype of the adapter's parameters; x is cast to it where the two differ.
+        x_needs: True if x requires a gradient.
+        y_needs: True if the base's y does.
+        drops: True if the adapter has dropout.
+        is_conv1d: True if W is stored [in, out].
     """
 
     out: int
@@ -164,17 +162,13 @@ def low_rank(at: Place, y: str, x: str, a: str, b: str, prefix: str = "") -> str
 
 
 class Shards(Protocol):
-    """The shards of an adapter's tensors that this rank of the group trains, by name.
-
-    Attributes:
-        tensors: the shards, with their gradients.
-        is_first: whether this rank counts what all of them have, where they sum what each has.
-    """
+    """The shards of an adapter's tensors that this rank of the group trains, by name."""
 
     tensors: dict[str, Tensor]
 
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """True if this rank counts what all of them have, where they sum what each has."""
 
     def path_of(self, name: str) -> str:
         """The path of a shard's tensor in the adapter."""

@@ -78,8 +78,7 @@ class RankAllocator:
         """Begin with all triplets.
 
         Args:
-            schedule: of the job.
-            shards: what this rank of the group trains of the adapter.
+            shards: this rank's shards of the adapter.
             rank_dims: the dim of each kind of parameter that the triplets are along.
             values: the kind of E.
         """
@@ -138,7 +137,7 @@ class RankAllocator:
         """Update the scores and zero what is beyond the budget.
 
         Args:
-            step: that the optimizer has just done, from 1; its gradients are still there.
+            step: the step that the optimizer has just done, from 1; its gradients are still there.
         """
         schedule, last = self._schedule, self._schedule.last
         if step > last:

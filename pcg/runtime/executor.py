@@ -25,7 +25,6 @@ from pcg.runtime.engine.request import (
     make_request,
     make_requests,
 )
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.sampling_params import SamplingFields
 from pcg.runtime.model.specialised import ServingProgram
@@ -47,11 +46,8 @@ class Executor:
     def __init__(self, state: ModelState) -> None:
         self.state = state
 
-    # ------------------------------------------------------------------------------- facts
-
     @property
     def program(self) -> Program:
-        """The compiled program."""
         return self.state.program
 
     @property
@@ -61,7 +57,6 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        """The group of ranks that run the program."""
         return self.state.ranks
 
     @property
@@ -83,16 +78,6 @@ class Executor:
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name."""
         return self.state.adapters
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the base's weights that this rank holds."""
-        return self.state.weight_store.size_bytes
-
-    @property
-    def base_weights(self) -> BaseWeights:
-        """The frozen base's weights and constants."""
-        return self.serving.weights
 
     @property
     def adapter_dtype(self) -> str:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,20 @@ import torch
 from torch import nn
 
 from pcg.errors import PcgError, TraceError
-from pcg.trace.layer_kinds import layer_kinds, shorten
-from pcg.trace.markers import IMPLEMENTATION, NumbersOnMeta, register_markers
-from pcg.trace.model_config import parse_config
+from pcg.trace.layer_kinds import layer_kinds, schedule_of
+from pcg.trace.markers import (
+    IMPLEMENTATION,
+    NumbersOnMeta,
+    register_markers,
+)
+from pcg.trace.model_config import check_module, parse_config
+from pcg.trace.prepared_module import (
+    uses_attention_of_transformers,
+    with_attention,
+    with_frozen,
+    with_layers,
+    without_custom_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -59,47 +70,62 @@ class Exported(TraceFacts):
     checkpoint_names: Mapping[str, str]
 
 
-def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Exported:
-    """Export a causal LM from its configuration.
+def export(
+    model: Mapping[str, Any] | nn.Module, dtype: str | None = None, whole: bool = False
+) -> Exported:
+    """Export a causal LM; arguments as of `pcg.trace.trace`.
 
-    Args:
-        config: the contents of a config.json.
-        dtype: torch's name of the dtype to compute in; the configuration's own by default.
-        whole: export every layer, not one of each kind and one more.
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """
     with quiet():
-        parsed = parse_config(config)
-        parsed.dtype = getattr(torch, dtype) if dtype else parsed.dtype or torch.float32
-        with _torch_dtype(parsed.dtype):
-            errors = []
-            for implementation in (IMPLEMENTATION, "sdpa", "eager"):
-                try:
-                    return _export_with(implementation, parsed, whole)
-                except _NotThisWay as error:
-                    errors.append(f"with {implementation} attention, {error}")
-    raise TraceError(f"cannot trace a causal LM of type {parsed.model_type}: {'; '.join(errors)}")
+        if isinstance(model, nn.Module):
+            return _export_module(model, None if dtype is None else getattr(torch, dtype), whole)
+        config = parse_config(model)
+        config.dtype = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+        with _torch_dtype(config.dtype):
+            return _first_way(
+                config.model_type,
+                lambda way: _export_with(way, _build(config, way), whole),
+                (IMPLEMENTATION, "sdpa", "eager"),
+            )
 
 
 class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
 
-def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
-    full = _build(config, implementation)
-    path, kinds = layer_kinds(full)
-    model, schedule = full, tuple(range(len(kinds)))
-    if not whole:
-        shorter, chosen, shortened_config = shorten(config, kinds)
-        candidate = _build(shortened_config, implementation)
-        if layer_kinds(candidate)[1] == [kinds[index] for index in chosen]:
-            model, schedule = candidate, shorter
-    constants = _constant_buffers(model)
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    held = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names = {name: tied.get(name, name) for name in [*held, *_persistent_buffers(model)]}
-    program = _export(model)
+def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
+    """The export by the first attention implementation that an architecture takes."""
+    errors = []
+    for implementation in ways:
+        try:
+            return run(implementation)
+        except _NotThisWay as error:
+            errors.append(f"with {implementation} attention, {error}")
+    raise TraceError(f"cannot trace a causal LM of type {name}: {'; '.join(errors)}")
+
+
+def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
+    check_module(model)
+    # A module without the marker has its attention in a class, which was chosen when it was built.
+    own = getattr(model.config, "_attn_implementation", None) or "eager"
+    ways = (IMPLEMENTATION, own) if uses_attention_of_transformers(model) else (own,)
+    with with_frozen(model, dtype), without_custom_gradients(model):
+        return _first_way(type(model).__name__, lambda way: _export_with(way, model, whole), ways)
+
+
+def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported:
+    path, kinds = layer_kinds(model)
+    schedule, chosen = schedule_of(kinds)
+    if whole:
+        chosen = list(range(len(kinds)))
+        schedule = tuple(chosen)
+    attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
+    with attention_marked, with_layers(model, path, chosen):
+        constants = _constant_buffers(model)
+        names = _checkpoint_names(model)
+        program = _export(model)
     prefix = str(getattr(model, "base_model_prefix", ""))
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     if implementation != IMPLEMENTATION:
@@ -120,8 +146,19 @@ def _build(config: Any, implementation: str) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     except (ValueError, KeyError) as error:
         raise _NotThisWay(f"transformers says: {error}") from error
-    model.config._experts_implementation = IMPLEMENTATION
-    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    return model.requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _checkpoint_names(model: nn.Module) -> dict[str, str]:
+    """Parameters and buffers that a checkpoint holds; tied ones map to the name that it holds."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    held: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if name not in tied:
+            held.setdefault(id(parameter), name)
+    names = {name: held.get(id(parameter), name) for name, parameter in parameters.items()}
+    return names | {name: name for name in _persistent_buffers(model)}
 
 
 def _persistent_buffers(model: nn.Module) -> list[str]:
@@ -134,35 +171,42 @@ def _persistent_buffers(model: nn.Module) -> list[str]:
 
 
 def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of the buffers that no checkpoint holds, made by the model's own initialisation."""
+    """Values of the buffers that no checkpoint holds.
+
+    Those on the meta device are made by the model's own initialisation.
+    """
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        meta = dict(module._buffers)
-        names = module._non_persistent_buffers_set
-        own = {name: old for name, old in meta.items() if name in names and old is not None}
-        if not own:
-            continue
-        for name, old in own.items():
+        before = dict(module._buffers)
+        names = [
+            name for name in module._non_persistent_buffers_set if before.get(name) is not None
+        ]
+        on_meta = [name for name in names if before[name].is_meta]
+        for name in on_meta:
+            old = before[name]
             fill = float("nan") if old.is_floating_point() else -1
             module._buffers[name] = torch.full_like(old, fill, device="cpu")
-        with torch.device("cpu"):
-            model._init_weights(module)  # type: ignore[operator]
-        for name in own:
+        if on_meta and hasattr(model, "_init_weights"):
+            with torch.device("cpu"):
+                model._init_weights(module)  # type: ignore[operator]
+        for name in names:
             value = module._buffers[name]
-            if not torch.isnan(value).any():
-                values[f"{prefix}.{name}" if prefix else name] = value.clone()
-        module._buffers.update(meta)
+            if name not in on_meta or not torch.isnan(value).any():
+                values[f"{prefix}.{name}" if prefix else name] = value.detach().cpu().clone()
+        module._buffers.update(before)
     return values
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    ids = torch.zeros(1, 7, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, 7, dtype=torch.long, device=next(model.parameters()).device)
     inputs: dict[str, object] = {"input_ids": ids}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    taken = inspect.signature(model.forward).parameters
+    if "position_ids" in taken:
         inputs["position_ids"] = ids.clone()
     tokens = torch.export.Dim("T", min=2, max=_most_tokens(model))
     shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
-    inputs["use_cache"], shapes["use_cache"] = False, None
+    if "use_cache" in taken:
+        inputs["use_cache"], shapes["use_cache"] = False, None
     try:
         with NumbersOnMeta():
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)

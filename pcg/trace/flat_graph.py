@@ -61,19 +61,19 @@ class _TraceBuilder(Builder):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._activations = {"input_ids"}
+        self.activations = {"input_ids"}
 
     def equal_node(
         self, op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
     ) -> tuple[str, ...] | None:
-        if self._activations.isdisjoint(inputs):
+        if self.activations.isdisjoint(inputs):
             return super().equal_node(op, inputs, attributes)
         return None
 
     def append(self, node: IrNode) -> tuple[str, ...]:
         names = super().append(node)
-        if not self._activations.isdisjoint(node.inputs):
-            self._activations.update(names)
+        if not self.activations.isdisjoint(node.inputs):
+            self.activations.update(names)
         return names
 
 
@@ -81,14 +81,13 @@ class FlatGraph:
     """The flat graph, to which rules add nodes.
 
     Attributes:
-        builder: builds the graph.
-        values: what each traced node became.
-        constants: values of the graph's constants.
-        scope: module path of the node at hand.
+        values: the flat value of each traced node.
+        constants: the values of the graph's constants.
+        scope: the module path of the node at hand.
     """
 
     def __init__(self) -> None:
-        self.builder: Builder = _TraceBuilder("model")
+        self.builder = _TraceBuilder("model")
         self.values: dict[Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.scope = ""
@@ -111,6 +110,10 @@ class FlatGraph:
     def add_many(self, op: str, *inputs: str, **attributes: Any) -> tuple[str, ...]:
         """Add a node, and return its outputs' names."""
         return self.builder.add_many(op, inputs, scope=self.scope, **attributes)
+
+    def carries_gradient(self, name: str) -> bool:
+        """Return whether backward may go through a value: a float that depends on the tokens."""
+        return name in self.builder.activations and self.builder.types[name].is_float
 
     def reshape(self, name: str, features: tuple[int, ...]) -> str:
         """The flat value with other feature dims."""

@@ -99,7 +99,13 @@ class _Importer:
         for holder, argument in zip(holders, node.args[2:], strict=True):
             self.flat.values[holder] = self.flat.value(argument)
         self._run_nodes(body, set(body.graph.nodes), {})
-        return [self.flat.value(result) for result in body.graph.output_node().args[0]]
+        results = [self.flat.value(result) for result in body.graph.output_node().args[0]]
+        for result in results:
+            if not node.args[0] and self.flat.carries_gradient(getattr(result, "name", "")):
+                raise refusal(
+                    node, "torch.no_grad() around what depends on the tokens cuts gradients"
+                )
+        return results
 
     def _live_nodes(self, root: Node) -> set[Node]:
         live: set[Node] = set()
@@ -132,7 +138,7 @@ class _Importer:
         for holder, name in signature.inputs_to_lifted_tensor_constants.items():
             value = self.exported.program.constants[name]
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
-                data[holder] = value
+                data[holder] = value.detach().cpu()
         return data
 
     def _placeholder(self, node: Node, data: Mapping[str, torch.Tensor]) -> FlatValue | None:

@@ -30,7 +30,7 @@ def measured(executor: Executor) -> int:
         for layer in range(len(runner.training.layers)):
             run_single(whole.layer_requests(layer, window))
     tensors = [x for saved in window.saved for x in saved if x is not None]
-    weights = executor.base_weights
+    weights = executor.serving.weights
     resident = {
         value.untyped_storage().data_ptr()
         for holder in (weights.prologue, *weights.layers, weights.epilogue)

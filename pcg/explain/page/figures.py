@@ -85,7 +85,6 @@ class Point:
     """A way to train.
 
     Attributes:
-        name: what it is called.
         size_bytes: the bytes that it saves for backward.
         ratio: the operations that it recomputes, as a share of the forward's.
     """

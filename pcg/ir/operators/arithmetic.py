@@ -12,21 +12,19 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     broadcast_dims,
     same_dims,
 )
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
 class Elementwise(Operator):
-    """An operator whose element depends on the same element of each input.
-
-    `tile_template` is its element in Triton.
-    """
+    """An operator whose element depends on the same element of each input."""
 
     tile_template: ClassVar[str] = ""
+    """An element in Triton."""
 
     def tiles(self, attributes: Attributes) -> bool:
         return bool(self.tile_template) or type(self).tile is not Elementwise.tile
@@ -39,13 +37,15 @@ class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
     saves: ClassVar[tuple[int, ...]] = (0,)
-    """What autograd saves, as in `eager_saves`."""
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return self.saves
+    def gradient(self, context: Gradient) -> list[str | None]:
+        """The operator named `{name}_backward` of dy and what autograd saves."""
+        read = context.output() if self.saves == (~0,) else context.input(0)
+        op = f"{self.name}_backward"
+        return [context.add(op, context.incoming, read, **context.attributes)]
 
 
 class UnaryBackward(Elementwise):
@@ -145,10 +145,6 @@ class Clamp(Unary):
             x = f"tl.maximum({x}, {attributes['min']!r})"
         return f"tl.minimum({x}, {attributes['max']!r})" if "max" in attributes else x
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        dy, x = context.incoming, context.input(0)
-        return [context.add("clamp_backward", dy, x, **context.attributes)]
-
 
 class ClampBackward(UnaryBackward):
     """dx = dy where x was within the bounds."""
@@ -246,9 +242,7 @@ class PointwiseBackward(Operator):
 
     name = "pointwise_backward"
     inputs = (2, 2)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         function = f"lambda x: {Pointwise().source(['x'], attributes)}"

@@ -12,11 +12,11 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     cast_bytes,
     widened,
 )
-from pcg.ir.operators.tile import Tile
 
 
 class Norm(Operator):
@@ -36,9 +36,7 @@ class NormBackward(Operator):
 
     inputs = (2, 3)
     sums_rows = True
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
@@ -129,6 +127,7 @@ class LayerNorm(Norm):
 
     name = "layer_norm"
     inputs = (1, 3)
+    saves = (0,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if len(types) != 1 + bool(attributes["weight"]) + bool(attributes["bias"]):
@@ -160,9 +159,6 @@ class LayerNorm(Norm):
             return sympy.Integer(0)
         wide = widened(inputs[0])  # a weight for each head is multiplied by in fp32
         return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (0,)
 
 
 def _standardized(tile: Tile, x: int, eps: object) -> tuple[str, str]:

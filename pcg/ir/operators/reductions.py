@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pcg.ir.operators.base import (
     Aligned,
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     feature_dim,
     same_dims,
 )
 from pcg.ir.operators.shape import other_dims
-from pcg.ir.operators.tile import Tile
 
 
 class Reduction(Operator):
@@ -79,6 +79,7 @@ class Softmax(Operator):
 
     name = "softmax"
     template = "torch.softmax({0}, {dim})"
+    saves = (~0,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return other_dims(attributes, same_dims(types[0]))
@@ -88,9 +89,6 @@ class Softmax(Operator):
         total = context.add("sum", weighted, dim=context.attributes["dim"], keepdim=True)
         return [context.add("sub", weighted, context.add("mul", context.output(), total))]
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (~0,)
-
 
 class TopK(Operator):
     """The k largest of the last dim, and their indices."""
@@ -98,10 +96,8 @@ class TopK(Operator):
     name = "topk"
     template = "torch.topk({0}, {k}, dim=-1)"
     suffixes = ("", "indices")
+    saves = (~1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         values = types[0].with_shape((*types[0].shape[:-1], attributes["k"]))
         return values, values.with_dtype("i64")
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (~1,)

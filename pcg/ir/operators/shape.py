@@ -14,12 +14,12 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     broadcast_dims,
     feature_dim,
     same_dims,
 )
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TensorType, promote, tensor
 
 
@@ -121,10 +121,9 @@ class Permute(Operator):
 
 
 class Slice(Operator):
-    """x[..., start:stop:step, ...] along one feature dim.
+    """x[..., start:stop:step, ...] along one feature dim; a view.
 
-    `copied` says that the traced model takes it by an index list, of which eager PyTorch makes a
-    copy; here it is a view.
+    It is `copied` if the traced model takes it by an index list, where eager PyTorch makes a copy.
     """
 
     name = "slice"

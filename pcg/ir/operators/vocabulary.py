@@ -29,6 +29,7 @@ class Embedding(Operator):
     name = "embedding"
     template = "F.embedding({1}, {0})"
     inputs = (2, 2)
+    saves = (1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types
@@ -46,9 +47,6 @@ class Embedding(Operator):
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows chosen
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (1,)
-
 
 class EmbeddingPart(Embedding):
     """Rows of the rank's part of a table, 0 for ids of other ranks: a summand of the embedding."""
@@ -58,10 +56,7 @@ class EmbeddingPart(Embedding):
 
 
 class CrossEntropy(Operator):
-    """loss = -log softmax(logits)[target] of each token, in fp32; 0 where the target is negative.
-
-    `logits: [T, V]`, `targets: [T]` give `[T]`.
-    """
+    """The loss, -log softmax(logits [T, V])[target] in fp32; 0 where the target is negative."""
 
     name = "cross_entropy"
     inputs = (2, 2)
@@ -87,9 +82,7 @@ class CrossEntropyBackward(Operator):
 
     name = "cross_entropy_backward"
     inputs = (3, 3)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[1])
@@ -119,7 +112,7 @@ class LinearCrossEntropy(Operator):
     """The loss of a frozen head, and with `dloss` the gradient of its input.
 
     Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
-    `softcap` c · tanh(l / c), and never exist for all tokens.
+    `softcap` c · tanh(l / c).
     """
 
     name = "linear_cross_entropy"

@@ -88,8 +88,6 @@ class AdapterShards:
                 setattr(bound, python_name(parameter.name), weight)
         return bound
 
-    # ------------------------------------------------------------------------------ gradients
-
     def sum_gradients(self) -> None:
         if self._ranks.size == 1:
             return
@@ -114,8 +112,6 @@ class AdapterShards:
         others = torch.nn.utils.get_total_norm(sharded).to(self._device, torch.float64)
         squares = self._ranks.all_reduce(others.square().reshape(1))[0]
         return (norm.to(squares) ** 2 + squares).sqrt()
-
-    # ------------------------------------------------------------------------- over the ranks
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Sum tensors over the ranks in one exchange, with the same bits on all of them."""
@@ -156,8 +152,6 @@ class AdapterShards:
     def is_first(self) -> bool:
         """True if this is the first rank, which contributes what all ranks have to a sum."""
         return self._ranks.rank == 0
-
-    # ------------------------------------------------------------------------- whole tensors
 
     def gather(self) -> None:
         """Write the shards of all ranks into the adapter."""

@@ -41,7 +41,7 @@ class _Resident:
 
 
 class AdapterCache:
-    """The adapters that have pages; no running request uses those of `idle_pages`."""
+    """The adapters that have pages; `idle_pages` counts those that no running request uses."""
 
     def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
         self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None

@@ -27,16 +27,15 @@ class AdapterCopies:
         self._under_way[key] = self._thread.submit(self._make, copy, before)
 
     def is_under_way(self, key: int) -> bool:
-        """Return whether a copy began and has not finished."""
+        """Return True if a copy began and has not finished."""
         copy = self._under_way.get(key)
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Wait for a copy and forget it; returns whether the adapter fits, or raises its error."""
+        """Wait for a copy and forget it; returns True if the adapter fits, or raises its error."""
         return self._under_way.pop(key).result()
 
     def wait(self) -> None:
-        """Wait for all copies that began."""
         wait(self._under_way.values())
 
     def _make(self, copy: Callable[[], bool], before: torch.cuda.Event | None) -> bool:

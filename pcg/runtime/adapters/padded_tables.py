@@ -26,10 +26,9 @@ from pcg.kernels.adapter_batch import Segments
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.slots import AdapterSlots
-from pcg.runtime.adapters.weight_stacker import WeightStacker
+from pcg.runtime.adapters.weight_stacker import ServedWeights, WeightStacker
 from pcg.runtime.memory.pool import PageTable
 
 
@@ -79,7 +78,7 @@ class PaddedTables:
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
-        """Return tables for an engine that gives adapters pages of its cache, by their `table`.
+        """Return tables for an engine that gives adapters pages of its cache, each its `table`.
 
         Stacks have memory of their own, so these are the tables themselves.
         """

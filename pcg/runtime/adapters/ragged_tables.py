@@ -6,6 +6,7 @@ Weights that kernels cannot read as rows lie in stacks, as in `padded_tables.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,9 +26,15 @@ from pcg.runtime.adapters.row_allocator import (
     RowAllocator,
     pages_of_rows,
 )
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
-from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of, model_sources, served_sources
+from pcg.runtime.adapters.row_memory import RowMemory
+from pcg.runtime.adapters.sites import (
+    GraphSites,
+    JoinedSite,
+    bottlenecks_of,
+    model_sources,
+    served_sources,
+)
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.memory.pool import PageTable
 
 
@@ -54,7 +61,7 @@ class RaggedTables(PaddedTables):
         ]
         self.lora: RowMemory | None = None
         if sites:
-            dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
+            dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
             own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
             self.lora = RowMemory(sites, self._stacker, own)
         self._model = model
@@ -62,7 +69,7 @@ class RaggedTables(PaddedTables):
         in_rows = {
             parameter.source.format(layer=site.layer)
             for site in sites
-            for parameter in site.joined.matrices
+            for parameter in site.matrices
         }
         prompts = {source for graph, layer in graphs for source in _prompts(graph, layer)}
         self._in_stacks = model_sources(model) - in_rows - prompts
@@ -147,8 +154,6 @@ class RaggedTables(PaddedTables):
             for name in site.names:
                 setattr(part, name, rows)
 
-    # ------------------------------------------------------------------------------- recorded steps
-
     @property
     def layout(self) -> object:
         """The places of the rows' memory and tables, which changes when they move."""
@@ -190,8 +195,7 @@ def _prompts(graph: Graph, layer: int) -> list[str]:
     return [parameters[node.inputs[1]].source.format(layer=layer) for node in nodes]
 
 
-def _rows(graph: Graph, part: int, layer: int) -> list[LoraSite]:
+def _rows(graph: Graph, part: int, layer: int) -> list[JoinedSite]:
     """Return the sites of a graph that kernels can read as rows."""
-    joined = [*GraphSites.of(graph).joined, *bottlenecks_of(graph)]
-    found = [LoraSite(part, layer, one) for one in joined]
-    return [site for site in found if site.fits_kernels]
+    sites = (*GraphSites.of(graph).joined, *bottlenecks_of(graph))
+    return [replace(site, part=part, layer=layer) for site in sites if site.fits_kernels]

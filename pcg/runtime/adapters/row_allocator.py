@@ -24,11 +24,9 @@ Shapes: TypeAlias = Sequence[Sequence[int]]
 
 
 class RowAllocator(Protocol):
-    """Memory for rows, given out to adapters."""
+    """Memory for rows, flat and in the adapters' dtype, given out to adapters."""
 
-    @property
-    def memory(self) -> Tensor:
-        """The whole memory, flat, in the adapters' dtype."""
+    memory: Tensor
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
@@ -54,13 +52,9 @@ class OwnRowAllocator:
     """A memory of its own, which grows as adapters come."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=dtype, device=device)
+        self.memory = torch.empty(0, dtype=dtype, device=device)
         self._free = FreeRuns()
         self._runs: dict[int, tuple[int, int]] = {}
-
-    @property
-    def memory(self) -> Tensor:
-        return self._memory
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
@@ -71,9 +65,9 @@ class OwnRowAllocator:
         if self._free.longest < units:
             if not grows:
                 return None
-            held = len(self._memory) // _UNIT
+            held = len(self.memory) // _UNIT
             more = max(held, units, _LEAST_UNITS)
-            self._memory = torch.nn.functional.pad(self._memory, (0, more * _UNIT))
+            self.memory = torch.nn.functional.pad(self.memory, (0, more * _UNIT))
             self._free.add(held, more)
         start = self._free.fitting(units)
         self._free.take(start, units)
@@ -86,9 +80,9 @@ class OwnRowAllocator:
         return found
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
-        flat = _joined(matrices, self._memory.dtype)
+        flat = _joined(matrices, self.memory.dtype)
         first = self._runs[id(adapter)][0] * _UNIT
-        self._memory[first : first + len(flat)].copy_(flat)
+        self.memory[first : first + len(flat)].copy_(flat)
 
     def holds(self, adapter: Adapter) -> bool:
         return id(adapter) in self._runs
@@ -109,13 +103,9 @@ class PagedRowAllocator:
         self, pages: Tensor, table: Callable[[Adapter], PageTable], dtype: torch.dtype
     ) -> None:
         self._pages = pages.view(dtype)
-        self._memory = self._pages.view(-1)
+        self.memory = self._pages.view(-1)
         self._table = table
         self._tables: dict[int, PageTable] = {}
-
-    @property
-    def memory(self) -> Tensor:
-        return self._memory
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool

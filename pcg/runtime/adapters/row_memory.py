@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
 
-from pcg.ir.program.program import python_name
 from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
@@ -34,33 +33,6 @@ from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
 _LEAST_SLOTS = 16
-
-
-@dataclass(frozen=True)
-class LoraSite:
-    """Linear operators of one input in one layer, or a bottleneck adapter.
-
-    `part` counts layers, then prologue and epilogue.
-    """
-
-    part: int
-    layer: int
-    joined: JoinedSite
-
-    @property
-    def fits_kernels(self) -> bool:
-        """True if kernels can read its rows, and sum in fp32."""
-        modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
-        places += [place for one in modules for place in (one.column, one.size)]
-        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
-        return is_aligned and modules[0].a.type.dtype != "f64"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The attributes that emitted functions read of it."""
-        if self.joined.bias is None:
-            return (self.joined.name,)
-        return tuple(python_name(matrix.name) for matrix in self.joined.matrices)
 
 
 @dataclass(frozen=True)
@@ -78,17 +50,14 @@ class RowMemory:
     """The rows of the adapters that run, and tables of where they lie."""
 
     def __init__(
-        self, sites: Sequence[LoraSite], stacker: WeightStacker, allocator: RowAllocator
+        self, sites: Sequence[JoinedSite], stacker: WeightStacker, allocator: RowAllocator
     ) -> None:
         self.sites = tuple(sites)
         self._stacker = stacker
         self._device = device = stacker.device
         self._allocator = allocator
-        self._first: list[int] = []
-        matrices = 0
-        for site in self.sites:
-            self._first.append(matrices)
-            matrices += len(site.joined.matrices)
+        counts = [len(site.matrices) for site in self.sites]
+        *self._first, matrices = accumulate(counts, initial=0)
         self._copies = AdapterCopies(device)
         self._slots: dict[int, int] = {}
         self._copying: dict[int, int] = {}
@@ -167,9 +136,9 @@ class RowMemory:
         """
         shapes = []
         for site in self.sites:
-            sizes = [site.joined.in_size] * len(site.joined.modules)
-            sizes += [one.size for one in site.joined.modules]
-            for parameter, size in zip_longest(site.joined.matrices, sizes):
+            sizes = [site.in_size] * len(site.modules)
+            sizes += [one.size for one in site.modules]
+            for parameter, size in zip_longest(site.matrices, sizes):
                 module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
                 weights = adapter.weights.get(module)
                 if weights is not None and kind in weights.served:
@@ -183,7 +152,7 @@ class RowMemory:
         tensors = (self._allocator.memory, self._rows, self._ranks)
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
-    def bound(self, tokens: TokenSpans) -> list[tuple[LoraSite, LoraRows]]:
+    def bound(self, tokens: TokenSpans) -> list[tuple[JoinedSite, LoraRows]]:
         """Return what emitted functions read at each site."""
         layout = self.layout
         if layout != self._views_of:
@@ -193,17 +162,17 @@ class RowMemory:
         pairs = zip(self.sites, self._views, strict=True)
         return [(site, replace(view, tokens=tokens)) for site, view in pairs]
 
-    def _view_at(self, site: LoraSite, first: int) -> LoraRows:
+    def _view_at(self, site: JoinedSite, first: int) -> LoraRows:
         """Return a site's part of the tables, without tokens."""
-        modules = site.joined.modules
+        modules = site.modules
         middle, end = first + len(modules), first + 2 * len(modules)
-        bias = slice(end, first + len(site.joined.matrices))
+        bias = slice(end, first + len(site.matrices))
         return LoraRows(
             self._allocator.memory,
             self._rows[first:middle],
             self._rows[middle:end],
             self._ranks[first:middle],
-            site.joined.in_size,
+            site.in_size,
             tuple(one.column for one in modules),
             tuple(one.size for one in modules),
             self._rows[bias],
@@ -211,8 +180,6 @@ class RowMemory:
             _NO_TOKENS,
             {},
         )
-
-    # ------------------------------------------------------------------------------- an adapter
 
     def _has(self, adapter: Adapter) -> bool:
         return id(adapter) in self._slots and self._allocator.holds(adapter)
@@ -249,7 +216,7 @@ class RowMemory:
         parts = [
             _aligned(self._stacker.part(adapter, parameter, site.layer))
             for site in self.sites
-            for parameter in site.joined.matrices
+            for parameter in site.matrices
         ]
         self._allocator.write(adapter, [part for part in parts if part is not None])
         rows = torch.zeros(self._rows.shape[::2], dtype=torch.int64)

@@ -16,6 +16,7 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.operators import operator
 from pcg.ir.operators.lora import LoraLinear
 from pcg.ir.program.program import ModelGraph, python_name
+from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
 
 
@@ -36,12 +37,16 @@ class LoraModule:
 class JoinedSite:
     """A lora_linear operator, or a bottleneck adapter with its bias.
 
-    `columns` are those of the joined product, of operators without LoRA too.
+    Attributes:
+        columns: columns of the joined product, of operators without LoRA too.
+        part: index of the part of the model: a layer, or after the layers prologue and epilogue.
     """
 
     modules: tuple[LoraModule, ...]
     columns: int
     bias: Parameter | None = None
+    part: int = 0
+    layer: int = 0
 
     @classmethod
     def of(cls, node: Node, parameters: Mapping[str, Parameter]) -> JoinedSite:
@@ -60,6 +65,21 @@ class JoinedSite:
     def name(self) -> str:
         """The attribute that holds all LoRA of a lora_linear operator."""
         return python_name(self.modules[0].a.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The attributes that emitted functions read of it."""
+        if self.bias is None:
+            return (self.name,)
+        return tuple(python_name(matrix.name) for matrix in self.matrices)
+
+    @property
+    def fits_kernels(self) -> bool:
+        """True if kernels can read its rows, and sum in fp32."""
+        places = [self.in_size, self.columns]
+        places += [place for one in self.modules for place in (one.column, one.size)]
+        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
+        return is_aligned and self.modules[0].a.type.dtype != "f64"
 
     @property
     def matrices(self) -> list[Parameter]:

@@ -1,9 +1,11 @@
-"""Stacks adapters' weights, padded to the largest, and cuts this rank's shard out of the stack."""
+"""The weights that serving programs read of adapters: each by itself, and stacked as shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,8 +14,45 @@ from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import has_zeros, is_sharded
 from pcg.peft.adapter import Adapter
+from pcg.peft.method import Shape
 from pcg.peft.registry import parameter_kind
-from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.peft.weights import Around, ModuleWeights
+
+
+class ServedWeights:
+    """Derives the tensors that programs read of adapters, when they are first read."""
+
+    def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
+        self._base = base
+        self._shapes = shapes
+        self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def part(self, adapter: Adapter, path: str) -> Tensor | None:
+        """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
+
+        The path ends in the parameter's kind. Without such a weight the result is None.
+        """
+        module, _, kind = path.rpartition(".")
+        if kind == "bias":
+            bias = adapter.biases.get(module)
+            return None if bias is None else bias.unsqueeze(0)
+        weights = adapter.weights.get(module)
+        make = None if weights is None else weights.served.get(kind)
+        if weights is None or make is None:
+            return None
+        base = partial(self._base.__getitem__, module)
+        around = Around(base, adapter.shared, self._shapes[module])
+        if not parameter_kind(kind).is_costly:
+            return make(around)
+        kept = self._kept.setdefault(weights, {})
+        if kind not in kept:
+            kept[kind] = make(around)
+        return kept[kind]
+
+    def changed(self, adapter: Adapter) -> None:
+        """Forget what was computed of an adapter, after its tensors were changed in place."""
+        for weights in adapter.weights.values():
+            self._kept.pop(weights, None)
 
 
 @dataclass(frozen=True)

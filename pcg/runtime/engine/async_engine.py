@@ -85,7 +85,12 @@ class AsyncEngine:
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
-        """Train an adapter beside what is served; the result raises errors of data and adapter."""
+        """Train an adapter beside what is served; errors of the data are raised by the result.
+
+        Raises:
+            EngineError: the thread has ended.
+            FinetuneError: bad options.
+        """
         self._check_open()
         running = RunningJob(given.adapter, self.engine, self.call)
         reserved = self.call(functools.partial(self._reserve, running))
@@ -102,7 +107,12 @@ class AsyncEngine:
     def add_adapter(
         self, name: str, path_or_config: object = "lora", *, seed: int = 0
     ) -> Future[Adapter]:
-        """Load an adapter while steps go on, as `Executor.add_adapter`; it can then be served."""
+        """Load an adapter while steps go on; it is read, and a program for it compiled, meanwhile.
+
+        Returns:
+            The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
+                and EngineError.
+        """
         self._check_open()
         state = self._state
         end: Future[Adapter] = Future()
@@ -132,7 +142,7 @@ class AsyncEngine:
         return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function between two steps; EngineError is its result if the thread has ended."""
+        """Run a function between two steps; returns its result, an EngineError after the end."""
         call = _Call(act)
         with self._lock:
             if self._ended is None:

@@ -116,8 +116,6 @@ class Jobs:
     def __getitem__(self, place: int) -> Job:
         return self._jobs[place]
 
-    # ------------------------------------------------------------------------------- one job
-
     def add(self, job: Job) -> Job:
         """Add a job. PcgError: there is one of that name."""
         self.check_free(job.name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from pcg.errors import OutOfMemoryError
@@ -24,7 +23,7 @@ from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -38,6 +37,7 @@ class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
     Attributes:
+        submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
     """
 
@@ -54,18 +54,30 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        self._note = note = Notes(self.log, clock.now_s)
+        log, now_s, known = self.log, clock.now_s, weakref.ref(device)
+
+        # These refer to no engine, and weakly to the device, so that its memory is freed at once.
+        def note(kind: Kind, subject: str, **details: object) -> None:
+            log.add(Event(now_s(), kind, subject, details))
+
+        def evict(adapter: ServedAdapter) -> None:
+            device = known()
+            if device is not None:
+                device.evict(adapter)
+            note(Kind.EVICTED, adapter.name)
+
+        self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
         self._beside: list[Load] = []
-        self._count = 0
+        self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._timeouts: list[tuple[float, str]] = []
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
-        scheduler.adapters.on_evict = _on_evict(device, note)
+        scheduler.adapters.on_evict = evict
         scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
 
     def learn(self, latencies: Latencies) -> None:
@@ -85,18 +97,15 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------- requests
 
-    @property
-    def submitted(self) -> int:
-        """Number of requests submitted so far, which is the index of the next one's chunks."""
-        return self._count
-
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         """Submit a request; returns its id. `step` returns its chunks.
 
+        Args:
+            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
-        number, self._count = self._count, self._count + 1
+        number, self.submitted = self.submitted, self.submitted + 1
         sequence = self.device.open(request, number)
         sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
         limits, adapter = self.scheduler.limits, request.adapter
@@ -124,7 +133,6 @@ class EngineLoop:
         return sequence.id
 
     def cancel(self, request: str) -> None:
-        """Cancel a request, unless it is over."""
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, State.CANCELLED, Kind.CANCELLED)
@@ -218,7 +226,6 @@ class EngineLoop:
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(self, sequence: Sequence, state: State, kind: Kind) -> None:
-        """End a request before its last token."""
         self.scheduler.drop(sequence)
         del self._sequences[sequence.id]
         self._chunks.append(sequence.end(state))
@@ -322,24 +329,9 @@ class EngineLoop:
             job.advance()
             self.jobs.settle(job)
 
-    # ------------------------------------------------------------------------------- the rest
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()
-
-
-def _on_evict(device: Device, note: Notes) -> Callable[[ServedAdapter], None]:
-    # A weak reference: the device refers to the adapter cache, and a cycle would keep its memory.
-    known = weakref.ref(device)
-
-    def evict(adapter: ServedAdapter) -> None:
-        device = known()
-        if device is not None:
-            device.evict(adapter)
-        note(Kind.EVICTED, adapter.name)
-
-    return evict

@@ -48,7 +48,7 @@ class Fcfs(Policy):
 
 @dataclass
 class AdapterClustering(Policy):
-    """Admits requests of adapters in the batch first, once these are `clusters` (S-LoRA §A.2)."""
+    """Admits requests of the batch's adapters first once these are `clusters` (S-LoRA §A.2)."""
 
     clusters: int = 32
 

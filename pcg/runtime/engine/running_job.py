@@ -70,7 +70,7 @@ class RunningJob:
                 change(self.name)
 
     def settle(self) -> bool:
-        """Pass the result on if the job is over; returns whether it is."""
+        """Pass the result on if the job is over; returns True then."""
         job = self._job
         assert job is not None
         if not job.is_over:

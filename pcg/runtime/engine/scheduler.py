@@ -182,7 +182,8 @@ class Scheduler:
         need = pages_for(end) - len(table.pages)
         while need > self.pool.free and not self.adapters.make_room(need):
             latest = left.pop()
-            self._preempt(latest)
+            self._put_back(latest)
+            self.on_preempted(latest)
             if latest is sequence:
                 return False
         self.pool.extend(table, need)
@@ -192,10 +193,6 @@ class Scheduler:
         plan.add(sequence, tokens)
         if self.prefixes is not None:
             self.prefixes.keep(sequence, tokens)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._put_back(sequence)
-        self.on_preempted(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
         del self.running[sequence]
@@ -248,7 +245,9 @@ class Scheduler:
         for sequence in in_turn:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
-            tokens = self._first_chunk(plan, sequence)
+            # A prompt that is alone in a step runs as a whole, however long.
+            is_alone = not plan.chunks and plan.tpot_slo_s is None
+            tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
             if tokens < 1 or not self._give_pages(sequence, reach):
                 self._leave_pages(sequence)
                 return
@@ -259,12 +258,6 @@ class Scheduler:
             self.policy.admitted(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
-
-    def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
-        # A prompt that is alone in a step runs as a whole, however long.
-        if not plan.chunks and plan.tpot_slo_s is None:
-            return sequence.pending
-        return self._chunk(plan, sequence)
 
     def _give_pages(self, sequence: Sequence, reach: int) -> bool:
         """Give a sequence its adapter, and pages for its tokens; False if there is no room."""
@@ -313,8 +306,6 @@ class Scheduler:
                 there[id(adapter)] = adapter
         if there:
             self.prefetch(list(there.values()))
-
-    # ------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""

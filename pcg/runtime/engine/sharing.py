@@ -39,7 +39,10 @@ class Step:
     units: int = 0
 
     def most_seconds(self, burst: float = 1.0) -> float:
-        """Return the most time of a step with all the slack; a new request may wait so long."""
+        """Return the most time that a step may take if its requests have all the slack.
+
+        That is `burst` times the TPOT SLO, and no longer than a new request may have to wait.
+        """
         idle = self.limits.idle_step_s
         return idle if self.tpot_slo_s is None else burst * min(self.tpot_slo_s, idle)
 
@@ -65,7 +68,7 @@ class Sharing(ABC):
     burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
-        """Return True if the next step may serve requests; `has_work` is of the jobs."""
+        """Return True if the next step may serve requests; `has_work` tells if a job could run."""
         return True
 
     def begin(self, step: Step) -> None:  # noqa: B027 (most rules do nothing)

@@ -28,7 +28,7 @@ from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
+from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
 
@@ -157,8 +157,8 @@ class StepRunner:
         if chunks:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
-            assert isinstance(unit, ForwardUnit)
-            functions.append(unit.training_pass.forward_requests(count))
+            assert isinstance(unit.whole, TrainingPass)
+            functions.append(unit.whole.forward_requests(count))
         if not windows:
             with torch.inference_mode():
                 found = [run_single(function) for function in functions]
@@ -190,8 +190,8 @@ class StepRunner:
     def back(self, units: List[Backward]) -> None:
         functions = []
         for unit in units:
-            assert isinstance(unit, BackwardUnit)
-            functions.append(unit.training_pass.backward_requests())
+            assert isinstance(unit.whole, TrainingPass)
+            functions.append(unit.whole.backward_requests())
         with torch.no_grad():
             run_merged(functions)
 

@@ -30,7 +30,6 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """True if no more chunks come."""
         return self._end.done()
 
     def cancel(self) -> None:
@@ -90,7 +89,6 @@ class Stream:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
         with self._changed:
             self._end.set_exception(error)
             self._wake()

@@ -22,7 +22,6 @@ class FreeRuns:
 
     @property
     def longest(self) -> int:
-        """Pages of the longest run; 0 if there is none."""
         return self._by_length[-1][0] if self._by_length else 0
 
     def begins(self, page: int) -> bool:

@@ -189,8 +189,6 @@ class PagePool:
         if self.shared.forget(page):
             self._free.add(page, 1)
 
-    # ----------------------------------------------------------------------------------- integrity
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost, or in two places."""
         seen = [page for start, length in self._free for page in range(start, start + length)]
@@ -211,8 +209,6 @@ class PagePool:
         assert sorted(seen) == list(range(self.size)), "a page is lost, or in two places"
         for (start, length), (after, _) in pairwise(self._free):
             assert start + length < after, "free runs that touch are one"
-
-    # --------------------------------------------------------------------------------------- runs
 
     def _take_spare(self, table: PageTable, count: int) -> None:
         for _ in range(count):

@@ -15,7 +15,7 @@ from pcg.errors import PcgError
 
 
 class SharedPages:
-    """The shared pages of a pool; `on_reclaim` is told each that another owner gets."""
+    """The shared pages of a pool; `on_reclaim` is called with each that another owner gets."""
 
     def __init__(self) -> None:
         self.on_reclaim: Callable[[int], None] = lambda page: None
@@ -28,7 +28,6 @@ class SharedPages:
 
     @property
     def unread(self) -> int:
-        """Number of pages without readers."""
         return len(self._unread)
 
     def add(self, page: int) -> None:

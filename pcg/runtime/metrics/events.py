@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from types import MappingProxyType
@@ -80,7 +79,7 @@ class _Tokens(NamedTuple):
 
 
 class EventLog:
-    """The latest `kept` events in order of time, or all; listeners are called with each."""
+    """The latest `kept` events in order of time, or all of them; listeners get each."""
 
     def __init__(self, kept: int | None = None) -> None:
         self._kept = kept
@@ -131,18 +130,3 @@ class EventLog:
                 self._count -= excess
             else:
                 self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
-
-
-@dataclass(frozen=True)
-class Notes:
-    """Writes events with the present time.
-
-    Parts of an engine hold this instead of the engine, so that nothing in an engine refers to it,
-    and its memory is freed as soon as it is dropped.
-    """
-
-    log: EventLog
-    now_s: Callable[[], float]
-
-    def __call__(self, kind: Kind, subject: str, **details: object) -> None:
-        self.log.add(Event(self.now_s(), kind, subject, details))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -24,7 +24,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objectives of a request: longest seconds, of which None is any."""
+    """Service level objectives of a request: the longest times, in seconds; None for any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -223,10 +223,6 @@ def number(event: Event, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BenchmarkError(
             f"{event.kind} of {event.subject!r} at {event.time_s} s has {name}={value!r}; "
-            f"it has {_listed(event.details)}, and needs the number"
+            f"it has {', '.join(event.details) or 'no details'}, and needs the number"
         )
     return value
-
-
-def _listed(details: Mapping[str, object]) -> str:
-    return ", ".join(details) or "no details"

@@ -57,25 +57,20 @@ class WeightStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors that are kept."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:
         """Return a model's weights, read once. WeightsError: one is missing or damaged."""
-        with self._binding:  # several threads may prepare jobs and adapters
-            return self._bind(model)
-
-    def _bind(self, model: ModelGraph) -> BaseWeights:
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
-        base = self._program.base
-        wholes = zip(weights.holders(model), weights.holders(base), strict=True)
-        for (graph, layer, holder), (plain, _, _) in wholes:
-            whole = {p.source: p for p in plain.parameters}
-            for parameter in graph.parameters:
-                if parameter.role != "adapter":
-                    tensor = self._shard(parameter, whole[parameter.source], layer)
-                    setattr(holder, python_name(parameter.name), tensor)
+        wholes = zip(weights.holders(model), weights.holders(self._program.base), strict=True)
+        with self._binding:  # several threads may prepare jobs and adapters
+            for (graph, layer, holder), (plain, _, _) in wholes:
+                whole = {p.source: p for p in plain.parameters}
+                for parameter in graph.parameters:
+                    if parameter.role != "adapter":
+                        tensor = self._shard(parameter, whole[parameter.source], layer)
+                        setattr(holder, python_name(parameter.name), tensor)
         return weights
 
     def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
@@ -107,8 +102,6 @@ class WeightStore:
     ) -> Tensor:
         shape, dtype = whole.type.features, _dtype(whole)
         return self._source.load(name, shape, dtype, whole.transposed, device, ranges)
-
-    # ------------------------------------------------------------------------- whole tensors
 
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""

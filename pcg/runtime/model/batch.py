@@ -182,7 +182,12 @@ def whole_sequences(
     *,
     keeps: bool = False,
 ) -> Batch:
-    """Make a batch of whole sequences without a KV cache, `virtual` tokens before each."""
+    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
+
+    Args:
+        virtual: number of virtual tokens before each sequence; none by default.
+        keeps: True if they are trained on.
+    """
     spans: list[Span] = []
     ids: list[int] = []
     for sequence, count in zip(sequences, virtual or (0,) * len(sequences), strict=True):

@@ -95,7 +95,6 @@ class _Run(NamedTuple):
 
 
 def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
-    """Yield the groups of sequences in the order of their rows."""
     size = stride = longest = total = 0
     first = before = rows[0]
     for row, count in zip(rows, counts, strict=True):

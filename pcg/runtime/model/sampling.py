@@ -53,7 +53,7 @@ class Drawing:
     Attributes:
         greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
         draw: returns the tokens [R] drawn from logits [R, V] at temperatures [R] and numbers u [R],
-            and whether each could be drawn, [R].
+            and True for each that could be drawn, [R].
     """
 
     greedy: Callable[[Tensor], Tensor]
@@ -112,19 +112,6 @@ def check_drawn(tokens: Sequence[int]) -> None:
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
     return uploaded_list(rows, torch.int64, like.device)
-
-
-def probabilities(
-    logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None = None
-) -> Tensor:
-    """Return the distribution that `sample` draws from, [R, V], fp32; one-hot for greedy rows."""
-    _check_rows(logits, params, [None] * len(params), history, need_generators=False)
-    logits = _penalize(logits, params, history)
-    result = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
-    rows = [row for row, p in enumerate(params) if not p.greedy]
-    if rows:
-        result[rows] = _filter(logits[rows], [params[row] for row in rows]).softmax(dim=-1)
-    return result
 
 
 def _penalize(
@@ -221,7 +208,6 @@ def _check_rows(
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None] | None,
     history: Sequence[Sequence[int]] | None,
-    need_generators: bool = True,
 ) -> None:
     if logits.ndim != 2:
         raise GenerationError(f"logits have shape {tuple(logits.shape)}; expected [rows, vocab]")
@@ -229,7 +215,7 @@ def _check_rows(
         if given is not None and len(given) != logits.shape[0]:
             raise GenerationError(f"{len(given)} {name} for {logits.shape[0]} rows of logits")
     for row, p in enumerate(params):
-        if need_generators and not p.greedy and (generators is None or generators[row] is None):
+        if not p.greedy and (generators is None or generators[row] is None):
             raise GenerationError(
                 f"row {row} has temperature={p.temperature} and no generator; give it its own, "
                 "make_generator(params.seed)"

@@ -21,8 +21,8 @@ from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -235,8 +235,6 @@ class ModelState:
         for listener in self._listeners:
             listener.forget(adapter)
 
-    # ------------------------------------------------------------------------------- where they lie
-
     def on_host(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the adapters' dtype, in host memory."""
         return self._moved(adapter, torch.device("cpu"))
@@ -252,10 +250,12 @@ class ModelState:
             return dataclasses.replace(adapter)
         return adapter.map(lambda tensor: tensor.to(device, dtype))
 
-    # ------------------------------------------------------------------------------- training
-
     def training(self, adapter: Adapter, windows: bool) -> Training:
-        """Return the program that trains an adapter, for windows or for whole sequences."""
+        """Return the program that trains an adapter, for windows or for whole sequences.
+
+        Raises:
+            UnsupportedError: the adapter's encoder was not saved with it.
+        """
         recipe = adapter.recipe
         if recipe.encoder is not None and not adapter.encoder:
             raise UnsupportedError(

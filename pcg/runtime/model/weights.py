@@ -74,7 +74,7 @@ class Weights(ABC):
         Args:
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
-            transposed: whether the checkpoint holds [in, out], and the result is [out, in].
+            transposed: True if the checkpoint holds [in, out], and the result is [out, in].
             ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
                 are read as a whole.
         Raises:
@@ -97,7 +97,6 @@ class Weights(ABC):
         return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
     def unused(self) -> tuple[str, ...]:
-        """Return the sorted names of the tensors that were not loaded so far."""
         return tuple(sorted(self.index.keys() - self._used))
 
     @abstractmethod
@@ -112,8 +111,6 @@ class Weights(ABC):
         tensor = self._read(name, ranges)
         self.read_bytes += tensor.nbytes
         return tensor
-
-    # ------------------------------------------------------------------------------------- names
 
     def _find(self, name: str) -> str | None:
         return next((other for other in self._names(name) if other in self.index), None)
@@ -152,8 +149,6 @@ class Weights(ABC):
                 self._check(name, part, part_shape)
                 rows.copy_(self._take(part))
         return fused
-
-    # ---------------------------------------------------------------------------------- messages
 
     def _check(self, name: str, found: str, shape: Shape) -> None:
         info = self.index[found]
@@ -238,7 +233,11 @@ class Checkpoint(Weights):
 
 
 class StateDictCheckpoint(Weights):
-    """The weights of a module in memory, shared where neither dtype, device nor layout differ."""
+    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
+
+    Raises:
+        WeightsError: a tensor has no data.
+    """
 
     def __init__(
         self,

@@ -107,7 +107,6 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Encode text, with the characters of each token."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)
 
@@ -140,7 +139,6 @@ class Tokenizer:
         return self.chat_template
 
     def with_template(self, source: str) -> Self:
-        """Return the tokenizer with another chat template, given as jinja text."""
         return replace(self, chat_template=ChatTemplate({"default": source}))
 
     def render_chat(

@@ -25,8 +25,6 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
 _ALL_TOKENS = 2**31
 
 
@@ -34,10 +32,6 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        training: the compiled program.
-        weights: the base's weights.
-        adapter: the adapter that is trained.
-        ranks: the group.
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
     """
@@ -66,8 +60,7 @@ class BoundTraining:
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
-        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
 
@@ -91,14 +84,14 @@ class BoundTraining:
 
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""
-        if self._encoder is not None:
+        if self._encoder is None:
+            return
+        if self.ranks.size > 1:
             self._gather_encoded_gradients()
-            self._encoder.backward()
+        self._encoder.backward()
 
     def _gather_encoded_gradients(self) -> None:
         """Gather the gradients of the weights that an encoder made from their shards."""
-        if self.ranks.size == 1:
-            return
         self.shards.sum_gradients()
         gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
         for path, gradient in self.shards.joined(gradients).items():
@@ -122,11 +115,7 @@ class BoundTraining:
         return shared[:count], (*(None,) * count, *shared[count:])
 
     def layer(
-        self,
-        layer: int,
-        batch: Batch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Run a layer forward; returns its outputs, and what it saves for backward."""
         training = self.training
@@ -176,10 +165,9 @@ class BoundTraining:
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
     ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward; `saved` and `gradients` are emptied.
+        """Run a layer backward, which empties `saved` and `gradients`.
 
-        Returns:
-            The gradients of the layer's inputs; none if nothing below is trained.
+        Returns the gradients of the layer's inputs; none if nothing below is trained.
         """
         plan = self.training.plans[self.training.layers[layer]]
         if plan.backward is None:
@@ -198,12 +186,7 @@ class BoundTraining:
             return
         batch.layer = 0  # as it was forward
         trained = self._functions[training.prologue.name](
-            self.weights.prologue,
-            self._first,
-            batch,
-            gradients,
-            batch.input_ids,
-            batch.positions,
+            self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
         self._accumulate(self._first, training.prologue_trained, trained)
 

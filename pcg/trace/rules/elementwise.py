@@ -55,6 +55,13 @@ def identity(flat: FlatGraph, node: Node) -> FlatValue:
     return flat.tensor(node.args[0])
 
 
+def detach(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    if flat.carries_gradient(x.name):
+        raise refusal(node, "it cuts the gradient, which pcg's programs would not")
+    return x
+
+
 def dropout(flat: FlatGraph, node: Node) -> FlatValue:
     if argument(node, 2) and node.args[1]:
         raise refusal(node, "active dropout in the base model")

@@ -10,12 +10,13 @@ from pcg.trace.rules.products import reduction
 
 _UNARY = ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _BINARY = ("add", "div", "mul", "sub")
-_IDENTITIES = ("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy")
+_IDENTITIES = ("alias", "clone", "contiguous", "lift_fresh_copy")
 _RESHAPES = ("_unsafe_view", "flatten", "reshape", "squeeze", "unflatten", "view")
 
 _ATEN: Mapping[str, Rule] = {
     **{name: unary(name) for name in _UNARY},
     **{name: binary(name) for name in _BINARY},
+    **dict.fromkeys(("detach", "detach_"), elementwise.detach),
     **{f"{name}_": binary(name) for name in ("add", "div", "mul")},
     **dict.fromkeys(_IDENTITIES, elementwise.identity),
     **dict.fromkeys(_RESHAPES, shapes.reshape),
