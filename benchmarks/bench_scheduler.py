@@ -159,8 +159,6 @@ class Load:
     """An engine that always has so many running requests.
 
     Args:
-        running: the number of requests.
-        adapters: the number of adapters that they choose from.
         make: makes a device with so many pages, and their pool.
         program: the program whose time is predicted.
     """

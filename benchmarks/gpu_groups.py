@@ -25,11 +25,7 @@ TOLERANCE = {"f64": 1e-12, "f32": 1e-4, "bf16": 2e-2, "f16": 4e-3}
 
 
 def group_graphs(model: Any) -> list[Any]:
-    """The groups of a model's programs, each different one as a graph of its own.
-
-    Args:
-        model: as `compile_program` takes it.
-    """
+    """The groups of a model's programs, each different one as a graph of its own."""
     from pcg.codegen.group_kernel import group_kernel
     from pcg.compiler import compile_program
     from pcg.ir.graph import Value

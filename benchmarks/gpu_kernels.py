@@ -70,7 +70,7 @@ def _loss(bench: Bench, tokens: int) -> Row:
 
 
 def _with_peak(bench: Bench, run: Callable[[], object]) -> tuple[float, int]:
-    """Its time, and the bytes that it allocates at the most."""
+    """Return the time of a call, and the most bytes that it allocates."""
     import torch
 
     run()

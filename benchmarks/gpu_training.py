@@ -44,7 +44,7 @@ class _Site:
 
 
 def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIATE) -> Row:
-    """Ours and peers of s = x Aᵀ and z = y + scale · s Bᵀ."""
+    """Measure s = x Aᵀ and z = y + scale · s Bᵀ against the peers."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
@@ -68,7 +68,7 @@ def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIA
 def _backward(
     bench: Bench, counts: Sequence[int], in_: int = HIDDEN, out: int = INTERMEDIATE
 ) -> Row:
-    """Ours and peers of ds, dB, dA and dx of some jobs; the base's product is once for all."""
+    """Measure ds, dB, dA and dx of some jobs; the base's product is once for all."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops

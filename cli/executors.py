@@ -102,18 +102,13 @@ def on_ranks(degree: int, act: Callable[..., None], arguments: Mapping[str, Any]
     """Do a command's work here, or on ranks that are started for it.
 
     Under torchrun this process is a rank already.
-
-    Raises:
-        PcgError: what is wrong, on whichever rank.
     """
-    if degree == 1:
-        act(**arguments)
-        return
-    from pcg.parallel.ranks.group import started_ranks
-    from pcg.parallel.ranks.launch import launch, mute_others
+    if degree > 1:
+        from pcg.parallel.ranks.group import started_ranks
+        from pcg.parallel.ranks.launch import launch, mute_others
 
-    if started_ranks() == 1:
-        launch(degree, act, arguments)
-        return
-    mute_others()
+        if started_ranks() == 1:
+            launch(degree, act, arguments)
+            return
+        mute_others()
     act(**arguments)

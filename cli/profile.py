@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pcg.options import DTYPES
 from pcg.units import counted
 from pcg.version import __version__
 
@@ -101,10 +100,11 @@ def _dtype(name: str | None, device: torch.device) -> str:
 
     if name is None:
         return "bf16" if device.type == "cuda" else "f32"
-    for short, long in TORCH_NAMES.items():
-        if long in DTYPES and name in (short, long):
+    floats = {short: long for short, long in TORCH_NAMES.items() if "float" in long}
+    for short, long in floats.items():
+        if name in (short, long):
             return short
-    raise UnsupportedError(f"--dtype {name} is none of {', '.join(DTYPES)}")
+    raise UnsupportedError(f"--dtype {name} is none of {', '.join(floats.values())}")
 
 
 def _cache() -> Path:

@@ -312,8 +312,7 @@ def make_executor(
     """An executor of a program with weights.
 
     Args:
-        program: the program.
-        weights: the weights of its base.
+        weights: the weights of the program's base.
         peft: the adapters to add, by name; anything else adds none.
         directory: the directory of the tokenizer; None for none.
         device: the device of the weights; the GPU where there is one, else the CPU.

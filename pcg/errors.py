@@ -90,12 +90,7 @@ class TypeCheckError(IrError):
 
 
 class PassError(PcgError):
-    """A pass failed.
-
-    Args:
-        message: what, the numbers, the fix.
-        graph: the graph it failed on, as text; empty when there is none.
-    """
+    """A pass failed on a graph, which it carries as text; empty when there is none."""
 
     def __init__(self, message: str, graph: str = "") -> None:
         super().__init__(message)
@@ -162,7 +157,7 @@ class FinetuneInterrupted(FinetuneError):
     """A finetuning job was interrupted between two steps.
 
     Args:
-        message: what, the numbers, the fix.
+        message: the text, with the fix.
         step: the last step that was done.
         checkpoint: directory to resume from; None where none was written.
     """

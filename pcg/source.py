@@ -77,10 +77,10 @@ DOWNLOADED = (
 class ModelSource:
     """A model's config and files.
 
-    Args:
+    Attributes:
         name: the hub id, or the directory's name.
         config: the parsed config.json.
-        directory: where config, tokenizer and weights lie; None for a config without files.
+        directory: the place of config, tokenizer and weights; None for a config without files.
         weight_files: safetensors files in the order of the index; empty if there are none.
     """
 
@@ -105,9 +105,8 @@ def resolve(
 
     Args:
         model: directory with a config.json, path to a config.json, hub id, or parsed config.
-        weights: the weights are needed too. A shipped config is then not enough: they are taken
-            from the cache or downloaded.
-
+        weights: True if the weights are needed, too. A shipped config is then not enough: they
+            are taken from the cache or downloaded.
     Raises:
         ModelNotFoundError: nothing has that name.
         ConfigError: config.json is missing, damaged, or has no model_type.

@@ -200,13 +200,8 @@ def _sums(kinds: Sequence[Sequence[_Piece]]) -> list[_Piece]:
         )
         for degree in degrees
     }
-    found: list[_Piece] = []
-    for degree, formula in of_degree.items():
-        if found and found[-1].formula == formula:
-            found[-1] = _Piece(formula, (*found[-1].degrees, degree))
-        else:
-            found.append(_Piece(formula, (degree,)))
-    return found
+    runs = itertools.groupby(degrees, key=lambda degree: of_degree[degree])
+    return [_Piece(formula, tuple(run)) for formula, run in runs]
 
 
 def _piecewise(pieces: Sequence[_Piece]) -> sympy.Expr:

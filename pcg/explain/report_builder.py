@@ -27,7 +27,7 @@ from pcg.explain.step_memory import (
     formula_text,
     step_memory,
 )
-from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
+from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
@@ -50,7 +50,7 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(_stage("eager", found.total, found.layers, at))
     if planned.saved is not None:
         plain = _uncompressed_plan(planned)
-        stages += _own_stages(planned, planned.saved, plain)
+        stages += _own_stages(planned, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
@@ -125,19 +125,14 @@ def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
         return None
 
 
-def _own_stages(
-    planned: PlannedModel, saved: SavedMemory, plain: MemoryPlan | None
-) -> Iterable[Stage]:
+def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
     trained, at = planned.training, planned.setup.at
-    pruned = saved_memory(trained.model, in_order(save_all(planned.kinds)))
-    yield _stage("pruned", pruned.total, pruned.layers, at)
-    if plain is not None:
-        found = saved_memory(trained.model, plain)
-        ratio = plain.recompute_flops_ratio
-        yield _stage("rematerialized", found.total, found.layers, at, ratio)
-    ratio = trained.plan.recompute_flops_ratio
-    yield _stage("compressed", saved.total, saved.layers, at, ratio)
+    plans = {"pruned": in_order(save_all(planned.kinds)), "rematerialized": plain}
+    for name, plan in (plans | {"compressed": trained.plan}).items():
+        if plan is not None:
+            found = saved_memory(trained.model, plan)
+            yield _stage(name, found.total, found.layers, at, plan.recompute_flops_ratio)
     if planned.windowed is not None:
         windows = window_memory(trained.model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio

@@ -35,8 +35,6 @@ class Stage:
     """The bytes that one way to train saves for backward.
 
     Attributes:
-        stage: its name.
-        bytes: the bytes of the whole model.
         bytes_per_block: the bytes of one layer, on average over all but the first.
         recompute_flops_ratio: recomputed floating-point operations, as a share of the forward's.
     """
@@ -69,7 +67,6 @@ class PeerPoint:
 
     Attributes:
         budget: the budget, from 1, torch's default, to 0.
-        bytes: the bytes of the whole model.
         outside_bytes: the part of what layers share, and of logits and loss.
         bytes_per_block: as in `Stage`.
         recompute_flops_ratio: as in `Stage`.
@@ -87,10 +84,7 @@ class GpuCapacity:
     """The steps that fit a GPU.
 
     Attributes:
-        gpu: its name.
-        memory_bytes: its memory.
         usable_bytes: its memory without a reserve.
-        fits: True if the step of the report fits.
         largest_batch: the largest batch at the report's sequence length and budget; 0 for none.
         largest_seq: the largest sequence length at its batch and budget; 0 for none.
         least_largest_batch: the largest batch with a memory budget of 0.
@@ -115,14 +109,11 @@ class SavedTensor:
 
     Attributes:
         tensor: its graph and value.
-        op: the operator that computes it.
         shape: its shape in this batch.
-        dtype: torch's name of its dtype.
         bytes: its bytes if saved, in one layer.
         formula: the same in B and S.
         needed_by: operators of backward that read it.
         decision: "save", "compress", "recompute" or "drop".
-        reason: the reason in words.
         layers: the number of layers that have it.
     """
 
@@ -166,7 +157,6 @@ class GraphNode:
         name: the name of its value.
         op: its operator; "input" for an input of the layer.
         scope: the path of its module, within the layer.
-        inputs: the names of the nodes that it reads.
         decision: as in `SavedTensor`, of its first output.
     """
 

@@ -33,6 +33,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.memory.plan import MemoryPlan
+from pcg.runtime.memory.kv_cache import bytes_of_row, kv_types
 
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
@@ -82,7 +83,8 @@ def step_memory(
         adapters,
         adapters,
         sympy.Integer(planned.setup.optimizer.state_bytes(shapes, size)),
-        _kv_cache(planned.base) * TOKENS_OF_BATCH,
+        sum(bytes_of_row(type_) for pair in kv_types(planned.base) for type_ in pair)
+        * TOKENS_OF_BATCH,
         activations,
         workspace,
     )
@@ -116,20 +118,6 @@ def base_weights(model: ModelGraph) -> tuple[int, int]:
                 key = f"{index}:{name}" if is_layers else name
                 counts[key] = (count, count * DTYPE_BYTES[parameter.type.dtype])
     return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
-
-
-def _kv_cache(model: ModelGraph) -> int:
-    """Return the bytes of keys and values of one token, in all layers."""
-    of_block = []
-    for block in model.blocks:
-        types = [
-            block.types[name]
-            for node in block.nodes
-            if node.op == "attention"
-            for name in node.inputs[1:3]
-        ]
-        of_block.append(sum(prod(t.features) * DTYPE_BYTES[t.dtype] for t in types))
-    return sum(of_block[index] for index in model.layers)
 
 
 @dataclass(frozen=True)

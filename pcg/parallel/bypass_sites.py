@@ -35,13 +35,9 @@ _OF_ROW = {
 
 @dataclass(frozen=True)
 class BypassSite:
-    """One bypass network of a layer.
+    """One bypass network of a layer, by the path of its module and the names of nodes and weights.
 
-    Attributes:
-        name: path of the module that it stands at.
-        nodes: names of its nodes, in the order of the graph.
-        weights: names of the adapter's weights that they read.
-        is_row: True if what it adds to is a sum over ranks; None where that is whole.
+    `is_row` is True if what it adds to is a sum over ranks; None where that is whole.
     """
 
     name: str

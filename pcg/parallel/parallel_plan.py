@@ -6,7 +6,7 @@ Source: FlexLLM (v1 §5.1, figure 6; v2 figure 3), for layouts and the transitio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pcg.ir.layouts import REPLICATED, Layout, Sharding
@@ -82,7 +82,7 @@ _BACKWARD = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a node or a layer on one rank.
+    """The cost of a layer on one rank, or of a part of it.
 
     Attributes:
         value: the number that plans are compared by: operations, or seconds.
@@ -98,14 +98,9 @@ class Cost:
     forward_messages: int = 0
     backward_messages: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.add, _NUMBERS(self), _NUMBERS(other)))
-
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.sub, _NUMBERS(self), _NUMBERS(other)))
-
-
-_NUMBERS = operator.attrgetter(*Cost.__slots__)
+        numbers = operator.attrgetter(*Cost.__slots__)
+        return Cost(*map(operator.sub, numbers(self), numbers(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +112,14 @@ class NodePlan:
         reshards: transitions of its inputs, by value, in order.
         held: layouts of the adapters' weights that no earlier node has read.
         cost: the cost of the node and the transitions, each message by itself.
+        step_bytes: bytes that a rank sends once an optimizer step, to sum gradients.
     """
 
     rule: Sharding
     reshards: tuple[tuple[str, tuple[Reshard, ...]], ...]
     held: tuple[tuple[str, Layout], ...]
-    cost: Cost
+    cost: float
+    step_bytes: int
 
 
 @dataclass(frozen=True)
@@ -146,14 +143,10 @@ class ParallelPlan:
         """The way that each node is sharded, by its name."""
         return {name: node.rule for name, node in self.nodes.items()}
 
-    def cost_of(self, nodes: Iterable[str]) -> Cost:
-        """The cost of some nodes, with the transitions made for them."""
-        return sum((self.nodes[name].cost for name in nodes), Cost())
-
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> float:
         """The cost of all nodes and of the outputs' transitions, each message by itself."""
-        return self.cost_of(self.nodes) + self.outputs.cost
+        return sum(node.cost for node in self.nodes.values()) + self.outputs.cost
 
 
 @dataclass(frozen=True)

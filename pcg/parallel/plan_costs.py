@@ -50,7 +50,7 @@ class PlanCosts:
 
 
 def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
-    costs, total = planner.costs, plan.cost
+    costs = planner.costs
     forward, backward = plan_messages(planner.graph, plan, planner.degree, planner.active)
     alone = sum(
         planner.paths.send(reshard, planner.graph.types[name], name in planner.active)
@@ -63,8 +63,9 @@ def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
     def sent(messages: Sequence[Message]) -> int:
         return sum(costs.bytes_sent(one.kind, *one.types) for one in messages)
 
-    bytes_ = (sent(forward), sent(backward), total.step_bytes)
-    return Cost(total.value - alone + together, *bytes_, len(forward), len(backward))
+    step_bytes = sum(node_plan.step_bytes for node_plan in plan.nodes.values())
+    bytes_ = (sent(forward), sent(backward), step_bytes)
+    return Cost(plan.cost - alone + together, *bytes_, len(forward), len(backward))
 
 
 def _without(graph: Graph, nodes: Collection[str]) -> Graph:

@@ -26,11 +26,9 @@ from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.operators import operator
-from pcg.ir.types import TensorType
 from pcg.parallel.costs.layer_costs import LayerCosts
 from pcg.parallel.parallel_plan import (
     Constraints,
-    Cost,
     NodePlan,
     ParallelPlan,
     Reshard,
@@ -61,42 +59,24 @@ class _State:
 
 @dataclass
 class _NodePlanBuilder:
-    """Adds up the cost, and the number, of the reshards that bring a node's inputs into layouts.
+    """Adds up the cost of the reshards that bring a node's inputs into layouts.
 
     `held` are the layouts of adapters' weights that no earlier node has read.
     """
 
-    costs: LayerCosts
-    cost: Cost = field(default_factory=Cost)
-    count: int = 0
+    cost: float = 0.0
+    step_bytes: int = 0
     reshards: list[tuple[str, tuple[Reshard, ...]]] = field(default_factory=list)
     held: list[tuple[str, Layout]] = field(default_factory=list)
 
-    def hold(self, name: str, layout: Layout, type_: TensorType, is_active: bool) -> None:
-        """Hold an adapter's weight in a layout."""
-        self.held.append((name, layout))
-        if layout == REPLICATED and is_active:
-            size = self.costs.bytes_sent("all_reduce", type_)
-            self.cost += Cost(self.costs.sum_gradient(type_), step_bytes=size)
-
-    def reshard(
-        self, name: str, value: float, messages: Sequence[tuple[Reshard, TensorType]], active: bool
-    ) -> None:
-        """Bring a value along a path of reshards, each with its message, at a known cost."""
-        self.count += len(messages)
-        self.reshards.append((name, tuple(one for one, _ in messages)))
-        self.cost += Cost(value)
-        for one, message in messages:
-            if one.forward:
-                size = self.costs.bytes_sent(one.forward, message)
-                self.cost += Cost(forward_bytes=size, forward_messages=1)
-            if one.backward and active:
-                size = self.costs.bytes_sent(one.backward, message)
-                self.cost += Cost(backward_bytes=size, backward_messages=1)
-
-    def build(self, rule: Sharding, work: float) -> NodePlan:
-        """The plan of a node that runs by a rule, with the cost of its own work."""
-        return NodePlan(rule, tuple(self.reshards), tuple(self.held), Cost(work) + self.cost)
+    def state_after(
+        self, state: _State, versions: Versions, rule: Sharding, work: float = 0.0
+    ) -> _State:
+        """The state after a node that runs by a rule, with the cost of its own work."""
+        count = sum(len(some) for _, some in self.reshards)
+        total = (state.cost[0] + work + self.cost, state.cost[1] + count)
+        parts = (tuple(self.reshards), tuple(self.held), work + self.cost, self.step_bytes)
+        return _State(versions, total, state, NodePlan(rule, *parts))
 
 
 class Planner:
@@ -206,8 +186,7 @@ class Planner:
                     versions[value.name] = self.paths.made(value.type, layout)
                 for name in self._last.get(place, ()):
                     versions.pop(name, None)
-                total = (state.cost[0] + work + built.cost.value, state.cost[1] + built.count)
-                yield _State(versions, total, state, built.build(rule, work))
+                yield built.state_after(state, versions, rule, work)
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Constraints
@@ -231,10 +210,14 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            built = _NodePlanBuilder(self.costs)
+            built = _NodePlanBuilder()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
-                built.hold(name, layout, self.graph.types[name], name in self.active)
+                built.held.append((name, layout))
+                if layout == REPLICATED and name in self.active:
+                    type_ = self.graph.types[name]
+                    built.cost += self.costs.sum_gradient(type_)
+                    built.step_bytes += self.costs.bytes_sent("all_reduce", type_)
             if self._bring(versions, *self._wanted(node, rule), built, fixed):
                 yield versions, built
 
@@ -266,10 +249,9 @@ class Planner:
             if path is None:
                 return False
             cost, reshards = path
-            type_ = self.graph.types[name]
-            versions[name] = self.paths.after(type_, versions[name], reshards)
-            messages = [(one, one.message(type_, self.degree)) for one in reshards]
-            built.reshard(name, cost, messages, name in self.active)
+            versions[name] = self.paths.after(self.graph.types[name], versions[name], reshards)
+            built.reshards.append((name, reshards))
+            built.cost += cost
         return True
 
     def _path(
@@ -297,12 +279,11 @@ class Planner:
 
     def _ended(self, state: _State, fixed: Constraints) -> _State | None:
         """The state with the outputs in their layouts; None where there is no way."""
-        versions, built = dict(state.versions), _NodePlanBuilder(self.costs)
+        versions, built = dict(state.versions), _NodePlanBuilder()
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, built, fixed):
             return None
-        total = (state.cost[0] + built.cost.value, state.cost[1] + built.count)
-        return _State(versions, total, state, built.build(Sharding(layouts, ()), 0.0))
+        return built.state_after(state, versions, Sharding(layouts, ()))
 
     def _outputs(self, fixed: Constraints) -> tuple[Layout, ...]:
         return tuple(fixed.outputs.get(name, WHOLE) for name in self.graph.outputs)

@@ -50,14 +50,12 @@ class Candidate:
         strategy: the way's name; see `strategy_name`.
         gathered: weights that are gathered where they are read.
         added: the cost that the way adds to the layer.
-        layer: the layer's cost with it.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     added: Cost
-    layer: Cost
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -220,12 +218,8 @@ class Search:
     @staticmethod
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
         """Weights that the site's nodes gather."""
-        combined = {
-            name
-            for node in site.nodes
-            for name, reshards in plan.nodes[node].reshards
-            if any(reshard.op == "combine" for reshard in reshards)
-        }
+        reshards = [some for node in site.nodes for some in plan.nodes[node].reshards]
+        combined = {name for name, some in reshards if any(one.op == "combine" for one in some)}
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:
@@ -245,9 +239,8 @@ class Search:
         self, plan: ParallelPlan, best: ParallelPlan, site: BypassSite, gathered: frozenset[str]
     ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        layer = self.costs.of(plan)
-        added = layer - self.costs.without(best, site.nodes)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added, layer)
+        added = self.costs.of(plan) - self.costs.without(best, site.nodes)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added)
 
     def _ways(
         self, site: BypassSite, chosen: Candidate

@@ -87,7 +87,6 @@ def bypasses_of(
 
 
 def _biases(model: ModelGraph, recipe: Recipe, adapted: set[str]) -> set[str]:
-    """Sources of the base biases that the recipe trains."""
     frozen = {p.source for graph in model.graphs for p in graph.parameters if p.role == "frozen"}
     biases = {source for source in frozen if source.endswith(".bias")}
     return {s for s in biases if recipe.trains_bias(s.removesuffix(".bias"), adapted)}

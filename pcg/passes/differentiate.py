@@ -50,12 +50,8 @@ class Differentiated:
 class LayerKind:
     """Layers that are differentiated alike: those of one block, the first to train one apart.
 
-    Attributes:
-        name: the name for their graphs.
-        block: the index of their block in the model.
-        layers: the layers' numbers.
-        shared: inputs that come from the prologue, which all layers read.
-        gradients: the block's graph and its backward.
+    `block` is the index of their block in the model, `shared` are inputs that come from the
+    prologue, which all layers read.
     """
 
     name: str

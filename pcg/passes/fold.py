@@ -61,10 +61,8 @@ class _Folder:
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
         self._positional = self._depend_on({"position_ids"}, "constant")
         self._weights = self._depend_on(set(), "frozen", "constant")
-        self._count = 1 + max(
-            (int(match[1]) for node in graph.nodes if (match := self._pattern.match(node.scope))),
-            default=-1,
-        )
+        matches = (self._pattern.match(node.scope) for node in graph.nodes)
+        self._count = 1 + max((int(match[1]) for match in matches if match), default=-1)
         if not self._count:
             raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
         self._region = self._find_regions()
@@ -84,9 +82,8 @@ class _Folder:
                     f"%{name}, made by layer {self._region_of(name)}, is read by a later layer "
                     "than the next; pcg folds models whose layers form a chain"
                 )
-        prologue = self._graph(
-            "prologue", regions[0], self.graph.inputs, [*carried[0], *invariants]
-        )
+        outputs = [*carried[0], *invariants]
+        prologue = self._graph("prologue", regions[0], self.graph.inputs, outputs)
         shared = readable_names(prologue)
         prologue = prologue.renamed(shared)
         blocks: list[Graph] = []
@@ -100,16 +97,13 @@ class _Folder:
         used = [name for name in invariants if name in reads[-1]]
         inputs = self._values([*carried[-1], *used])
         epilogue = self._graph("epilogue", regions[-1], inputs, self.graph.outputs)
-        names = shared | _carried_names(carried[-1])
-        epilogue = epilogue.renamed(readable_names(epilogue, names))
+        epilogue = _readable(epilogue, carried[-1], shared)
         return ModelGraph(
             prologue,
             tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks)),
             tuple(block_of[traced] for traced in schedule),
             epilogue,
         )
-
-    # ------------------------------------------------------------------ regions
 
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
         """Values that depend on these inputs and on parameters of these roles alone."""
@@ -149,10 +143,8 @@ class _Folder:
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
-                if region != PROLOGUE:
-                    for view in self._recomputed_before(node):
-                        if view not in nodes:
-                            nodes.append(view)
+                views = self._recomputed_before(node) if region != PROLOGUE else ()
+                nodes += [view for view in dict.fromkeys(views) if view not in nodes]
                 nodes.append(node)
         return nodes
 
@@ -182,8 +174,6 @@ class _Folder:
         }
         return [name for name in reads if name not in self._positional and name not in others]
 
-    # ------------------------------------------------------------------ graphs
-
     def _values(self, names: Iterable[str]) -> list[Value]:
         return [Value(name, self.graph.types[name]) for name in names]
 
@@ -211,15 +201,17 @@ class _Folder:
             for node in graph.nodes
         )
         renamed = graph.replace(nodes=scoped).renamed(names).replace(parameters=parameters)
-        return renamed.renamed(readable_names(renamed, dict(shared) | _carried_names(carried)))
+        return _readable(renamed, carried, shared)
 
     def _relative_scope(self, scope: str) -> str:
         match = self._pattern.match(scope)
         return (match[2] or "") if match else scope
 
 
-def _carried_names(carried: Sequence[str]) -> dict[str, str]:
-    return {name: "x" if i == 0 else f"x_{i}" for i, name in enumerate(carried)}
+def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:
+    """The graph with readable names, which for the values that layers carry are x, x_1, …."""
+    names = {name: f"x_{i}" if i else "x" for i, name in enumerate(carried)}
+    return graph.renamed(readable_names(graph, {**shared, **names}))
 
 
 def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:

@@ -255,7 +255,6 @@ def options_of(kind: type[Pass[Any, Any]]) -> dict[str, Any]:
 
 
 def _value(where: str, text: str, hint: Any) -> Any:
-    """An option's value of the type that the pass declares."""
     if isinstance(hint, types.UnionType):
         hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
     if typing.get_origin(hint) is tuple:

@@ -25,14 +25,10 @@ Named: TypeAlias = Mapping[str, Graph]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """The record of one pass that ran.
+    """The record of one pass that ran: its time, verification included, and the graphs behind it.
 
-    Attributes:
-        name: the pass's name.
-        labels: names by which users know the state after it: its own, unless it is a stage's that
-            goes on, and those of the stages that end with it.
-        seconds: the time that it took, verification included.
-        graphs: the graphs behind it.
+    Users know the state after it by `labels`: its own name, unless it is that of a stage that goes
+    on, and those of the stages that end with it.
     """
 
     name: str
@@ -42,11 +38,9 @@ class PassRecord:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all graphs."""
         return sum(len(graph.nodes) for graph in self.graphs.values())
 
     def text(self) -> str:
-        """The graphs as text IR, each under its full name."""
         return text_of(self.graphs)
 
 

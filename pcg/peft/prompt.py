@@ -202,7 +202,7 @@ class PromptEncoderConfig(PromptRecipe):
         encoder_reparameterization_type: the network that makes the prompt: MLP or LSTM.
         encoder_hidden_size: features within it; None is as many as an embedding has.
         encoder_num_layers: layers of an LSTM.
-        encoder_dropout: between the layers of an LSTM; an MLP has none.
+        encoder_dropout: dropout between the layers of an LSTM; an MLP has none.
     """
 
     method: ClassVar[str] = "P-tuning"

@@ -42,8 +42,8 @@ class PromptEncoder:
         kind: MLP, LSTM or PREFIX.
         tokens: virtual tokens.
         hidden: features within; None is the width.
-        layers: of the LSTM; the others have as many as they have.
-        dropout: between the layers of the LSTM.
+        layers: layers of the LSTM; the others have a fixed number.
+        dropout: dropout between the layers of the LSTM.
         makes_zeros: True if a fresh encoder makes zeros.
     """
 

@@ -44,8 +44,8 @@ class OtherField:
     Attributes:
         default: the value that peft writes.
         feature: in words, the feature that it turns on, which pcg does not have; empty for none.
-        is_note: it changes nothing here, and is written back as it was read.
-        is_written: peft writes it.
+        is_note: True if it changes nothing here, and is written back as it was read.
+        is_written: True if peft writes it.
     """
 
     default: Any = None

@@ -73,12 +73,8 @@ class Exported(TraceFacts):
 def export(
     model: Mapping[str, Any] | nn.Module, dtype: str | None = None, whole: bool = False
 ) -> Exported:
-    """Export a causal LM.
+    """Export a causal LM; arguments as of `pcg.trace.trace`.
 
-    Args:
-        model: the contents of a config.json, or the model itself, which is left as it was.
-        dtype: torch's name of the dtype to compute in; the model's own by default.
-        whole: export every layer, not one of each kind and one more.
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """

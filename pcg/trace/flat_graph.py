@@ -81,10 +81,9 @@ class FlatGraph:
     """The flat graph, to which rules add nodes.
 
     Attributes:
-        builder: builds the graph.
-        values: what each traced node became.
-        constants: values of the graph's constants.
-        scope: module path of the node at hand.
+        values: the flat value of each traced node.
+        constants: the values of the graph's constants.
+        scope: the module path of the node at hand.
     """
 
     def __init__(self) -> None:

@@ -26,6 +26,8 @@ _aten = torch.ops.aten
 _SOFTMAX = {_aten.softmax.int, _aten._softmax.default}
 _PRODUCT = {_aten.matmul.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mm.default}
 _CALL = _aten.scaled_dot_product_attention.default
+_VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_copy")
+_TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
 _HIDDEN = -1e4
 _HALF = (torch.bfloat16, torch.float16)
 _LENGTHS = (6, 9)
@@ -78,17 +80,7 @@ def find_scores(
 
 def _probabilities(node: Node) -> Node | None:
     """The softmax over keys that a node's value is, up to casts, views and inactive dropout."""
-    transparent = {
-        _aten.to.dtype,
-        _aten.dropout.default,
-        _aten.view.default,
-        _aten.reshape.default,
-        _aten.type_as.default,
-        _aten.contiguous.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-    }
-    while node.target in transparent:
+    while node.target in _TRANSPARENT:
         node = node.args[0]  # type: ignore[assignment]
     value = node.meta.get("val")
     if node.target in _SOFTMAX and not isinstance(value.shape[-1], int):  # type: ignore[union-attr]

@@ -225,7 +225,7 @@ def check_candidates(
             degree = search.planner.degree
             worst = errors(search.graph, degree, plan, sent, messages, lengths)
             assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
-            said = candidate.layer
+            said = search.costs.of(plan)
             assert sum(sent.values()) == said.forward_bytes + said.backward_bytes, (
                 candidate.strategy,
                 sent,
@@ -234,7 +234,7 @@ def check_candidates(
                 candidate.strategy,
                 messages,
             )
-            extra, bill = said - choice.chosen.layer, candidate.added - choice.chosen.added
+            extra, bill = said - search.costs.of(found.plan), candidate.added - choice.chosen.added
             assert extra.forward_bytes + extra.backward_bytes == (
                 bill.forward_bytes + bill.backward_bytes
             )

@@ -47,11 +47,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The table's entry of that name.
-
-    Raises:
-        IrError: there is none; the message names the closest.
-    """
+    """The table's entry of that name. IrError: there is none; the message names the closest."""
     try:
         return OPERATORS[name]
     except KeyError:

@@ -77,11 +77,7 @@ class Operator:
     """False if a program with this operator can only be explained."""
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        """Types of the outputs.
-
-        Raises:
-            TypeCheckError: the operator does not take these types.
-        """
+        """Types of the outputs. TypeCheckError: the operator does not take these types."""
         return (types[self.made_like],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -170,18 +166,12 @@ class Operator:
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         """The measurements of an operator of adapters' parameters alone, for a profile.
 
-        Args:
-            size: the number of a module's inputs or outputs.
-            rank: the adapter's rank.
-            dtype: the dtype of its parameters.
+        `size` is the number of a module's inputs or outputs; rank and dtype are the adapter's.
         """
         return iter(())
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.
-
-        A formula in `T`; what is of the order of a number a token is left out.
-        """
+        """Bytes alive in PyTorch's kernel beside inputs and outputs, at most; not a few a token."""
         return sympy.Integer(0)
 
     def output_suffixes(self, count: int) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ class LinearCrossEntropy(Operator):
     """The loss of a frozen head, and with `dloss` the gradient of its input.
 
     Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
-    `softcap` c · tanh(l / c), and never exist for all tokens.
+    `softcap` c · tanh(l / c).
     """
 
     name = "linear_cross_entropy"

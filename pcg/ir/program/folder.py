@@ -79,16 +79,12 @@ def save_program(
     tokenizer_directory: str | os.PathLike[str] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a program's folder, in place of a program that is there.
+    """Write a program's folder, in place of a program that is there; returns its manifest.
 
     Args:
-        program: the program to save.
-        directory: its folder.
         weights: directory or hub id that holds the weights, for the manifest.
         tokenizer_directory: directory of the tokenizer's files, which are copied.
         report: the report of `pcg explain`, as JSON.
-    Returns:
-        The manifest that was written.
     Raises:
         ProgramError: it cannot be written, or something else is there.
     """
@@ -130,10 +126,8 @@ def save_program(
 
 
 def _check_free(target: Path) -> None:
-    """Refuse to replace what is not a program, or has more in it."""
-    if not target.exists():
-        return
-    if not target.is_dir():
+    """Refuse to replace a folder that is no program, or has other files."""
+    if target.exists() and not target.is_dir():
         raise ProgramError(f"{target} is a file; give the folder of a program, or a new one")
     there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
     if not there:
@@ -182,15 +176,14 @@ def _write(path: Path, content: bytes) -> None:
 
 def _replace(target: Path, new: Path) -> None:
     """Rename `new` to `target`; a program that is there goes when the new one has its place."""
-    if not target.exists():
-        new.rename(target)
-        return
     old = new.with_name(f"{new.name}-old")
-    target.rename(old)
+    if target.exists():
+        target.rename(old)
     try:
         new.rename(target)
     except BaseException:
-        old.rename(target)
+        if old.exists():
+            old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -202,7 +195,6 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     """Read a program's folder.
 
     Args:
-        directory: its folder.
         trust_edits: accept files whose edits stand alone: emitted source, the tokenizer's files,
             the report. Loading a program runs its source.
     Raises:
@@ -227,14 +219,13 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
 
 def _check_edit(folder: Path, name: str, found: str, expected: str, trust_edits: bool) -> None:
     hashes = f"SHA-256 {found[:8]}…, compiled as {expected[:8]}…"
-    if name in SOURCES or (name not in REQUIRED and not name.endswith(".pcg")):
-        if not trust_edits:
-            raise ProgramError(
-                f"{folder / name} was edited ({hashes}); if the edit is meant, accept it: "
-                "--trust-edits (trust_edits=True); else " + compile_again(folder)
-            )
-        return
-    raise ProgramError(
-        f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "
-        f"edited: {compile_again(folder)}"
-    )
+    if name not in SOURCES and (name in REQUIRED or name.endswith(".pcg")):
+        raise ProgramError(
+            f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "
+            f"edited: {compile_again(folder)}"
+        )
+    if not trust_edits:
+        raise ProgramError(
+            f"{folder / name} was edited ({hashes}); if the edit is meant, accept it: "
+            f"--trust-edits (trust_edits=True); else {compile_again(folder)}"
+        )

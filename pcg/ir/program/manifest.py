@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -25,8 +24,7 @@ class Manifest:
 
     Attributes:
         format: the folder's format; `FORMAT` is the newest that this pcg reads.
-        versions: the versions of pcg, torch and transformers that compiled it.
-        model: its name.
+        versions: the versions of pcg, torch and transformers that compiled the model.
         dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.
@@ -74,10 +72,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{folder} is of format {version}, written by pcg {writer or '(unknown)'}; this is pcg "
             f"{__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
         )
-    for field in dataclasses.fields(Manifest):
-        if field.name not in content or not isinstance(content[field.name], _KINDS[field.name]):
-            state = "damaged" if field.name in content else "missing"
-            raise ProgramError(f'{path}: "{field.name}" is {state}; {again}')
+    for name, kind in _KINDS.items():
+        if name not in content or not isinstance(content[name], kind):
+            state = "damaged" if name in content else "missing"
+            raise ProgramError(f'{path}: "{name}" is {state}; {again}')
     unknown = sorted(set(content) - set(_KINDS))
     if unknown:
         raise ProgramError(f'{path} has "{unknown[0]}", which no manifest has; {again}')
@@ -118,11 +116,7 @@ def compile_again(folder: Path) -> str:
 
 
 def json_text(value: object, what: str = "it") -> str:
-    """JSON as it stands in the folder.
-
-    Raises:
-        ProgramError: it holds what JSON cannot.
-    """
+    """JSON as it stands in the folder. ProgramError: the value holds what JSON cannot."""
     try:
         return json.dumps(value, indent=2) + "\n"
     except (TypeError, ValueError) as error:

@@ -32,14 +32,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence; see the operator of that name.
 
-    Args:
-        batch: spans and cache.
-        q: [T, H, D].
-        k: [T, K, D].
-        v: [T, K, Dv].
-        scores: the fields of `Scoring`.
-    Returns:
-        out [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
+    q is [T, H, D], k [T, K, D], v [T, K, Dv]; scores are the fields of `Scoring`. Returns out
+    [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
     scoring = Scoring(**scores)
     cache = batch.append(k, v)

@@ -33,10 +33,7 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
 def activate(s: Any, bias: Any, function: str) -> Any:
     """σ(s + scale · bias) of a bottleneck; s and what comes out are as `shrink` gives them.
 
-    Args:
-        s: [T, size], [tokens of adapters, size], or [adapters, tokens, size].
-        bias: [size], or a stack [adapters, 1, size] with segments, scaled already.
-        function: σ's name.
+    The bias is [size], or a stack [adapters, 1, size] with segments, scaled already.
     """
     if s is None:
         return None

@@ -147,8 +147,6 @@ def add_lora(
         weight: the base's weight, joined.
         a: each output's A; the first holds the LoRA of all, a `JoinedLora`.
         b: each output's B, likewise.
-    Returns:
-        Each operator's output.
     """
     for lora in by_width(a[0]):
         _add_joined(y, x, lora)

@@ -193,13 +193,8 @@ def product(
 ) -> ProductRequest[Any]:
     """Request x [T, in] by each of some weights [out, in]; returns their outputs, [T, out] each.
 
-    Args:
-        batch: the step's batch.
-        name: the first weight's name in its layer.
-        x: [T, in].
-        weights: [out, in] each.
-        biases: one for each weight; empty for none.
-        whole: give the outputs as one tensor, [T, outs], that may be written over.
+    `name` is that of the first weight in its layer; with `whole` the outputs are one tensor,
+    [T, outs], that may be written over.
     """
     key = (batch.layer, name, len(weights), bool(biases))
     return LinearProduct(key, x, weights, biases, whole).requested()

@@ -113,9 +113,8 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
         temperatures: [R], fp32, above 0; 1 where filters have divided by it.
         uniform: u, [R], fp64, at least 0 and less than 1.
     Returns:
-        tokens: [R], int64.
-        are_drawn: [R], bool; false, and the token 0, where the logits hold NaN or no finite number.
-            To be asked when the tokens are read.
+        Tokens [R], int64, and a mask [R]; false, and the token 0, where the logits hold NaN or no
+        finite number.
     """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -77,13 +77,7 @@ nccl-tests' bus bandwidth are commonly reported at about these shares on A100 an
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator.
-
-    Attributes:
-        name: the name as people write it.
-        memory_bytes: the total that the driver reports.
-        sheet: the data sheet that costs are estimated from; None where there is none.
-    """
+    """One kind of accelerator, with the total of memory that the driver reports."""
 
     name: str
     memory_bytes: int
@@ -92,8 +86,6 @@ class Accelerator:
 
 RESERVED_BYTES = 2**30
 """Memory left free on a device, for the CUDA context, libraries' workspaces and fragmentation."""
-
-# ---------------------------------------------------------------------------------------- links
 
 
 def _link(step_us: float, gb_per_s: int, name: str) -> Link:
@@ -115,8 +107,6 @@ GLOO_LOOPBACK = Link(
     "pcg profile --quick --tp 2, all_reduce: torch 2.13.0+cpu, two cores of an AMD EPYC",
     is_measured=True,
 )
-
-# --------------------------------------------------------------------------------------- sheets
 
 
 def _gpu(
@@ -196,8 +186,6 @@ CPU = DeviceSheet(
     launch_source="an addition of 8 numbers: torch 2.13.0+cpu, one thread of an AMD EPYC",
 )
 """A server's socket, for models that are split over CPUs."""
-
-# --------------------------------------------------------------------------------------- devices
 
 # Totals as nvidia-smi (rocm-smi) reports them, in MiB; with ECC where it is on by default.
 _TOTALS_MIB = {

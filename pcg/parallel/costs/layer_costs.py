@@ -46,13 +46,13 @@ class LayerCosts(ABC):
         Of no tensor it is the cost of a message that carries nothing.
         """
 
-    @abstractmethod
     def place(self, type_: TensorType, dim: int) -> float:
         """Cost of writing a rank's part of a whole tensor among zeros."""
+        return 0.0
 
-    @abstractmethod
     def sum_gradient(self, type_: TensorType) -> float:
         """A batch's share of the sum of an adapter weight's gradient over the ranks."""
+        return 0.0
 
     def message_bytes(self, types: Iterable[TensorType]) -> int:
         """Bytes of the tensors of a message."""
@@ -90,12 +90,6 @@ class ByteCosts(LayerCosts):
 
     def send(self, kind: str, *types: TensorType) -> float:
         return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, *types))
-
-    def place(self, type_: TensorType, dim: int) -> float:
-        return 0.0
-
-    def sum_gradient(self, type_: TensorType) -> float:
-        return 0.0
 
 
 class DeviceCosts(LayerCosts):

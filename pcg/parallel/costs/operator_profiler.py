@@ -118,14 +118,12 @@ def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[OperatorTi
 
 
 def _room_bytes(device: torch.device) -> float:
-    """Memory that one operator may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 4
     return 2.0**31
 
 
 def _call(case: Case, tokens: int, device: torch.device) -> Callable[[], Any]:
-    """The operator's expression, with random inputs."""
     values: dict[str, Any] = {}
     for i, type_ in enumerate(case.inputs):
         value = _random(type_, tokens, device)
@@ -145,7 +143,6 @@ def _random(type_: TensorType, tokens: int, device: torch.device) -> Tensor:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Seconds of one call."""
     first = _row(call, device, 1)
     once = _row(call, device, 1)
     if once > 3 * budget_s:
@@ -155,7 +152,6 @@ def _seconds(call: Callable[[], Any], device: torch.device, budget_s: float) -> 
 
 
 def _row(call: Callable[[], Any], device: torch.device, count: int) -> float:
-    """Seconds of so many calls."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(count):

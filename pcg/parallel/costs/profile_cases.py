@@ -158,7 +158,6 @@ def _vocabulary(width: int, size: int, dtype: str) -> Iterator[Case]:
 
 
 def _vectors(width: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:
-    """Bypass networks without a rank."""
     x, vector, base = _flat(dtype, width), tensor(adapter_dtype, width), tensor(dtype, width)
     prompt = tensor(adapter_dtype, 8, width)
     yield Case("bias_add", (x, vector), {}, (1,))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -74,7 +73,6 @@ class StepShape:
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk]) -> StepShape:
-        """The shape of a step of these chunks."""
         tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
         ranks: dict[Hashable, int] = {}
         for chunk in chunks:
@@ -88,16 +86,14 @@ class StepShape:
                 adapted += count
                 adapted_ranks += count * chunk.rank
                 ranks[chunk.adapter] = chunk.rank
-        total = sum(ranks.values())
-        return cls(
-            tokens, pairs, cached, sampled, trained, adapted, adapted_ranks, len(ranks), total
-        )
+        adapters = (adapted, adapted_ranks, len(ranks), sum(ranks.values()))
+        return cls(tokens, pairs, cached, sampled, trained, *adapters)
 
 
 class StepCosts(Protocol):
     """Seconds of a device's work for an engine.
 
-    All layers of the model have a backward, those below all trained ones, too.
+    `layers` is the number of the model's layers; those below all trained ones have a backward, too.
     """
 
     layers: int
@@ -203,12 +199,7 @@ class GraphSeconds:
             for one in self._bypass:
                 total += one.seconds(self._model, *sums)
         for kind, types in self._open:
-            size = 0
-            for type_ in types:
-                counts = (1, shape.adapted_ranks) if _is_open(type_) else (tokens, 1)
-                size += size_bytes(type_, counts[0], 1) * counts[1]
-            if size:
-                total += self._model.collective_seconds(kind, size, self._degree)
+            total += self._message_seconds(kind, types, tokens, shape.adapted_ranks)
         return total
 
     def _add(self, graph: Graph, node: Node) -> None:
@@ -223,7 +214,7 @@ class GraphSeconds:
             if is_open:
                 self._open.append((kind, wholes))
             else:
-                self._plain.append(partial(self._message_seconds, kind, wholes))
+                self._plain.append(lambda tokens: self._message_seconds(kind, wholes, tokens))
         elif is_free(node.op):
             pass
         elif entry.sees_sequences:
@@ -240,9 +231,12 @@ class GraphSeconds:
             call = (node.op, ins, outs, attributes)
             self._plain.append(lambda tokens: self._model.operator_seconds(*call, tokens, 1))
 
-    def _message_seconds(self, kind: str, types: Types, tokens: int) -> float:
-        size = sum(size_bytes(type_, tokens, 1) for type_ in types)
-        return self._model.collective_seconds(kind, size, self._degree)
+    def _message_seconds(self, kind: str, types: Types, tokens: int, ranks: int = 0) -> float:
+        """Seconds of a message; `ranks` are those of all tokens' adapters, summed."""
+        by_token = sum(size_bytes(type_, tokens, 1) for type_ in types if not _is_open(type_))
+        by_rank = ranks * sum(size_bytes(type_, 1, 1) for type_ in types if _is_open(type_))
+        size = by_token + by_rank
+        return self._model.collective_seconds(kind, size, self._degree) if size else 0.0
 
 
 _Coefficients = tuple[float, float, float, float]

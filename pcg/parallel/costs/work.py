@@ -157,7 +157,6 @@ def parts_of(
 def _parts_of_loss(
     inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """A head's product, its loss, and their backward where there is one."""
     x, weight, *rest = inputs
     bias, (targets, *dloss) = (rest[:1], rest[1:]) if attributes["bias"] else ([], rest)
     (logits,) = operator("linear").infer((x, weight, *bias), {})
@@ -171,7 +170,6 @@ def _parts_of_loss(
 def _parts_of_gradients(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The gradients of an adapter, and of the base's product beside it."""
     if op == "lora_linear_backward":
         dz, weight, a, b, s = inputs
         ds, db, dx = outputs

@@ -106,7 +106,6 @@ class ProcessRanks(Ranks):
         return self._begin(collective, x, True)
 
     def _begin(self, collective: str, x: Any, meanwhile: bool) -> PendingCollective:
-        """Begin a collective; its tensors are held until it is done."""
         result: Any
         if collective == "all_reduce":
             result = x.clone(memory_format=torch.contiguous_format)
@@ -152,10 +151,11 @@ class ProcessRanks(Ranks):
         # The store is gone where the rank that kept it is; a user's own group gives none.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                self._store.set(_word(self.rank), "here")
+                word = "pcg/still-there/{}".format
+                self._store.set(word(self.rank), "here")
                 end = time.monotonic() + ROLL_CALL_S
                 while missing and time.monotonic() < end:
-                    missing = [rank for rank in missing if not self._store.check([_word(rank)])]
+                    missing = [rank for rank in missing if not self._store.check([word(rank)])]
                     time.sleep(0.05)
                 is_told = bool(missing)
         names = missing or others
@@ -163,10 +163,6 @@ class ProcessRanks(Ranks):
         if len(names) == 1:
             return f"rank {listed}"
         return f"ranks {listed}" if is_told else f"one of the ranks {listed}"
-
-
-def _word(rank: int) -> str:
-    return f"pcg/still-there/{rank}"
 
 
 def join_group(degree: int, device: torch.device) -> Ranks:

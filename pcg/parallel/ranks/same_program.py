@@ -116,7 +116,6 @@ def _model_text(model: ModelGraph) -> str:
 
 
 def _costs_text(costs: str | os.PathLike[str] | None) -> str:
-    """A sheet's name, or a profile's contents."""
     if costs is None:
         return ""
     path = Path(costs)

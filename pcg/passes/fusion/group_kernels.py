@@ -157,7 +157,6 @@ def _fits(group: KernelGroup) -> bool:
 
 
 def _row(type_: TensorType) -> tuple[int, int]:
-    """Rows of a token, and their size."""
     return prod(type_.features[:-1]), type_.features[-1]
 
 

@@ -17,12 +17,12 @@ from itertools import pairwise
 from pcg.options import MemoryBudget
 from pcg.passes.memory.save_problem import Choice
 
-Frontiers = Sequence[Sequence[Choice]]
+LayerFrontiers = Sequence[Sequence[Choice]]
 Mix = tuple[int, ...]
 """The index of each layer's choice on its frontier."""
 
 
-def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
+def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
     """The mix with the fewest recomputed operations that is within a budget; None for none.
 
     `outside_bytes` are saved outside the layers, whatever they do.
@@ -37,7 +37,7 @@ def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mi
     return next((mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit), None)
 
 
-def mixes(frontiers: Frontiers) -> Iterator[Mix]:
+def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
     """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
 
     Each saves fewer bytes than the one before, at the best rate of bytes for operations.
@@ -55,7 +55,7 @@ def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, i
         yield Fraction(then.flops - now.flops, now.size_bytes - then.size_bytes), layer
 
 
-def mixed(frontiers: Frontiers, mix: Mix) -> Choice:
+def mixed(frontiers: LayerFrontiers, mix: Mix) -> Choice:
     """Bytes and operations of all layers together."""
     choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
     return Choice((), (), sum(c.size_bytes for c in choices), sum(c.flops for c in choices))

@@ -134,8 +134,6 @@ class SaveProblem:
             return []
         return [*self._between(left, middle), middle, *self._between(middle, right)]
 
-    # ------------------------------------------------------------------------------------ the parts
-
     def _stored(self, names: Iterable[str]) -> list[Storage]:
         """The storages of values that are not resident."""
         found = (self._storages[name] for name in names)

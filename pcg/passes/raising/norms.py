@@ -1,8 +1,4 @@
-"""Rules that raise norms: RMS norm with its roundings and offset, and layer norm written out.
-
-x · rsqrt(mean(x²) + eps) · w                 rms_norm
-(x - mean) · rsqrt(var + eps) · w             layer_norm
-"""
+"""Rules that raise norms: RMS norm with its roundings and offset, and layer norm written out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules that raise rotary embedding: half or interleaved, on a part of the head.
-
-x · cos + rotate(x) · sin                     rope
-"""
+"""Rules that raise rotary embedding: half or interleaved, on a part of the head."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ class Shard(Pass[Prepared, Sharded]):
         return typed, searches, plans
 
     def _end(self, model: ModelGraph, base: ModelGraph, trains: bool, *, is_first: bool) -> Graph:
-        """The prologue, or the epilogue, with layouts."""
         graph = model.prologue if is_first else model.epilogue
         fixed, nodes = Constraints(), frozenset[str]()
         if self.sequence_parallel:

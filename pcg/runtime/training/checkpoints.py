@@ -173,12 +173,8 @@ class CheckpointStore:
             saved = _read_state(path / STATE)
             adapter = _read_adapter(path, name)
             best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
-            read_header(path / OPTIMIZER, FinetuneError)
-            optimizer = load_file(path / OPTIMIZER)
-            beside = {}
-            if adapter.recipe.trains_beside:
-                read_header(path / BESIDE, FinetuneError)
-                beside = load_file(path / BESIDE)
+            optimizer = _read_tensors(path / OPTIMIZER)
+            beside = _read_tensors(path / BESIDE) if adapter.recipe.trains_beside else {}
         except (AdapterError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         self._kept = sorted(p for p in self._all() if p.name <= path.name)
@@ -281,8 +277,13 @@ def _read_adapter(path: Path, name: str) -> Adapter:
     adapter = read_adapter(path, name)
     if adapter.recipe.encoder is None:
         return adapter
-    read_header(path / ENCODER, FinetuneError)
-    return dataclasses.replace(adapter, encoder=load_file(path / ENCODER))
+    return dataclasses.replace(adapter, encoder=_read_tensors(path / ENCODER))
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    read_header(file, FinetuneError)
+    tensors: dict[str, Tensor] = load_file(file)
+    return tensors
 
 
 def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:

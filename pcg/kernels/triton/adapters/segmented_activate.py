@@ -117,9 +117,7 @@ def segmented_activate(
         tiles: those that s was made with.
         function: σ's name.
         scales: factors on the biases, [slices, slots], fp32.
-        dz: the gradient by the activation.
-    Returns:
-        [1, slices, places, most_rank], fp32.
+        dz: the gradient by the activation; what is returned is of one part.
     Raises:
         CodegenError: no such function.
     """
