@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pcg.errors import AdapterError, ProgramError, SourceError, UnsupportedError
+from pcg.errors import AdapterError, LogitsError, ProgramError, SourceError, UnsupportedError
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
@@ -85,6 +85,7 @@ def _compiled(
     peft: object,
     options: CompileOptions,
     observe: Callable[[PassRecord], None] | None = None,
+    whole: bool = False,
 ) -> Program:
     recipes = recipes_of(peft)
     settled = CompileOptions(
@@ -100,7 +101,7 @@ def _compiled(
         backend=options.emitted_backend,
     )
     settings = _settings(source.name, source.config, recipes.values(), settled)
-    passes = pipeline(settings)
+    passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     _require_runnable(source.name, base.model)
@@ -179,13 +180,22 @@ def compile(given: CompileArguments) -> Executor:
         return make_executor(program, checkpoint, given.peft, source.directory, device)
     source, _ = source_of(module)
     check_weights(module)
-    program = _compiled(source, module, given.peft, options)
-    weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
-    executor = make_executor(program, weights, given.peft, None, device)
     count = sum(parameter.numel() for parameter in module.parameters())
-    if count <= VERIFIED_PARAMETERS if given.verify is None else given.verify:
-        check_logits(executor, module)
-    return executor
+    verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
+
+    def compiled(whole: bool) -> Executor:
+        program = _compiled(source, module, given.peft, options, whole=whole)
+        weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
+        executor = make_executor(program, weights, given.peft, None, device)
+        if verified:
+            check_logits(executor, module)
+        return executor
+
+    try:
+        return compiled(whole=False)
+    except LogitsError:
+        # Layers that look alike may use their index.
+        return compiled(whole=True)
 
 
 def compile_random(

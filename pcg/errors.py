@@ -12,6 +12,7 @@ PcgError
 │       ├── MissingShardError  the index names a file that is not there
 │       └── PickleWeightsError only pickled weights, which can run code
 ├── TraceError                 the model cannot be turned into a graph
+│   └── LogitsError            a compiled module's logits are not its own
 ├── IrError                    the graph
 │   ├── ParseError             text that is not IR
 │   ├── VerifyError            IR that breaks a rule
@@ -71,6 +72,10 @@ class PickleWeightsError(WeightsError):
 
 class TraceError(PcgError):
     """The model cannot be turned into a graph."""
+
+
+class LogitsError(TraceError):
+    """A compiled module's logits are not the module's own."""
 
 
 class IrError(PcgError):

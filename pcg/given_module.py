@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pcg.errors import TraceError, UnsupportedError
+from pcg.errors import LogitsError, UnsupportedError
 from pcg.source import ModelSource, resolve
 from pcg.trace.model_config import check_module
 from pcg.trace.prepared_module import with_attention
@@ -59,7 +59,7 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     """Compare an executor's logits of a few tokens with those of the module it was compiled from.
 
     Raises:
-        TraceError: they differ by more than rounding.
+        LogitsError: they differ by more than rounding.
     """
     vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     first = next(model.parameters())
@@ -76,7 +76,7 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
         errors.append(_relative_error(found, expected))
         if errors[-1] <= allowed:
             return
-    raise TraceError(
+    raise LogitsError(
         f"the compiled program is not the {type(model).__name__} that was given: its logits of "
         f"{_TOKENS} tokens are off by {min(errors):.1e} of their size, where {allowed:.0e} is "
         "rounding; a hook or a method of the module does what its traced graph does not show. "

@@ -28,21 +28,25 @@ class Modification:
         change: makes it.
         refused: a part of the message of the error that compiling raises; empty where the modified
             model compiles, to its own logits and gradients.
+        excluded: modules without an adapter: what they compute is more than a product.
     """
 
     name: str
     family: str
     change: Change
     refused: str = ""
+    excluded: tuple[str, ...] = ()
 
 
 MODIFICATIONS: list[Modification] = []
 
 
-def _case(family: str = "llama3", refused: str = "") -> Callable[[Change], Change]:
+def _case(
+    family: str = "llama3", refused: str = "", excluded: tuple[str, ...] = ()
+) -> Callable[[Change], Change]:
     def note(change: Change) -> Change:
         name = change.__name__.removeprefix("_")
-        MODIFICATIONS.append(Modification(f"{family}: {name}", family, change, refused))
+        MODIFICATIONS.append(Modification(f"{family}: {name}", family, change, refused, excluded))
         return change
 
     return note
@@ -217,7 +221,7 @@ def epsilon_of_one_norm(model: Any) -> None:
     _layers(model)[1].input_layernorm.variance_epsilon = 0.3
 
 
-@_case()
+@_case(excluded=("o_proj",))
 def norm_of_the_attention(model: Any) -> None:
     projection = _layers(model)[0].self_attn.o_proj
     norm = _perturbed(nn.LayerNorm(projection.out_features)).requires_grad_(False)
